@@ -1,0 +1,19 @@
+"""Raw data -> Parquet shards.
+
+python jobs/ingest.py --source digits --out datasets/digits
+python jobs/ingest.py --source images --input DIR --out datasets/flowers
+python jobs/ingest.py --source csv --input iris.csv --label species --out datasets/iris
+python jobs/ingest.py --source idx --input DIR --out datasets/mnist
+python jobs/ingest.py --source numpy --input arrays.npz --out datasets/arrays
+python jobs/ingest.py --help
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ray_app.pipeline.ingest import main
+
+if __name__ == "__main__":
+    sys.exit(main())

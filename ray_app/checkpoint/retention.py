@@ -1,0 +1,40 @@
+"""Which checkpoints may go: one pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MOST_HELD = 32
+"""Checkpoints that a follower can keep alive; the oldest beyond it go."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """What a follower (an evaluator) still needs: every checkpoint after `done_step`, until it expires.
+
+    Args:
+        done_step: Newest step that it is done with.
+        expires_s: When the hold ends unless it is renewed, seconds since 1970 (UTC).
+    """
+
+    done_step: int
+    expires_s: float
+
+
+def removable(steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[int]:
+    """Steps of the checkpoints that nobody needs.
+
+    Args:
+        steps: Steps of all intact checkpoints.
+        keep_last: Newest ones to keep; at least one always stays.
+        best: Steps to keep besides.
+        holds: What the followers say; expired ones do not count.
+        now_s: Seconds since 1970 (UTC).
+    """
+    ordered = sorted(set(steps))
+    kept = set(ordered[-max(1, keep_last) :]) | set(best)
+    live = [hold.done_step for hold in holds if hold.expires_s > now_s]
+    if live:
+        kept |= set([step for step in ordered if step > min(live)][-MOST_HELD:])
+    return set(ordered) - kept

@@ -1,0 +1,416 @@
+"""The configuration: frozen dataclasses, one per section, checked together and digested.
+
+Fields that change the resulting parameters are made with `_result(...)`; the digest of a run covers those that differ from their
+default, so a new field at its default never changes a digest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ray_app.errors import ConfigError, RunExistsError
+
+
+def _result(default: Any) -> Any:
+    """A field that affects the result, so that it is part of the run's digest."""
+    return field(default=default, metadata={"affects_result": True})
+
+
+@dataclass(frozen=True)
+class ClassSpec:
+    """A class and the arguments to make it with.
+
+    Args:
+        class_path: Import path, such as `torch.optim.AdamW`.
+        init_args: Keyword arguments of the class.
+    """
+
+    class_path: str
+    init_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """Where a run lives.
+
+    Args:
+        name: Directory of the run below `storage_path` and its name in MLflow; starting the same name again resumes it. Made up when
+            not given.
+        storage_path: Folder that every node of the cluster sees under the same path.
+        ray_address: Ray cluster to join (`auto` or an address). Not given: `RAY_ADDRESS` if that is set (as in a Ray job), otherwise
+            a local cluster of this machine's own, stopped at the end.
+    """
+
+    name: str | None = None
+    storage_path: str = "runs"
+    ray_address: str | None = None
+
+
+@dataclass(frozen=True)
+class ScalingSection:
+    """How many workers train, and with what.
+
+    Args:
+        min_workers: Fewest workers to train with; below it the run waits.
+        max_workers: Most workers; capped at what the cluster has.
+        logical_workers: Data-parallel replicas that define the arithmetic (L). The same L gives the same parameters on any number of
+            workers up to L. Not given: `max_workers` of the first start.
+        threads_per_worker: CPU threads of the computation in each worker; part of the arithmetic.
+        cpus_per_worker: Logical CPUs that each worker reserves.
+        gpus_per_worker: GPUs that each worker reserves; 0 trains on the CPU.
+        resize_check_s: Seconds between two looks for more capacity.
+    """
+
+    min_workers: int = 1
+    max_workers: int = 1
+    logical_workers: int | None = _result(None)
+    threads_per_worker: int = _result(1)
+    cpus_per_worker: float = 1
+    gpus_per_worker: float = _result(0)
+    resize_check_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """What is read, and in which portions.
+
+    Args:
+        path: Folder (or file) of Parquet to train on.
+        eval_path: Folder (or file) of Parquet to evaluate on; not given: no evaluation.
+        global_batch_size: Rows of one optimizer step over all workers; divisible by the number of logical workers.
+        shuffle_window_rows: Rows per logical worker that are shuffled together; a worker holds about this many decoded rows, times
+            `prefetch_windows` + 1, for each logical worker that it plays.
+        last_batch: `keep` consumes every row, the last step of an epoch may be smaller; `drop` drops what does not fill a step.
+        cache: `none` reads and decodes in every epoch; `memory` decodes once into Ray's object store, one copy per node.
+        prefetch_windows: Windows per logical worker that are read ahead.
+        read_task_mb: Most decoded megabytes of one read task.
+    """
+
+    path: str = ""
+    eval_path: str | None = None
+    global_batch_size: int = _result(32)
+    shuffle_window_rows: int = _result(10_000)
+    last_batch: Literal["keep", "drop"] = _result("keep")
+    cache: Literal["none", "memory"] = "none"
+    prefetch_windows: int = 1
+    read_task_mb: float = 64.0
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """How it is trained.
+
+    Args:
+        epochs: Passes over the training data.
+        max_steps: Most optimizer steps in all, whatever `epochs` says; not given: no limit.
+        strategy: How workers share the model: `ddp` holds a copy in each.
+        reduction: `exact` adds the gradients of the logical workers in one fixed order: the same bits on any number of workers.
+            `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits.
+        precision: `fp32`, or `bf16` for autocast of forward and loss (parameters and gradients stay fp32).
+        grad_clip_norm: Largest global L2 norm of the gradient; not given: no clipping.
+    """
+
+    epochs: int = _result(1)
+    max_steps: int | None = _result(None)
+    strategy: Literal["ddp"] = _result("ddp")
+    reduction: Literal["exact", "overlapped"] = _result("exact")
+    precision: Literal["fp32", "bf16"] = _result("fp32")
+    grad_clip_norm: float | None = _result(None)
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """When checkpoints are made and which are kept.
+
+    Args:
+        every_steps: Optimizer steps between two checkpoints; not given: none by steps.
+        every_epochs: Epochs between two checkpoints; not given: none by epochs. The end of training always makes one.
+        keep_last: Newest checkpoints to keep, at least 2.
+        keep_best: Best checkpoints by `evaluate.metric` to keep besides.
+    """
+
+    every_steps: int | None = None
+    every_epochs: int | None = 1
+    keep_last: int = 2
+    keep_best: int = 1
+
+
+@dataclass(frozen=True)
+class FailureSection:
+    """How much may go wrong.
+
+    Args:
+        max_failures: Worker-group restarts because of failures before the run gives up; -1: any number.
+        max_preemptions: Restarts because of preempted nodes before it gives up; -1: any number.
+        step_timeout_s: Seconds that a collective of one step may take before it counts as failed.
+    """
+
+    max_failures: int = 5
+    max_preemptions: int = -1
+    step_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class EvaluateSection:
+    """How the evaluator follows the checkpoints.
+
+    Args:
+        every: `checkpoint` evaluates every committed checkpoint, `latest` only the newest whenever it is free.
+        metric: Metric that says which checkpoint is best; not given: the task's own.
+        mode: Whether more (`max`) or less (`min`) of it is better; not given: the task's own.
+        batch_size: Rows of one forward pass.
+        drain_timeout_s: Seconds that the end of a run waits for the evaluator to catch up.
+        num_cpus: Logical CPUs that the evaluator reserves.
+        num_gpus: GPUs that the evaluator reserves.
+        threads: CPU threads of its computation.
+    """
+
+    every: Literal["checkpoint", "latest"] = "checkpoint"
+    metric: str | None = None
+    mode: Literal["max", "min"] | None = None
+    batch_size: int = 256
+    drain_timeout_s: float = 600.0
+    num_cpus: float = 1
+    num_gpus: float = 0
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class TrackingSection:
+    """Where the run is recorded besides its own directory.
+
+    Args:
+        enabled: Whether MLflow gets the record.
+        uri: MLflow tracking URI; not given: a SQLite file `mlflow.db` in `run.storage_path`.
+        experiment: Name of the MLflow experiment.
+    """
+
+    enabled: bool = True
+    uri: str | None = None
+    experiment: str = "ray_app"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+
+    task: ClassSpec = _result(ClassSpec(""))
+    optimizer: ClassSpec = _result(ClassSpec("torch.optim.Adam"))
+    schedule: ClassSpec | None = _result(None)
+    seed: int = _result(0)
+    run: RunSection = RunSection()
+    scaling: ScalingSection = ScalingSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    failure: FailureSection = FailureSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @property
+    def logical_workers(self) -> int:
+        """L: the number of data-parallel replicas of the arithmetic."""
+        return self.scaling.logical_workers or self.scaling.max_workers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries, as they stand in YAML."""
+        return dataclasses.asdict(self)
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML that `load` and `--config` read."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def replace(self, **fields: Any) -> Config:
+        """A copy with other values; keys are dotted names, with `__` for the dot (`train__epochs=3`)."""
+        values = self.to_dict()
+        for name, value in fields.items():
+            *section, last = name.split("__")
+            target = values
+            for part in section:
+                target = target[part]
+            target[last] = value
+        return from_dict(values)
+
+
+SECTIONS: dict[str, type] = {
+    "run": RunSection,
+    "scaling": ScalingSection,
+    "data": DataSection,
+    "train": TrainSection,
+    "checkpoint": CheckpointSection,
+    "failure": FailureSection,
+    "evaluate": EvaluateSection,
+    "tracking": TrackingSection,
+}
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """Builds a configuration from nested dictionaries with known names, without checking it."""
+    made: dict[str, Any] = dict(values)
+    for name, section in SECTIONS.items():
+        if name in made:
+            made[name] = section(**made[name])
+    for name in ("task", "optimizer", "schedule"):
+        if made.get(name) is not None:
+            made[name] = ClassSpec(made[name]["class_path"], dict(made[name].get("init_args") or {}))
+    return Config(**made)
+
+
+def from_yaml(text: str) -> Config:
+    """Reads what `Config.to_yaml` wrote."""
+    return from_dict(yaml.safe_load(text))
+
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check(config: Config) -> None:
+    """Refuses impossible values and combinations.
+
+    Raises:
+        ConfigError: All that is wrong, a line each: what was given, what is allowed and what to do.
+    """
+    problems = [*_check_ranges(config), *_check_scaling(config), *_check_run(config)]
+    if problems:
+        raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+_AT_LEAST: dict[str, float] = {
+    "scaling.min_workers": 1,
+    "scaling.max_workers": 1,
+    "scaling.logical_workers": 1,
+    "scaling.threads_per_worker": 1,
+    "scaling.cpus_per_worker": 0,
+    "scaling.gpus_per_worker": 0,
+    "data.global_batch_size": 1,
+    "data.shuffle_window_rows": 1,
+    "data.prefetch_windows": 1,
+    "train.epochs": 1,
+    "train.max_steps": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.every_epochs": 1,
+    "checkpoint.keep_last": 2,
+    "checkpoint.keep_best": 0,
+    "failure.max_failures": -1,
+    "failure.max_preemptions": -1,
+    "evaluate.batch_size": 1,
+    "evaluate.threads": 1,
+    "evaluate.drain_timeout_s": 0,
+}
+_ABOVE_ZERO = ("scaling.resize_check_s", "data.read_task_mb", "train.grad_clip_norm", "failure.step_timeout_s")
+
+
+def _check_ranges(config: Config) -> list[str]:
+    values = flatten(config.to_dict())
+    problems = []
+    for name, least in _AT_LEAST.items():
+        if values[name] is not None and values[name] < least:
+            problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")
+    for name in _ABOVE_ZERO:
+        if values[name] is not None and values[name] <= 0:
+            problems.append(f"{name} is {values[name]}; it must be greater than 0.")
+    return problems
+
+
+def _check_scaling(config: Config) -> list[str]:
+    scaling, batch, logical = config.scaling, config.data.global_batch_size, config.logical_workers
+    problems = []
+    if scaling.min_workers > scaling.max_workers:
+        problems.append(
+            f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower the one or"
+            " raise the other."
+        )
+    if scaling.max_workers > logical >= 1:
+        problems.append(
+            f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without a logical"
+            f" worker has nothing to do. Set max_workers to at most {logical}, or start a new run with more logical workers."
+        )
+    if logical >= 1 and batch >= 1 and batch % logical:
+        below, above = batch // logical * logical, -(-batch // logical) * logical
+        valid = " or ".join(str(n) for n in (below, above) if n > 0)
+        problems.append(
+            f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid values are"
+            f" {valid}."
+        )
+    return problems
+
+
+def _check_run(config: Config) -> list[str]:
+    problems = []
+    if config.run.name is not None and not _RUN_NAME.fullmatch(config.run.name):
+        problems.append(
+            f"run.name is {config.run.name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
+        )
+    if not config.task.class_path:
+        problems.append("task.class_path is missing; name a task such as ray_app.task.image.ImageClassification.")
+    if not config.data.path:
+        problems.append("data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one).")
+    return problems
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one level with dotted names; empty dictionaries vanish."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
+    """The fields that decide the result and differ from their default, with dotted names."""
+    found: dict[str, Any] = {
+        "manifest": manifest_digest,
+        "scaling.logical_workers": config.logical_workers,
+        "scaling.threads_per_worker": config.scaling.threads_per_worker,
+    }
+    for owner, prefix in [(config, ""), *((getattr(config, name), f"{name}.") for name in SECTIONS)]:
+        for item in dataclasses.fields(owner):
+            value = getattr(owner, item.name)
+            if item.metadata.get("affects_result") and value != item.default:
+                plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+                found[prefix + item.name] = plain
+    return flatten(found)
+
+
+def digest(config: Config, manifest_digest: str) -> str:
+    """SHA-256 of the fields that decide the result."""
+    return hashlib.sha256(json.dumps(result_fields(config, manifest_digest), sort_keys=True).encode()).hexdigest()
+
+
+def refuse_other_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuses to resume a run with another configuration or other data.
+
+    Args:
+        name: The run's name.
+        old: `result_fields` of the run as it is.
+        new: `result_fields` of what was asked for.
+
+    Raises:
+        RunExistsError: They differ; the message is a diff.
+    """
+    if old == new:
+        return
+    before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (old, new))
+    diff = "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
+    raise RunExistsError(
+        f"The run {name!r} exists with another configuration or other data:\n{diff}\n"
+        "(-: of the run, +: asked for now). Nothing was changed. Give another run.name for a new run, or the run's own values to resume"
+        " it; more epochs need a new run."
+    )
+
+
+def default_tracking_uri(config: Config) -> str:
+    """The MLflow tracking URI of a run."""
+    return config.tracking.uri or f"sqlite:///{Path(config.run.storage_path).resolve() / 'mlflow.db'}"

@@ -1,0 +1,113 @@
+"""A Parquet data set as its footers describe it: the manifest of its row groups and the facts of its columns."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_app.data.columns import spec_of
+from ray_app.errors import DataError
+from ray_app.plan.facts import ColumnFacts, DataFacts
+from ray_app.plan.manifest import Manifest
+
+_FOOTER_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A folder of Parquet files.
+
+    Args:
+        root: Folder that the manifest's paths are relative to.
+        manifest: Its row groups.
+        facts: Its columns.
+    """
+
+    root: str
+    manifest: Manifest
+    facts: DataFacts
+
+
+def open_dataset(path: str) -> Dataset:
+    """Reads the footers of a Parquet file or of all `*.parquet` files below a folder.
+
+    Raises:
+        DataError: Nothing is there, a file is not Parquet, the files have different columns, or there are no rows.
+    """
+    target = Path(path).resolve()
+    if not target.exists():
+        raise DataError(
+            f"data path {path!r} does not exist (looked at {target}); ingest the data first: python jobs/ingest.py --help."
+        )
+    root = target if target.is_dir() else target.parent
+    files = sorted(target.rglob("*.parquet")) if target.is_dir() else [target]
+    if not files:
+        raise DataError(f"data path {path!r} holds no *.parquet file; ingest the data first: python jobs/ingest.py --help.")
+    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+        footers = list(pool.map(_footer, files))
+    schema = footers[0].schema.to_arrow_schema()
+    for file, footer in zip(files, footers, strict=True):
+        if footer.schema.to_arrow_schema().remove_metadata() != schema.remove_metadata():
+            raise DataError(
+                f"{file} has other columns than {files[0]}; a data set has one schema. Move the files apart or ingest again."
+            )
+    groups = [[footer.row_group(i).num_rows for i in range(footer.num_row_groups)] for footer in footers]
+    manifest = Manifest.from_files((str(file.relative_to(root)), rows) for file, rows in zip(files, groups, strict=True))
+    if not manifest.num_rows:
+        raise DataError(f"data path {path!r} holds {len(files)} Parquet files but not one row; there is nothing to train on.")
+    return Dataset(str(root), manifest, _facts(path, manifest.num_rows, schema, footers, root))
+
+
+def _footer(file: Path) -> pq.FileMetaData:
+    try:
+        return pq.read_metadata(file)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}. Remove it or ingest the data again.") from error
+
+
+def _facts(path: str, rows: int, schema: pa.Schema, footers: list[pq.FileMetaData], root: Path) -> DataFacts:
+    columns = {field.name: _column_facts(field, footers) for field in schema}
+    described: dict[str, Any] = {}
+    if (root / "dataset.json").is_file():
+        described = json.loads((root / "dataset.json").read_text())
+    classes = described.get("classes")
+    return DataFacts(path, rows, columns, tuple(classes) if classes else None)
+
+
+def _column_facts(field: pa.Field, footers: list[pq.FileMetaData]) -> ColumnFacts:
+    spec = spec_of(field)
+    if spec is not None:
+        return ColumnFacts("array", spec.dtype, spec.shape)
+    kind = field.type
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind):
+        dtype = str(kind.to_pandas_dtype().__name__)
+        return ColumnFacts("number" if pa.types.is_floating(kind) else "integer", dtype, (), *_range(field.name, footers))
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return ColumnFacts("bytes")
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return ColumnFacts("text")
+    return ColumnFacts("other", str(kind))
+
+
+def _range(name: str, footers: list[pq.FileMetaData]) -> tuple[float | None, float | None, int | None]:
+    """Least and greatest value and missing values of a column from the row groups' statistics; None where one does not say."""
+    low, high, nulls = [], [], 0
+    for footer in footers:
+        for i in range(footer.num_row_groups):
+            group = footer.row_group(i)
+            place = next((c for c in range(group.num_columns) if group.column(c).path_in_schema == name), None)
+            statistics = group.column(place).statistics if place is not None else None
+            if not group.num_rows:
+                continue
+            if statistics is None or not statistics.has_min_max:
+                return None, None, None
+            low.append(float(statistics.min))
+            high.append(float(statistics.max))
+            nulls += statistics.null_count or 0
+    return min(low), max(high), nulls

@@ -1,0 +1,216 @@
+"""Planned reads: what one read task fetches and decodes, and how read tasks run, as Ray Data tasks or in this process.
+
+The plan decides, a source only fetches. Every decoded row carries its manifest position, so that the feed can check on arrival that
+it got exactly the rows that it asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_app.data.columns import ArraySpec, decode, encode, spec_of
+from ray_app.data.dataset import Dataset
+from ray_app.errors import BadRowError, DataError
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Segment
+
+POSITION = "__position__"
+Decode = Callable[[dict[str, Any]], dict[str, npt.NDArray]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first, first + rows) of a row group of a file; `position` is the manifest position of the first."""
+
+    path: str
+    row_group: int
+    first: int
+    rows: int
+    position: int
+
+
+ReadSpec = tuple[Piece, ...]
+"""What one read task reads, in order."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads and decodes pieces of a data set; small, pickled to every read task.
+
+    Args:
+        root: Folder that paths are relative to.
+        columns: Columns to read.
+        decode: Turns rows as read into arrays, see `Task.decode`.
+    """
+
+    root: str
+    columns: list[str]
+    decode: Decode
+
+    def read(self, spec: ReadSpec) -> pa.Table:
+        """Decodes the rows of `spec` in order to one array column per field and the column of positions.
+
+        Raises:
+            BadRowError: A row cannot be decoded.
+        """
+        files: dict[str, pq.ParquetFile] = {}
+        parts = []
+        for piece in spec:
+            file = files.setdefault(piece.path, pq.ParquetFile(Path(self.root) / piece.path))
+            table = file.read_row_group(piece.row_group, columns=self.columns, use_threads=False).slice(piece.first, piece.rows)
+            parts.append(self._decode(piece, rows_of(table)))
+        fields = {name: np.concatenate([part[name] for part in parts]) if len(parts) > 1 else parts[0][name] for name in parts[0]}
+        fields[POSITION] = np.concatenate([np.arange(p.position, p.position + p.rows) for p in spec])
+        encoded = [encode(name, values) for name, values in fields.items()]
+        return pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
+
+    def _decode(self, piece: Piece, rows: dict[str, Any]) -> dict[str, npt.NDArray]:
+        try:
+            return self.decode(rows)
+        except Exception as error:
+            for i in range(piece.rows):
+                try:
+                    self.decode({name: values[i : i + 1] for name, values in rows.items()})
+                except Exception as row_error:
+                    raise BadRowError(piece.path, piece.row_group, piece.first + i, f"{row_error}") from row_error
+            raise DataError(f"{piece.path}, row group {piece.row_group} cannot be decoded as a whole: {error}") from error
+
+
+def rows_of(table: pa.Table) -> dict[str, Any]:
+    """A table as rows for `Task.decode`: arrays where the column has numbers or arrays, lists of bytes or text otherwise."""
+    rows: dict[str, Any] = {}
+    for field, column in zip(table.schema, table.columns, strict=True):
+        spec = spec_of(field)
+        if spec is not None:
+            rows[field.name] = decode(column, spec)
+        elif pa.types.is_binary(field.type) or pa.types.is_string(field.type) or pa.types.is_large_binary(field.type):
+            rows[field.name] = column.to_pylist()
+        else:
+            rows[field.name] = column.to_numpy()
+    return rows
+
+
+def specs_of(manifest: Manifest, segments: list[Segment], max_rows: int) -> list[ReadSpec]:
+    """Cuts segments into read tasks of at most `max_rows` rows, keeping their order."""
+    specs: list[list[Piece]] = [[]]
+    room = max_rows
+    for segment in segments:
+        done = 0
+        while done < segment.rows:
+            if not room:
+                specs.append([])
+                room = max_rows
+            take = min(room, segment.rows - done)
+            specs[-1].append(_piece(manifest, segment.row_group, segment.first + done, take))
+            done, room = done + take, room - take
+    return [tuple(spec) for spec in specs if spec]
+
+
+def _piece(manifest: Manifest, row_group: int, first: int, rows: int) -> Piece:
+    path = manifest.paths[int(manifest.file_of[row_group])]
+    position = int(manifest.first_row[row_group]) + first
+    return Piece(path, int(manifest.index_in_file[row_group]), first, rows, position)
+
+
+def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
+    """The whole data set in manifest order, in read tasks of at most `max_rows` rows."""
+    segments = [Segment(i, 0, int(rows)) for i, rows in enumerate(manifest.rows) if rows]
+    return specs_of(manifest, segments, max_rows)
+
+
+def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
+    """Decodes the first row of a data set to learn what a decoded row looks like.
+
+    Raises:
+        BadRowError: It cannot be decoded.
+    """
+    first = next(i for i, rows in enumerate(dataset.manifest.rows) if rows)
+    table = Reader(dataset.root, columns, decode_rows).read((_piece(dataset.manifest, first, 0, 1),))
+    specs = {field.name: spec_of(field) for field in table.schema if field.name != POSITION}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def rows_per_task(fields: dict[str, ArraySpec], read_task_mb: float) -> int:
+    """Rows of one read task so that its decoded bytes stay within `read_task_mb` megabytes, at least one."""
+    return max(1, int(read_task_mb * 1e6 / max(1, sum(spec.row_bytes for spec in fields.values()))))
+
+
+Fetch = Callable[[Reader, Sequence[ReadSpec]], Iterator[pa.Table]]
+"""Runs read tasks and yields their decoded rows in order, in tables of any size."""
+
+
+def fetch_here(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    """Reads in this process, one task after the other."""
+    for spec in specs:
+        yield reader.read(spec)
+
+
+def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    """Reads as Ray Data read tasks on any CPU of the cluster; blocks arrive in order through the object store."""
+    if not specs:
+        return
+    import ray.data
+    from ray.data.context import DataContext
+
+    from ray_app.data.ray_source import PlannedSource
+
+    context = DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
+    try:
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    except Exception as error:
+        raise _cause(error) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The application's own error inside Ray's wrappers, or the error itself."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, DataError):
+            return seen
+        cause = getattr(seen, "cause", None)
+        seen = cause if isinstance(cause, BaseException) else seen.__cause__
+    return error
+
+
+def load_all(
+    fetch: Fetch, reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], max_rows: int
+) -> dict[str, npt.NDArray]:
+    """Decodes a whole data set into one array per field, in manifest order, each of shape (rows, ...)."""
+    arrays = {name: np.empty((manifest.num_rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
+    done = 0
+    for table in fetch(reader, whole(manifest, max_rows)):
+        check_positions(table, np.arange(done, done + table.num_rows))
+        for name, spec in fields.items():
+            arrays[name][done : done + table.num_rows] = decode(table.column(name), spec)
+        done += table.num_rows
+    if done != manifest.num_rows:
+        raise DataError(f"Read {done} rows of {manifest.num_rows}; the data set changed while it was read.")
+    return arrays
+
+
+def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
+    """Checks that a table holds just the expected rows in the expected order.
+
+    Raises:
+        DataError: It does not: the rows would not be consumed exactly once.
+    """
+    arrived = decode(table.column(POSITION), ArraySpec("<i8", ()))
+    if not np.array_equal(arrived, expected):
+        raise DataError(
+            f"A read task delivered {len(arrived)} rows from position {arrived[:1]} where {len(expected)} from {expected[:1]} were planned;"
+            " stopping, because rows would be lost or doubled. Please report this."
+        )

@@ -1,0 +1,69 @@
+"""Every exception of the application, all picklable because most of them cross a Ray boundary.
+
+::
+
+    RayAppError
+    ├── ConfigError          refused before anything started (exit code 2)
+    │   └── RunExistsError   the run name is taken by another configuration
+    ├── DataError            the data set cannot be used (exit code 2 before the start)
+    │   └── BadRowError      one row cannot be used: file, row group and row
+    ├── CheckpointError      no checkpoint can be returned to
+    ├── NonFiniteError       a loss or a gradient is NaN or infinite
+    ├── PeerLostError        a collective failed because a worker left: form a new generation
+    └── BudgetSpentError     more failures than `failure.*` allows
+"""
+
+
+class RayAppError(Exception):
+    """Base of all errors that the application raises on purpose."""
+
+    retryable = False
+    """Whether starting the workers again can help; a wrong configuration or a bad row stays wrong."""
+
+
+class ConfigError(RayAppError):
+    """The configuration is refused; the message says what was given, what is allowed and what to do."""
+
+
+class RunExistsError(ConfigError):
+    """A run of this name exists with another configuration."""
+
+
+class DataError(RayAppError):
+    """The data set is missing, empty or of the wrong shape."""
+
+
+class BadRowError(DataError):
+    """One row cannot be decoded.
+
+    Args:
+        path: File, relative to the data set.
+        row_group: Index of the row group in the file.
+        row: Index of the row in the row group.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: str, row_group: int, row: int, reason: str) -> None:
+        super().__init__(path, row_group, row, reason)
+        self.path, self.row_group, self.row, self.reason = path, row_group, row, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}, row group {self.row_group}, row {self.row}: {self.reason}"
+
+
+class CheckpointError(RayAppError):
+    """No checkpoint can be loaded; the message names each one that was tried and why it was refused."""
+
+
+class NonFiniteError(RayAppError):
+    """The loss or a gradient is NaN or infinite; the optimizer did not move."""
+
+
+class PeerLostError(RayAppError):
+    """A collective failed because another worker left or a new generation forms."""
+
+    retryable = True
+
+
+class BudgetSpentError(RayAppError):
+    """The run failed more often than `failure.*` allows."""

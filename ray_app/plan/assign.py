@@ -1,0 +1,44 @@
+"""Which rank plays which logical worker, and the fixed tree in which their gradients are added.
+
+Nodes of the tree are half-open ranges [low, high) of logical workers; a node splits in its middle. The tree depends on the number
+of logical workers only, never on who plays them.
+"""
+
+from __future__ import annotations
+
+Node = tuple[int, int]
+
+
+def logical_workers_of(rank: int, world_size: int, logical_workers: int) -> range:
+    """The logical workers that `rank` plays: contiguous blocks, sizes differ by at most one, all of them covered.
+
+    Raises:
+        ValueError: The world size is not between 1 and the number of logical workers, or the rank not in the world.
+    """
+    if not 1 <= world_size <= logical_workers or not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size} cannot play {logical_workers} logical workers")
+    return range(rank * logical_workers // world_size, (rank + 1) * logical_workers // world_size)
+
+
+def middle(node: Node) -> int:
+    """Where a node of two or more logical workers splits."""
+    return (node[0] + node[1]) // 2
+
+
+def subtrees(block: range, logical_workers: int) -> list[Node]:
+    """The largest nodes of the tree that lie in `block`, from left to right; together they are the block."""
+
+    def collect(node: Node) -> list[Node]:
+        low, high = node
+        if block.start <= low and high <= block.stop:
+            return [node]
+        if high <= block.start or block.stop <= low:
+            return []
+        return [*collect((low, middle(node))), *collect((middle(node), high))]
+
+    return collect((0, logical_workers))
+
+
+def micro_batches(world_size: int, logical_workers: int) -> int:
+    """Micro-batches of the busiest worker per step, ceil(L / W): what decides the time of a step."""
+    return -(-logical_workers // world_size)

@@ -1,0 +1,91 @@
+"""The manifest: the table of Parquet row groups that a run trains on, with a digest.
+
+A row's identity is its position in the manifest; an id column of the data is provenance only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Row groups in a fixed order: by relative path, then by index in the file.
+
+    Args:
+        paths: File of each distinct Parquet file, relative to the data set's root, sorted.
+        file_of: For each row group, the index of its file in `paths`, shape (row groups,).
+        index_in_file: For each row group, its index in its file, shape (row groups,).
+        rows: For each row group, its number of rows, shape (row groups,).
+    """
+
+    paths: tuple[str, ...]
+    file_of: Int64
+    index_in_file: Int64
+    rows: Int64
+
+    @classmethod
+    def from_files(cls, files: Iterable[tuple[str, list[int]]]) -> Manifest:
+        """Builds the manifest from (relative path, rows of each row group) in any order; empty row groups stay in."""
+        ordered = sorted(files)
+        counts = [len(groups) for _, groups in ordered]
+        return cls(
+            paths=tuple(path for path, _ in ordered),
+            file_of=np.repeat(np.arange(len(ordered), dtype=np.int64), counts),
+            index_in_file=np.concatenate([np.arange(n, dtype=np.int64) for n in counts] or [np.empty(0, np.int64)]),
+            rows=np.array([rows for _, groups in ordered for rows in groups], dtype=np.int64),
+        )
+
+    @property
+    def num_row_groups(self) -> int:
+        """Number of row groups."""
+        return len(self.rows)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Number of rows in all row groups."""
+        return int(self.rows.sum())
+
+    @cached_property
+    def first_row(self) -> Int64:
+        """For each row group, the manifest position of its first row, shape (row groups,)."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows)[:-1]]) if len(self.rows) else self.rows
+
+    @cached_property
+    def path_hash(self) -> UInt64:
+        """For each file, 64 bits of its relative path's BLAKE2b hash, shape (files,)."""
+        return np.array(
+            [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=8).digest(), "little") for p in self.paths],
+            dtype=np.uint64,
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the paths, indices and row counts; two data sets with equal digests have equal plans."""
+        sha = hashlib.sha256(json.dumps(self.paths).encode())
+        for column in (self.file_of, self.index_in_file, self.rows):
+            sha.update(column.astype("<i8").tobytes())
+        return sha.hexdigest()
+
+    def to_json(self) -> str:
+        """The manifest as JSON, one entry a file."""
+        pairs = zip(self.file_of.tolist(), self.rows.tolist(), strict=True)
+        groups = {file: [rows for _, rows in items] for file, items in groupby(pairs, key=lambda pair: pair[0])}
+        files = [{"path": path, "rows": groups.get(i, [])} for i, path in enumerate(self.paths)]
+        return json.dumps({"digest": self.digest, "num_rows": self.num_rows, "files": files})
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Reads what `to_json` wrote."""
+        return cls.from_files((entry["path"], entry["rows"]) for entry in json.loads(text)["files"])

@@ -1,0 +1,172 @@
+"""The run's own record: metrics by step and events, in small files that are never appended to.
+
+It is the truth that the console's summary and MLflow are fed from. A step that is done again is recorded again; readers take the
+first record of a step for its timings (so that replays to MLflow repeat the original points) and may compare the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ray_app.record.files import put_atomic, put_json, read_json
+from ray_app.record.paths import RunPaths
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What rank 0 knows of one finished step.
+
+    Args:
+        step: Finished steps of the run, this one included.
+        epoch: Epoch of the step, from 0.
+        time_s: When it finished, seconds since 1970 (UTC).
+        loss: Mean loss per row over the global batch.
+        lr: Learning rate that the step used.
+        grad_norm: L2 norm of the global gradient, before clipping.
+        step_ms: Milliseconds since the previous step finished.
+        data_wait_ms: Of these, milliseconds of waiting for data.
+        workers: World size.
+        rows: Rows of every logical worker.
+        row_hash: For every logical worker, the sum of its rows' 64-bit hashes, modulo 2**64.
+    """
+
+    step: int
+    epoch: int
+    time_s: float
+    loss: float
+    lr: float
+    grad_norm: float
+    step_ms: float
+    data_wait_ms: float
+    workers: int
+    rows: list[int]
+    row_hash: list[int]
+
+
+_COLUMNS = [field.name for field in fields(StepRecord)]
+
+
+class MetricsWriter:
+    """Collects step records and writes them in segments from a thread of its own, never on the step path.
+
+    Args:
+        paths: The run.
+        fence: Number of the driver's start.
+        flush_s: Seconds between two segments.
+    """
+
+    def __init__(self, paths: RunPaths, fence: int, flush_s: float = 1.0) -> None:
+        self._paths, self._fence, self._flush_s = paths, fence, flush_s
+        self._pending: list[StepRecord] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics-writer", daemon=True)
+        self._thread.start()
+
+    def add(self, record: StepRecord) -> None:
+        """Takes one record; returns at once."""
+        self._pending.append(record)
+
+    def flush(self) -> None:
+        """Writes what was added so far; a failed write is kept and tried again with the next."""
+        with self._lock:
+            records = self._pending[:]
+            if not records:
+                return
+            columns = {name: [getattr(record, name) for record in records] for name in _COLUMNS}
+            name = f"{records[0].step:010d}-{self._fence:04d}-{time.time_ns()}.json"
+            try:
+                put_atomic(self._paths.metrics / name, json.dumps(columns).encode())
+            except OSError as error:
+                logger.warning("The metrics of %d steps could not be written, will try again: %s", len(records), error)
+                return
+            del self._pending[: len(records)]
+
+    def close(self) -> None:
+        """Writes the rest and ends the thread."""
+        self._closed.set()
+        self._thread.join()
+        self.flush()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._flush_s):
+            self.flush()
+
+
+class MetricsReader:
+    """Reads a run's step records, also while they are written.
+
+    Args:
+        paths: The run.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._seen: set[str] = set()
+        self.records: dict[int, StepRecord] = {}
+        self.repeated = 0
+
+    def poll(self) -> list[StepRecord]:
+        """Reads what is new; returns the steps that were not known before, in the order of their segments."""
+        if not self._paths.metrics.is_dir():
+            return []
+        new = []
+        names = [n for n in os.listdir(self._paths.metrics) if n.endswith(".json") and not n.startswith(".")]
+        for name in sorted(set(names) - self._seen, key=lambda n: n.rsplit("-", 1)[1]):
+            self._seen.add(name)
+            for record in _read_segment(json.loads((self._paths.metrics / name).read_bytes())):
+                if record.step in self.records:
+                    self.repeated += 1
+                else:
+                    self.records[record.step] = record
+                    new.append(record)
+        return new
+
+
+def _read_segment(columns: dict[str, list[Any]]) -> Iterator[StepRecord]:
+    for values in zip(*(columns[name] for name in _COLUMNS), strict=True):
+        yield StepRecord(*values)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the run.
+
+    Args:
+        kind: `started`, `resumed`, `resized`, `failed`, `checkpointed`, `evaluated`, `fallback`, `write_failed`, `finished`, ...
+        time_s: When, seconds since 1970 (UTC).
+        fence: Number of the driver's start.
+        details: More about it: step, workers, reason.
+    """
+
+    kind: str
+    time_s: float
+    fence: int
+    details: dict[str, Any]
+
+
+def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> None:
+    """Records an event; a failure to write it is logged and never stops the caller."""
+    event = Event(kind, time.time(), fence, details)
+    try:
+        put_json(paths.events / f"{time.time_ns():020d}-{kind}-{os.getpid()}.json", asdict(event))
+    except OSError as error:
+        logger.warning("The event %r could not be recorded: %s", kind, error)
+
+
+def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
+    """The run's events in the order of time, all or those of some kinds."""
+    if not paths.events.is_dir():
+        return []
+    names = sorted(n for n in os.listdir(paths.events) if n.endswith(".json") and not n.startswith("."))
+    events = [Event(**read_json(paths.events / name)) for name in names]
+    return [event for event in events if not kinds or event.kind in kinds]

@@ -1,0 +1,1 @@
+"""How the gradients of the logical workers meet; siblings of one shape, joined in `build`."""

@@ -1,0 +1,78 @@
+"""What every strategy offers the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ray_app.errors import PeerLostError
+from ray_app.plan.assign import logical_workers_of
+
+
+@dataclass(frozen=True)
+class World:
+    """The workers that step together now.
+
+    Args:
+        rank: This worker.
+        size: W, their number.
+        logical_workers: L.
+    """
+
+    rank: int
+    size: int
+    logical_workers: int
+
+    def played_by(self, rank: int) -> range:
+        """Logical workers of a rank."""
+        return logical_workers_of(rank, self.size, self.logical_workers)
+
+    @property
+    def played(self) -> range:
+        """Logical workers of this rank."""
+        return self.played_by(self.rank)
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    """Turns the failure of a torch.distributed call into `PeerLostError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"a collective failed: {error}") from error
+
+
+class Strategy(ABC):
+    """Adds the gradients of all logical workers and leaves the sum in every parameter's `.grad`.
+
+    In each step a rank calls `backward` or `skip` for each logical worker that it plays, in their order, then `launch`, then `finish`.
+    The losses are already divided by the global number of rows, so the gradients are added, never averaged.
+    """
+
+    @abstractmethod
+    def backward(self, loss: Tensor, logical_worker: int) -> None:
+        """Runs backward of one logical worker's loss and adds its gradients."""
+
+    @abstractmethod
+    def skip(self, logical_worker: int) -> None:
+        """Adds zeros for a logical worker without rows."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Starts whatever part of the exchange has not started yet; other collectives of the step may follow."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits for the exchange; afterwards every parameter's `.grad` holds the sum.
+
+        Raises:
+            PeerLostError: A peer left in mid-exchange; the step can be repeated.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the model as it was found."""

@@ -1,0 +1,200 @@
+"""A copy of the model in every worker: gradients are added in buckets that travel while backward still runs.
+
+`exact`: per bucket every rank adds the subtrees that it owns, ranks exchange shards (all-to-all), each finishes the tree for its shard,
+all gather the shards. The bytes are those of a ring all-reduce where each rank owns one aligned subtree. `overlapped`: one all-reduce
+per bucket; the same rows and weights, but the order of additions is the network's.
+
+Bucketing with hooks follows Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ray_app.plan.assign import subtrees
+from ray_app.strategy.base import Strategy, World, collective
+from ray_app.strategy.reduce import TreeSum, parents
+
+_BUCKET_BYTES = 1 << 20
+
+
+class _Bucket:
+    """Parameters whose gradients travel together, as one flat tensor padded to a multiple of the world size."""
+
+    def __init__(self, parameters: list[nn.Parameter], world: World) -> None:
+        self.parameters = parameters
+        self.numel = sum(p.numel() for p in parameters)
+        self.shard = -(-self.numel // world.size)
+        first = parameters[0]
+        self.result = torch.zeros(self.shard * world.size, dtype=first.dtype, device=first.device)
+        self.views, self._parts = [], []
+        offset = 0
+        for p in parameters:
+            self._parts.append(slice(offset, offset + p.numel()))
+            self.views.append(self.result[offset : offset + p.numel()].view_as(p))
+            offset += p.numel()
+        self.tree = TreeSum(parents(world.logical_workers))
+        self._spare: list[Tensor] = []
+        self.missing = 0
+        self.pending: dist.Work | None = None
+        self.received = self.result
+
+    def collect(self, logical_worker: int) -> None:
+        """Moves the parameters' gradients into the tree as the leaf of a logical worker; a missing gradient counts as zeros."""
+        flat = self.result if not self.tree.nodes else self._spare.pop() if self._spare else torch.zeros_like(self.result)
+        gradients = [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in self.parameters]
+        torch.cat(gradients, out=flat[: self.numel])
+        for p in self.parameters:
+            p.grad = None
+        self._spare += self.tree.push((logical_worker, logical_worker + 1), flat)
+
+    def reset(self) -> None:
+        """Forgets the step's sums, keeping their memory for the next."""
+        self._spare += [value for value in self.tree.clear() if value is not self.result]
+        self.pending = None
+
+
+class DataParallel(Strategy):
+    """See the module.
+
+    Args:
+        model: Its parameters get the gradients.
+        world: The workers; torch's default process group must be theirs if there are two or more.
+        reduction: `exact` or `overlapped`.
+    """
+
+    def __init__(self, model: nn.Module, world: World, reduction: Literal["exact", "overlapped"]) -> None:
+        self._world, self._exact = world, reduction == "exact"
+        self._alone = world.logical_workers == 1
+        self._subtrees = [subtrees(world.played_by(r), world.logical_workers) for r in range(world.size)]
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._buckets = [] if self._alone else [_Bucket(ps, world) for ps in _bucketed(self._parameters)]
+        self._last = world.played[-1]
+        self._listening, self._next = False, 0
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(bucket))
+            for bucket in self._buckets
+            for p in bucket.parameters
+            if world.size > 1
+        ]
+
+    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            if self._listening:
+                bucket.missing -= 1
+                self._launch_ready()
+
+        return ready
+
+    def backward(self, loss: Tensor, logical_worker: int) -> None:
+        """See `Strategy.backward`; the exchange starts during the last one."""
+        if logical_worker == self._world.played[0]:
+            self._reset()
+        self._listening = logical_worker == self._last and self._world.size > 1
+        loss.backward()
+        self._listening = False
+        if logical_worker != self._last:
+            self._collect(logical_worker)
+
+    def skip(self, logical_worker: int) -> None:
+        """See `Strategy.skip`."""
+        if logical_worker == self._world.played[0]:
+            self._reset()
+        if logical_worker != self._last:
+            self._collect(logical_worker)
+
+    def _reset(self) -> None:
+        """Readies everything for a step, also after one that failed half-way."""
+        for p in self._parameters:
+            p.grad = None
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+            bucket.reset()
+
+    def _collect(self, logical_worker: int) -> None:
+        for bucket in self._buckets:
+            bucket.collect(logical_worker)
+
+    def launch(self) -> None:
+        """See `Strategy.launch`."""
+        for bucket in self._buckets:
+            bucket.missing = 0
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        """Collects and sends the buckets whose gradients are all there, always in the same order on all ranks."""
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            bucket = self._buckets[self._next]
+            self._next += 1
+            bucket.collect(self._last)
+            if self._world.size > 1:
+                with collective():
+                    self._send(bucket)
+
+    def _send(self, bucket: _Bucket) -> None:
+        partials = [value for _, value in bucket.tree.nodes]
+        if not self._exact:
+            for value in partials[1:]:
+                partials[0].add_(value)
+            bucket.pending = dist.all_reduce(partials[0], async_op=True)
+            return
+        size, shard = self._world.size, bucket.shard
+        outgoing = partials[0]
+        if len(partials) > 1:  # rank by rank, then node by node
+            outgoing = torch.stack(partials).view(len(partials), size, shard).transpose(0, 1).reshape(-1)
+        counts = [len(nodes) * shard for nodes in self._subtrees]
+        bucket.received = torch.empty(sum(counts), dtype=outgoing.dtype, device=outgoing.device)
+        bucket.pending = dist.all_to_all_single(bucket.received, outgoing, counts, [len(partials) * shard] * size, async_op=True)
+
+    def finish(self) -> None:
+        """See `Strategy.finish`."""
+        if self._alone:
+            return
+        if self._world.size > 1:
+            with collective():
+                self._receive()
+        for bucket in self._buckets:
+            for p, view in zip(bucket.parameters, bucket.views, strict=True):
+                p.grad = view
+
+    def _receive(self) -> None:
+        gathers = []
+        for bucket in self._buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            if self._exact:
+                tree = TreeSum(parents(self._world.logical_workers))
+                nodes = [node for owned in self._subtrees for node in owned]
+                for node, value in zip(nodes, bucket.received.split(bucket.shard), strict=True):
+                    tree.push(node, value)
+                [(_, total)] = tree.nodes
+                gathers.append(dist.all_gather_into_tensor(bucket.result, total, async_op=True))
+        for work in gathers:
+            work.wait()
+
+    def close(self) -> None:
+        """See `Strategy.close`."""
+        for hook in self._hooks:
+            hook.remove()
+        for p in self._parameters:
+            p.grad = None
+
+
+def _bucketed(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in about the order in which backward reaches them, in groups of one dtype and about a megabyte."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for p in reversed(parameters):
+        size = p.numel() * p.element_size()
+        if not buckets or size > room or buckets[-1][0].dtype != p.dtype:
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1].append(p)
+        room -= size
+    return buckets

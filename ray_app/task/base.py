@@ -1,0 +1,144 @@
+"""The interface of a task. A user's own task is a class in their own file, named by `task.class_path`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+
+from ray_app.errors import DataError
+from ray_app.plan.facts import ColumnFacts, DataFacts
+from ray_app.plan.keyed import hash_array, key
+
+Batch = dict[str, Tensor]
+Rows = dict[str, Any]
+"""Rows as read: an array per number or array column, a list of `bytes` or `str` per binary or text column."""
+
+
+class Task(ABC):
+    """What is trained.
+
+    Instances are made from the configuration on the driver and pickled to the readers, the workers and the evaluator, so they hold
+    settings, not tensors. Everything random must come from torch's default generators or from the `keys` given to `augment`: then
+    the result does not depend on the number of workers.
+    """
+
+    best_metric: ClassVar[str] = "loss"
+    """Metric that decides which checkpoint is best, unless `evaluate.metric` says otherwise."""
+    best_mode: ClassVar[str] = "min"
+    """Whether less (`min`) or more (`max`) of `best_metric` is better."""
+
+    @abstractmethod
+    def prepare(self, data: DataFacts) -> Task:
+        """Checks the data set and completes the settings from it; called on the driver before anything starts.
+
+        Returns:
+            A task with nothing left open (such as the number of classes).
+
+        Raises:
+            DataError: The data set does not fit; the message says what to do.
+        """
+
+    @abstractmethod
+    def columns(self) -> list[str]:
+        """Columns to read."""
+
+    @abstractmethod
+    def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
+        """Turns rows as read into arrays of one fixed shape per name, each (rows, ...); runs on any CPU of the cluster.
+
+        Raises:
+            Exception: Any, for rows that cannot be decoded; the reader finds out which row it is and says so.
+        """
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Makes the model; torch's generators are seeded before the call."""
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        """Changes a training batch on the device.
+
+        Args:
+            batch: The decoded fields, each (rows, ...).
+            keys: One 63-bit integer per row, a hash of (seed, epoch, row), shape (rows,), on the CPU: the only source of randomness to
+                use here, so that a row is augmented alike wherever it is processed.
+        """
+        del keys
+        return batch
+
+    @abstractmethod
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Runs the model on a batch and returns its outputs."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """The loss of every row, shape (rows,): not their mean, since the step weights rows over all workers."""
+
+    @abstractmethod
+    def metrics(self) -> MetricCollection:
+        """Makes the metrics of one evaluation; the mean loss is added under the name `loss`."""
+
+    @abstractmethod
+    def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
+        """Adds one evaluated batch to the metrics."""
+
+
+def uniform(keys: Tensor, salt: int) -> Tensor:
+    """One uniform number in [0, 1) per key, the same everywhere for the same (key, salt).
+
+    Args:
+        keys: 63-bit integers, shape (rows,), on the CPU.
+        salt: Which of a row's random numbers; another salt gives an independent one.
+
+    Returns:
+        float64, shape (rows,).
+    """
+    hashed = hash_array(key(salt), keys.numpy())
+    return torch.from_numpy((hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) -> ColumnFacts:
+    """The facts of a column that a task needs.
+
+    Raises:
+        DataError: There is no such column, it has another kind, or missing values.
+    """
+    facts = data.columns.get(name)
+    if facts is None:
+        raise DataError(
+            f"{data.path} has no column {name!r} for the {use}; its columns are {', '.join(sorted(data.columns))}. Name another"
+            " column in task.init_args or ingest the data again."
+        )
+    if facts.kind not in kinds:
+        raise DataError(
+            f"Column {name!r} of {data.path} holds {facts.kind} {facts.dtype}".rstrip()
+            + f"; the {use} needs {' or '.join(kinds)}. Name another column in task.init_args or convert it."
+        )
+    if facts.nulls:
+        raise DataError(f"Column {name!r} of {data.path} has {facts.nulls} missing values; fill or drop them before training.")
+    return facts
+
+
+def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
+    """The number of classes: as configured, as the ingest recorded it, or the greatest label plus one.
+
+    Raises:
+        DataError: A label lies outside the classes, or nothing tells how many there are.
+    """
+    facts = need_column(data, label, ("integer",), "label")
+    known = wanted or (len(data.classes) if data.classes else None)
+    if known is None and facts.maximum is None:
+        raise DataError(f"{data.path} does not say how many classes column {label!r} has; set task.init_args.num_classes.")
+    count = known if known is not None else int(facts.maximum or 0) + 1
+    low, high = facts.minimum, facts.maximum
+    if (low is not None and low < 0) or (high is not None and high >= count):
+        raise DataError(
+            f"Column {label!r} of {data.path} has labels from {low:g} to {high:g}; {count} classes allow 0 to {count - 1}. Correct the"
+            " labels or set task.init_args.num_classes."
+        )
+    return count

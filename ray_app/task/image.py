@@ -1,0 +1,178 @@
+"""Image classification with any torchvision classifier, or a small network for tiny images."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from torchvision.transforms.v2 import functional as transforms
+
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.facts import DataFacts
+from ray_app.task.base import Batch, Rows, Task, count_classes, need_column, uniform
+
+_FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
+
+
+class ImageClassification(Task):
+    """Classifies images.
+
+    Args:
+        model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`.
+        model_args: More keyword arguments of the model (`small_cnn`: `channels`, `dropout`).
+        num_classes: Number of classes; not given: read from the data.
+        image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files (JPEG, PNG, WebP, GIF).
+        label: Column of class indices.
+        size: Height and width of the decoded images in pixels; needed for encoded files, which are resized and centre-cropped to it.
+        pixel_max: Value of a white pixel.
+        mean: Mean to subtract after scaling to [0, 1], one per channel or one for all.
+        std: Standard deviation to divide by, likewise.
+        flip: Whether training images are flipped left-right at random.
+        crop_padding: Pixels by which training images are shifted at random in both directions, the border repeated; 0: none.
+    """
+
+    best_metric: ClassVar[str] = "accuracy"
+    best_mode: ClassVar[str] = "max"
+
+    def __init__(
+        self,
+        model: str = "small_cnn",
+        model_args: dict[str, Any] | None = None,
+        num_classes: int | None = None,
+        image: str = "image",
+        label: str = "label",
+        size: int | None = None,
+        pixel_max: float = 255.0,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        flip: bool = False,
+        crop_padding: int = 0,
+    ) -> None:
+        known = ["small_cnn", *torchvision.models.list_models(module=torchvision.models)]
+        if model not in known:
+            raise ConfigError(f"task.init_args.model is {model!r}; it must be one of {', '.join(known)}.")
+        self.model, self.model_args, self.num_classes = model, dict(model_args or {}), num_classes
+        self.image, self.label, self.size = image, label, size
+        self.pixel_max, self.mean, self.std = pixel_max, mean or [0.0], std or [1.0]
+        self.flip, self.crop_padding = flip, crop_padding
+        self.channels = 3
+
+    def prepare(self, data: DataFacts) -> ImageClassification:
+        """Counts the classes and channels; see `Task.prepare`."""
+        made = copy.copy(self)
+        made.num_classes = count_classes(data, self.label, self.num_classes)
+        facts = need_column(data, self.image, ("array", "bytes"), "image")
+        if facts.kind == "bytes" and self.size is None:
+            raise DataError(
+                f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels."
+            )
+        if facts.kind == "array":
+            if len(facts.shape) not in (2, 3) or np.dtype(facts.dtype) != np.uint8:
+                raise DataError(
+                    f"Column {self.image!r} of {data.path} holds {facts.dtype} arrays of shape {facts.shape}; images are uint8 of shape"
+                    " (height, width) or (height, width, channels)."
+                )
+            made.channels = facts.shape[2] if len(facts.shape) == 3 else 1
+        return made
+
+    def columns(self) -> list[str]:
+        """See `Task.columns`."""
+        return [self.image, self.label]
+
+    def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
+        """Decodes to `image` (rows, channels, height, width) uint8 and `label` (rows,) int64."""
+        images = rows[self.image]
+        if isinstance(images, list):
+            pixels = np.stack([self._decode_file(data) for data in images])
+        else:
+            stacked = images if images.ndim == 4 else images[..., None]
+            pixels = np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
+        labels = np.asarray(rows[self.label]).astype(np.int64)
+        if labels.size and not 0 <= labels.min() <= labels.max() < (self.num_classes or 0):
+            raise ValueError(f"label outside 0 to {(self.num_classes or 0) - 1}: {labels.min()} to {labels.max()}")
+        return {"image": pixels, "label": labels}
+
+    def _decode_file(self, data: bytes) -> npt.NDArray:
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        image = torchvision.io.decode_image(raw, mode=torchvision.io.ImageReadMode.RGB)
+        assert self.size is not None
+        return transforms.center_crop(transforms.resize(image, [self.size], antialias=True), [self.size]).numpy()
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        assert self.num_classes is not None, "prepare() comes first"
+        if self.model == "small_cnn":
+            return small_cnn(self.channels, self.num_classes, **self.model_args)
+        return torchvision.models.get_model(self.model, num_classes=self.num_classes, **self.model_args)
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        """Flips and shifts; see `Task.augment`."""
+        images = batch["image"]
+        if self.flip:
+            flipped = (uniform(keys, _FLIP) < 0.5).to(images.device)[:, None, None, None]
+            images = torch.where(flipped, images.flip(-1), images)
+        if self.crop_padding:
+            images = _shift(images, keys, self.crop_padding)
+        return {**batch, "image": images}
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Class scores, shape (rows, classes)."""
+        images = batch["image"].to(torch.float32) / self.pixel_max
+        if self.mean != [0.0] or self.std != [1.0]:
+            images = (images - images.new_tensor(self.mean)[:, None, None]) / images.new_tensor(self.std)[:, None, None]
+        return model(images)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Cross-entropy of every row, shape (rows,)."""
+        return functional.cross_entropy(outputs, batch["label"], reduction="none")
+
+    def metrics(self) -> MetricCollection:
+        """The share of rows whose highest score is their class."""
+        assert self.num_classes is not None, "prepare() comes first"
+        return MetricCollection({"accuracy": MulticlassAccuracy(self.num_classes, average="micro")})
+
+    def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
+        """See `Task.update`."""
+        metrics.update(outputs, batch["label"])
+
+
+def _shift(images: Tensor, keys: Tensor, padding: int) -> Tensor:
+    """Every image cropped at its own place from its padded version, shape unchanged."""
+    rows, _, height, width = images.shape
+    padded = functional.pad(images.to(torch.float32), [padding] * 4, mode="replicate").to(images.dtype)
+    span = 2 * padding + 1
+    top = (uniform(keys, _CROP_Y) * span).long()[:, None] + torch.arange(height)
+    left = (uniform(keys, _CROP_X) * span).long()[:, None] + torch.arange(width)
+    row, top, left = (t.to(images.device) for t in (torch.arange(rows), top, left))
+    return padded[row[:, None, None], :, top[:, :, None], left[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def small_cnn(in_channels: int, num_classes: int, channels: int = 32, dropout: float = 0.1) -> nn.Module:
+    """A convolutional network for images of about 8 to 32 pixels, with batch-norm and dropout.
+
+    Args:
+        in_channels: Channels of the images.
+        num_classes: Class scores to return.
+        channels: Channels of the first layer; the second has twice as many.
+        dropout: Probability of a zeroed activation.
+    """
+    return nn.Sequential(
+        nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, 2 * channels, 3, padding=1, stride=2, bias=False),
+        nn.BatchNorm2d(2 * channels),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8 * channels, num_classes),
+    )

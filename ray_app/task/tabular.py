@@ -1,0 +1,194 @@
+"""Classification and regression over the columns of a table with a multi-layer perceptron."""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
+from torchmetrics.classification import MulticlassAccuracy
+
+from ray_app.errors import DataError
+from ray_app.plan.facts import DataFacts
+from ray_app.task.base import Batch, Rows, Task, count_classes, need_column
+
+_NUMBERS = ("number", "integer")
+
+
+class _Tabular(Task):
+    """What both tabular tasks share: features to one float32 vector per row, and the perceptron.
+
+    Args:
+        label: Column to predict.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds.
+        hidden: Width of every hidden layer.
+        dropout: Probability of a zeroed activation after every hidden layer.
+        scale: Features are divided by it.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        features: list[str] | None = None,
+        hidden: list[int] | None = None,
+        dropout: float = 0.0,
+        scale: float = 1.0,
+    ) -> None:
+        self.label, self.features = label, features
+        self.hidden, self.dropout, self.scale = hidden if hidden is not None else [256, 256], dropout, scale
+        self.inputs = 0
+
+    def prepare(self, data: DataFacts) -> _Tabular:
+        """Names the features and counts the inputs; see `Task.prepare`."""
+        made = copy.copy(self)
+        usable = [name for name, facts in data.columns.items() if facts.kind in (*_NUMBERS, "array") and name != self.label]
+        made.features = list(self.features) if self.features is not None else sorted(usable)
+        if not made.features:
+            raise DataError(f"{data.path} has no column of numbers besides {self.label!r} to predict it from.")
+        shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in made.features]
+        made.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
+        return made
+
+    def columns(self) -> list[str]:
+        """See `Task.columns`."""
+        assert self.features is not None, "prepare() comes first"
+        return [*self.features, self.label]
+
+    def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
+        """Decodes to `features` (rows, inputs) float32 and `label` (rows,)."""
+        assert self.features is not None, "prepare() comes first"
+        parts = [np.asarray(rows[name]) for name in self.features]
+        flat = [part.reshape(len(part), -1) for part in parts]
+        features = np.concatenate(flat, axis=1).astype(np.float32) / np.float32(self.scale)
+        return {"features": features, "label": self._decode_label(np.asarray(rows[self.label]))}
+
+    def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
+        raise NotImplementedError
+
+    def _outputs(self) -> int:
+        raise NotImplementedError
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        layers: list[nn.Module] = []
+        width = self.inputs
+        for units in self.hidden:
+            layers += [nn.Linear(width, units), nn.ReLU()]
+            if self.dropout:
+                layers.append(nn.Dropout(self.dropout))
+            width = units
+        return nn.Sequential(*layers, nn.Linear(width, self._outputs()))
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Scores, shape (rows, outputs)."""
+        return model(batch["features"])
+
+
+class TabularClassification(_Tabular):
+    """Classifies rows of a table; the guides' 784-256-256-10 network is one configuration of it.
+
+    Args:
+        label: Column of class indices.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds.
+        hidden: Width of every hidden layer; not given: [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer.
+        scale: Features are divided by it.
+        num_classes: Number of classes; not given: read from the data.
+    """
+
+    best_metric: ClassVar[str] = "accuracy"
+    best_mode: ClassVar[str] = "max"
+
+    def __init__(
+        self,
+        label: str = "label",
+        features: list[str] | None = None,
+        hidden: list[int] | None = None,
+        dropout: float = 0.0,
+        scale: float = 1.0,
+        num_classes: int | None = None,
+    ) -> None:
+        super().__init__(label, features, hidden, dropout, scale)
+        self.num_classes = num_classes
+
+    def prepare(self, data: DataFacts) -> TabularClassification:
+        """Names the features and counts the classes; see `Task.prepare`."""
+        made = super().prepare(data)
+        assert isinstance(made, TabularClassification)
+        made.num_classes = count_classes(data, self.label, self.num_classes)
+        return made
+
+    def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
+        labels = values.astype(np.int64)
+        if labels.size and not 0 <= labels.min() <= labels.max() < self._outputs():
+            raise ValueError(f"label outside 0 to {self._outputs() - 1}: {labels.min()} to {labels.max()}")
+        return labels
+
+    def _outputs(self) -> int:
+        assert self.num_classes is not None, "prepare() comes first"
+        return self.num_classes
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Cross-entropy of every row, shape (rows,)."""
+        return functional.cross_entropy(outputs, batch["label"], reduction="none")
+
+    def metrics(self) -> MetricCollection:
+        """The share of rows whose highest score is their class."""
+        return MetricCollection({"accuracy": MulticlassAccuracy(self._outputs(), average="micro")})
+
+    def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
+        """See `Task.update`."""
+        metrics.update(outputs, batch["label"])
+
+
+class TabularRegression(_Tabular):
+    """Predicts a number from the other columns of a table, with squared error.
+
+    Args:
+        label: Column of numbers to predict.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds.
+        hidden: Width of every hidden layer; not given: [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer.
+        scale: Features are divided by it.
+    """
+
+    best_metric: ClassVar[str] = "rmse"
+    best_mode: ClassVar[str] = "min"
+
+    def __init__(
+        self,
+        label: str = "target",
+        features: list[str] | None = None,
+        hidden: list[int] | None = None,
+        dropout: float = 0.0,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(label, features, hidden, dropout, scale)
+
+    def prepare(self, data: DataFacts) -> _Tabular:
+        """Names the features and checks the label; see `Task.prepare`."""
+        need_column(data, self.label, _NUMBERS, "label")
+        return super().prepare(data)
+
+    def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
+        return values.astype(np.float32)
+
+    def _outputs(self) -> int:
+        return 1
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Squared error of every row, shape (rows,)."""
+        return (outputs[:, 0] - batch["label"]).square()
+
+    def metrics(self) -> MetricCollection:
+        """Mean absolute error, root of the mean squared error, and R2."""
+        return MetricCollection({"mae": MeanAbsoluteError(), "rmse": MeanSquaredError(squared=False), "r2": R2Score()})
+
+    def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
+        """See `Task.update`."""
+        metrics.update(outputs[:, 0].to(torch.float32), batch["label"])
