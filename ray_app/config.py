@@ -338,8 +338,7 @@ def _check_scaling(config: Config) -> list[str]:
         below, above = batch // logical * logical, -(-batch // logical) * logical
         valid = " or ".join(str(n) for n in (below, above) if n > 0)
         problems.append(
-            f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid values are"
-            f" {valid}."
+            f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid values are {valid}."
         )
     return problems
 

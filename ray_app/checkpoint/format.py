@@ -54,5 +54,5 @@ def params_digest(model: dict[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(model.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()

@@ -42,9 +42,7 @@ def open_dataset(path: str) -> Dataset:
     """
     target = Path(path).resolve()
     if not target.exists():
-        raise DataError(
-            f"data path {path!r} does not exist (looked at {target}); ingest the data first: python jobs/ingest.py --help."
-        )
+        raise DataError(f"data path {path!r} does not exist (looked at {target}); ingest the data first: python jobs/ingest.py --help.")
     root = target if target.is_dir() else target.parent
     files = sorted(target.rglob("*.parquet")) if target.is_dir() else [target]
     if not files:
@@ -54,9 +52,7 @@ def open_dataset(path: str) -> Dataset:
     schema = footers[0].schema.to_arrow_schema()
     for file, footer in zip(files, footers, strict=True):
         if footer.schema.to_arrow_schema().remove_metadata() != schema.remove_metadata():
-            raise DataError(
-                f"{file} has other columns than {files[0]}; a data set has one schema. Move the files apart or ingest again."
-            )
+            raise DataError(f"{file} has other columns than {files[0]}; a data set has one schema. Move the files apart or ingest again.")
     groups = [[footer.row_group(i).num_rows for i in range(footer.num_row_groups)] for footer in footers]
     manifest = Manifest.from_files((str(file.relative_to(root)), rows) for file, rows in zip(files, groups, strict=True))
     if not manifest.num_rows:

@@ -75,9 +75,7 @@ class Window:
         self._micro, self._logical_worker = order.plan.micro_batch, logical_worker
         self._first_step = window * order.plan.steps_per_window
         self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
-        self._keys = torch.from_numpy(
-            (hash_array(key(_AUGMENT, order.plan.seed, order.epoch), positions) >> np.uint64(1)).astype(np.int64)
-        )
+        self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), positions) >> np.uint64(1)).astype(np.int64))
         starts = np.arange(0, len(positions), self._micro)
         self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
 

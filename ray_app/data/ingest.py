@@ -352,19 +352,25 @@ class _Shards:
     def write(self, table: pa.Table) -> None:
         """Adds rows; a row group is written as soon as the next row does not fit into it."""
         self._describe(table)
-        ends = np.cumsum(_row_bytes(table))
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(_row_bytes(table))])
         start = 0
         while start < table.num_rows:
-            room_bytes = self._options.row_group_bytes - self._pending_bytes + (int(ends[start - 1]) if start else 0)
-            room_rows = min(self._options.row_group_rows, self._options.shard_rows - self._shard_rows) - self._pending_rows
-            fitting = min(int(np.searchsorted(ends, room_bytes, side="right")) - start, room_rows, table.num_rows - start)
-            taken = table.slice(start, fitting if self._pending else max(1, fitting))
-            self._pending.append(taken)
-            self._pending_rows += taken.num_rows
-            self._pending_bytes += int(ends[start + taken.num_rows - 1] - (ends[start - 1] if start else 0)) if taken else 0
-            start += taken.num_rows
+            count = self._fitting(before, start)
+            if count:
+                self._pending.append(table.slice(start, count))
+                self._pending_rows += count
+                self._pending_bytes += int(before[start + count] - before[start])
+                start += count
             if start < table.num_rows:
                 self._end_row_group()
+
+    def _fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
+        """How many rows from `start` fit into the row group, at least 1 if it is empty; `before`: bytes before each row."""
+        room_rows = min(self._options.row_group_rows, self._options.shard_rows - self._shard_rows) - self._pending_rows
+        room_bytes = self._options.row_group_bytes - self._pending_bytes
+        by_bytes = int(np.searchsorted(before, before[start] + room_bytes, side="right")) - 1 - start
+        fitting = max(0, min(by_bytes, room_rows, len(before) - 1 - start))
+        return fitting if self._pending else max(1, fitting)
 
     def close(self) -> None:
         """Writes what is left and ends the last file."""
@@ -407,9 +413,7 @@ class _Shards:
             os.fsync(file.fileno())
         footer = pq.read_metadata(path)
         assert footer.num_rows == self._shard_rows
-        self._shards.append(
-            {"path": path.name, "rows": footer.num_rows, "row_groups": footer.num_row_groups, "bytes": path.stat().st_size}
-        )
+        self._shards.append({"path": path.name, "rows": footer.num_rows, "row_groups": footer.num_row_groups, "bytes": path.stat().st_size})
         self.rows += footer.num_rows
         self._writer, self._shard_rows = None, 0
 

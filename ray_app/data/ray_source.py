@@ -27,9 +27,7 @@ class PlannedSource(Datasource):
         """Unknown before the first decode."""
         return None
 
-    def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: object = None
-    ) -> list[ReadTask]:
+    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: object = None) -> list[ReadTask]:
         """One task per planned read, whatever parallelism is asked for: the plan sizes them."""
         del parallelism, per_task_row_limit, data_context
         return [

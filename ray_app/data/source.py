@@ -186,9 +186,7 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def load_all(
-    fetch: Fetch, reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], max_rows: int
-) -> dict[str, npt.NDArray]:
+def load_all(fetch: Fetch, reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], max_rows: int) -> dict[str, npt.NDArray]:
     """Decodes a whole data set into one array per field, in manifest order, each of shape (rows, ...)."""
     arrays = {name: np.empty((manifest.num_rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
     done = 0

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -120,8 +120,7 @@ class Images:
                 )
             if not self._images(folder):
                 raise DataError(
-                    f"{folder}: no image in this class folder; allowed are {', '.join(IMAGE_SUFFIXES)}. "
-                    "Add images or remove the folder."
+                    f"{folder}: no image in this class folder; allowed are {', '.join(IMAGE_SUFFIXES)}. Add images or remove the folder."
                 )
         return folders
 
@@ -159,12 +158,13 @@ def _check_image(path: Path, encoded: bytes) -> None:
         DataError: It is not one still image that torchvision can decode.
     """
     import torch
-    from torchvision.io import decode_image
+    from torchvision.io import ImageReadMode, decode_image
 
     try:
         if not encoded:
             raise RuntimeError("the file is empty")
-        shape = tuple(decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8)).shape)
+        raw = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        shape = tuple(decode_image(raw, mode=ImageReadMode.RGB).shape)
         if len(shape) != 3:
             raise RuntimeError(f"it has {shape[0]} frames")
     except RuntimeError as error:
@@ -315,6 +315,10 @@ class _Stored:
             raise DataError(f"{self.where}: {error}. The file is damaged or of another format; make it again.") from error
 
 
+def _open_file(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
 def _array_part(name: str, arrays: dict[str, _Stored], id_prefix: str = "") -> Part:
     """One part of arrays that have one row each per row, read side by side.
 
@@ -362,7 +366,7 @@ class Numpy:
 
 def _stored_in(path: Path) -> dict[str, _Stored]:
     if path.suffix == ".npy":
-        return {path.stem: _Stored(str(path), partial(path.open, "rb"), _npy_header)}
+        return {path.stem: _Stored(str(path), partial(_open_file, path), _npy_header)}
     try:
         with zipfile.ZipFile(path) as archive:
             members = [name for name in archive.namelist() if name.endswith(".npy")]
@@ -414,10 +418,8 @@ class Idx:
         """One part a pair."""
         parts = []
         for prefix, paths in self._pairs().items():
-            opens = [partial(gzip.open if path.suffix == ".gz" else open, path, "rb") for path in paths]
             image, label = (
-                _Stored(str(path), opener, partial(_idx_header, axes))
-                for path, opener, axes in zip(paths, opens, (3, 1), strict=True)
+                _Stored(str(path), partial(_open_file, path), partial(_idx_header, axes)) for path, axes in zip(paths, (3, 1), strict=True)
             )
             parts.append(_array_part({"train": "train", "t10k": "eval"}[prefix], {"image": image, "label": label}, f"{prefix}:"))
         return parts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
-from rich.table import Table
 
 from ray_app.data.ingest import DatasetSummary, IngestOptions, ingest
 from ray_app.errors import ConfigError, DataError
@@ -32,11 +31,10 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _print(summary: DatasetSummary) -> None:
-    table = Table("folder", "rows", "shards", "classes", "columns", "files skipped")
+    console = Console(soft_wrap=True, highlight=False)
     for part in summary.parts.values():
-        classes = "-" if part.class_counts is None else str(len(part.class_counts))
-        columns = ", ".join(part.columns)
-        table.add_row(part.path, str(part.rows), str(len(part.shards)), classes, columns, str(part.skipped_files))
-    console = Console()
-    console.print(table)
+        labels = f", {len(part.class_counts)} labels" if part.class_counts else ""
+        skipped = f", {part.skipped_files} other files skipped" if part.skipped_files else ""
+        console.print(f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}", markup=False)
+        console.print(f"  columns: {', '.join(part.columns)}", markup=False)
     console.print("Made before from the same options and files: nothing was written." if summary.reused else "Done.")

@@ -10,7 +10,7 @@ Bucketing with hooks follows Li et al., "PyTorch Distributed: Experiences on Acc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class _Bucket:
         self.tree = TreeSum(parents(world.logical_workers))
         self._spare: list[Tensor] = []
         self.missing = 0
-        self.pending: dist.Work | None = None
+        self.pending: Any = None
         self.received = self.result
 
     def collect(self, logical_worker: int) -> None:
@@ -166,7 +166,6 @@ class DataParallel(Strategy):
     def _receive(self) -> None:
         gathers = []
         for bucket in self._buckets:
-            assert bucket.pending is not None
             bucket.pending.wait()
             if self._exact:
                 tree = TreeSum(parents(self._world.logical_workers))

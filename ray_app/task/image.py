@@ -71,9 +71,7 @@ class ImageClassification(Task):
         made.num_classes = count_classes(data, self.label, self.num_classes)
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
-            raise DataError(
-                f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels."
-            )
+            raise DataError(f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels.")
         if facts.kind == "array":
             if len(facts.shape) not in (2, 3) or np.dtype(facts.dtype) != np.uint8:
                 raise DataError(

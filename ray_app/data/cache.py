@@ -1,0 +1,35 @@
+"""A data set decoded once into Ray's object store, owned by an actor that is not a worker; nodes map one copy each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from ray_app.data.columns import ArraySpec
+from ray_app.data.source import Reader, fetch_ray, load_all
+from ray_app.plan.manifest import Manifest
+
+
+class MemoryCache:
+    """An actor that owns the decoded arrays of a data set, see `start_cache`.
+
+    Args:
+        reader: Reads and decodes.
+        manifest: What to read.
+        fields: What a decoded row looks like.
+        task_rows: Most rows of one read task.
+    """
+
+    def __init__(self, reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], task_rows: int) -> None:
+        arrays = load_all(fetch_ray, reader, manifest, fields, task_rows)
+        self._references = {name: ray.put(values) for name, values in arrays.items()}
+
+    def arrays(self) -> dict[str, Any]:
+        """References to one array per field, each (rows, ...) in manifest order."""
+        return self._references
+
+
+def start_cache(reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], task_rows: int) -> Any:
+    """Starts the actor and returns its handle; it decodes while the workers start."""
+    return ray.remote(MemoryCache).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(reader, manifest, fields, task_rows)

@@ -1,0 +1,1 @@
+"""What runs inside a worker, and how workers are started."""

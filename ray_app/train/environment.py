@@ -1,0 +1,34 @@
+"""What the bits of a result depend on besides configuration and data: threads, kernels, instruction set, device."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from ray_app.config import Config
+
+
+def set_up_torch(config: Config, device: torch.device) -> None:
+    """Pins the number of threads and, for exact reduction, asks for deterministic kernels."""
+    torch.set_num_threads(config.scaling.threads_per_worker)
+    if config.train.reduction == "exact":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # A guard against reading garbage, at the price of filling it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = False
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """The environment that a checkpoint records; two runs with equal ones are bit for bit comparable."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "torch": torch.__version__,
+        "device": f"{device.type} {name}",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }

@@ -1,0 +1,71 @@
+"""What a worker needs to know to train: made once by the driver, the same for all workers and all attempts of a start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray_app.config import Config
+from ray_app.data.columns import ArraySpec
+from ray_app.data.source import Reader, rows_per_task
+from ray_app.plan.order import Plan
+from ray_app.record.paths import RunPaths
+from ray_app.task.base import Task
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as its workers see it.
+
+    Args:
+        config: The resolved configuration.
+        config_digest: Its digest.
+        task: The prepared task.
+        plan: The order of the data.
+        data_root: Folder that the manifest's paths are relative to.
+        fields: What a decoded row looks like.
+        run_root: The run's directory.
+        fence: Number of this start.
+        best_metric: Metric that decides which checkpoint is best.
+        best_mode: `max` or `min`.
+    """
+
+    config: Config
+    config_digest: str
+    task: Task
+    plan: Plan
+    data_root: str
+    fields: dict[str, ArraySpec]
+    run_root: str
+    fence: int
+    best_metric: str
+    best_mode: str
+
+    @property
+    def paths(self) -> RunPaths:
+        """The run directory."""
+        return RunPaths(Path(self.run_root))
+
+    @property
+    def reader(self) -> Reader:
+        """Reads and decodes the training data."""
+        return Reader(self.data_root, self.task.columns(), self.task.decode)
+
+    @property
+    def task_rows(self) -> int:
+        """Most rows of one read task."""
+        return rows_per_task(self.fields, self.config.data.read_task_mb)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        steps = self.config.train.epochs * self.plan.steps_per_epoch
+        return min(steps, self.config.train.max_steps or steps)
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Whether the cadence asks for a checkpoint after `step` finished steps of the run."""
+        section = self.config.checkpoint
+        if step == self.total_steps:
+            return True
+        every_epochs = (section.every_epochs or 0) * self.plan.steps_per_epoch
+        return any(every and step % every == 0 for every in (section.every_steps, every_epochs))

@@ -1,0 +1,108 @@
+"""The training state: what a step changes, what a checkpoint holds, what a newcomer receives."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.config import ClassSpec, Config
+from ray_app.strategy.base import World, collective
+from ray_app.task.base import Task
+from ray_app.train.logical import seed_init
+
+NOTHING = -1
+"""The step of a worker that has no state yet."""
+
+
+def load_class(spec: ClassSpec) -> Any:
+    """Imports the class that a configuration names."""
+    module, _, name = spec.class_path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+class TrainingState:
+    """Model, optimizer, schedule and the number of finished steps.
+
+    Args:
+        config: Names optimizer and schedule.
+        task: Makes the model.
+        device: Where it lives.
+    """
+
+    def __init__(self, config: Config, task: Task, device: torch.device) -> None:
+        seed_init(config.seed, device)
+        self.model: nn.Module = task.build_model().to(device).train()
+        self.optimizer = _optimizer(config.optimizer, self.model)
+        self.schedule: LRScheduler | None = None
+        if config.schedule is not None:
+            self.schedule = load_class(config.schedule)(self.optimizer, **config.schedule.init_args)
+        self.step = NOTHING
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def advance(self) -> None:
+        """Moves the optimizer and the schedule by the gradients that the parameters hold."""
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.step += 1
+
+    def snapshot(self) -> Snapshot:
+        """Copies the state to memory of its own."""
+        schedule = self.schedule.state_dict() if self.schedule is not None else None
+        return Snapshot(self.step, _copied(self.model.state_dict()), _copied(self.optimizer.state_dict()), _copied(schedule))
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Takes over a snapshot's state."""
+        self.model.load_state_dict(snapshot.model)
+        self.optimizer.load_state_dict(snapshot.optimizer)
+        if self.schedule is not None and snapshot.schedule is not None:
+            self.schedule.load_state_dict(snapshot.schedule)
+        self.step = snapshot.step
+
+    def share(self, world: World) -> None:
+        """Gives every rank the state of the highest step; a collective of all ranks, after which all states are equal.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        if world.size == 1:
+            return
+        with collective():
+            steps: list[Any] = [None] * world.size
+            dist.all_gather_object(steps, self.step)
+            source = steps.index(max(steps))
+            held: list[Any] = [pack(self.snapshot()) if world.rank == source else None]
+            dist.broadcast_object_list(held, source)
+        if world.rank != source:
+            self.load(unpack(held[0]))
+
+
+def _optimizer(spec: ClassSpec, model: nn.Module) -> Optimizer:
+    made = load_class(spec)
+    args = dict(spec.init_args)
+    if "fused" in inspect.signature(made).parameters and not {"fused", "foreach"} & args.keys():
+        args["fused"] = True  # on CPU it must be asked for
+    return made([p for p in model.parameters() if p.requires_grad], **args)
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy with tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, dict):
+        return {k: _copied(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(v) for v in value)
+    return value

@@ -1,0 +1,177 @@
+"""One optimizer step over all logical workers: the arithmetic that does not know how many workers there are."""
+
+from __future__ import annotations
+
+import math
+import struct
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ray_app.config import Config
+from ray_app.data.feed import MicroBatch
+from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.plan.cursor import Cursor
+from ray_app.strategy.base import Strategy, World, collective
+from ray_app.task.base import Task
+from ray_app.train.logical import Buffers, seed_step, single_values
+from ray_app.train.state import TrainingState
+
+STOP = 1
+"""Flag: finish this step, make a checkpoint and end."""
+
+_ROWS, _HASH, _LOSS, _FLAGS = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What all ranks know after a step.
+
+    Args:
+        loss: Mean loss per row of the global batch.
+        grad_norm: L2 norm of the global gradient before clipping.
+        rows: Rows of every logical worker.
+        row_hash: Sum of row hashes of every logical worker, modulo 2**64.
+        flags: Every flag that any rank set.
+    """
+
+    loss: float
+    grad_norm: float
+    rows: list[int]
+    row_hash: list[int]
+    flags: int
+
+
+class Step:
+    """Runs steps for one generation of workers.
+
+    Args:
+        config: Seed, precision, clipping.
+        task: Forward and loss.
+        state: What the step changes.
+        strategy: How gradients meet.
+        world: The workers of now.
+        device: Where it runs.
+    """
+
+    def __init__(self, config: Config, task: Task, state: TrainingState, strategy: Strategy, world: World, device: torch.device) -> None:
+        self._config, self._task, self._state = config, task, state
+        self._strategy, self._world, self._device = strategy, world, device
+        self._buffers = Buffers(state.model, world)
+        self._parameters = [p for p in state.model.parameters() if p.requires_grad]
+        self._header = torch.zeros(world.logical_workers, 4, dtype=torch.int64)  # one row per logical worker
+
+    def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: int) -> StepResult:
+        """Does one step.
+
+        Args:
+            cursor: Which.
+            batches: One micro-batch per logical worker of this rank, in their order.
+            global_rows: Rows of the step over all logical workers.
+            flags: What this rank has to say to all.
+
+        Raises:
+            NonFiniteError: The loss or the gradient is NaN or infinite; the optimizer did not move.
+            PeerLostError: A peer left; the state is that before the step.
+        """
+        self._header.zero_()
+        self._buffers.begin()
+        for batch in batches:
+            loss = self._play(cursor, batch, global_rows)
+            self._header[batch.logical_worker] = torch.tensor([batch.rows, _signed(batch.row_hash), _bits(loss), flags])
+            self._buffers.end_logical_worker(batch.logical_worker)
+        self._strategy.launch()
+        self._buffers.launch()
+        result = self._exchange_header()
+        self._strategy.finish()
+        self._buffers.finish()
+        norm = self._clip()
+        if not (math.isfinite(result.loss) and math.isfinite(norm)):
+            self._refuse(cursor, batches, global_rows, result)
+        self._state.advance()
+        return StepResult(result.loss, norm, result.rows, result.row_hash, result.flags)
+
+    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> float:
+        """Forward and backward of one logical worker; returns its share of the mean loss."""
+        if not batch.rows:
+            self._strategy.skip(batch.logical_worker)
+            return 0.0
+        loss = self._loss(cursor, batch) / global_rows
+        self._strategy.backward(loss, batch.logical_worker)
+        return loss.item()
+
+    def _loss(self, cursor: Cursor, batch: MicroBatch) -> Tensor:
+        """The sum of the losses of a micro-batch's rows."""
+        seed_step(self._config.seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
+        fields = self._task.augment(batch.fields, batch.keys)
+        bf16 = self._config.train.precision == "bf16"
+        autocast: Any = torch.autocast(self._device.type, torch.bfloat16) if bf16 else nullcontext()
+        with autocast, single_values(self._state.model, batch.rows):
+            losses = self._task.loss(self._task.forward(self._state.model, fields), fields)
+        if losses.shape != (batch.rows,):
+            raise ConfigError(
+                f"{type(self._task).__name__}.loss returned shape {tuple(losses.shape)} for {batch.rows} rows; it must return one value"
+                " per row, shape (rows,). Use reduction='none' in the loss function."
+            )
+        return losses.float().sum()
+
+    def _exchange_header(self) -> StepResult:
+        """Tells all ranks every logical worker's rows, loss and flags; each row comes from one rank, so the sum is exact."""
+        if self._world.size > 1:
+            with collective():
+                dist.all_reduce(self._header)
+        rows, hashes, losses, flags = self._header.unbind(1)
+        loss = math.fsum(_number(bits) for bits in losses.tolist())
+        any_flags = 0
+        for value in flags.tolist():
+            any_flags |= value
+        return StepResult(loss, 0.0, rows.tolist(), [h & 0xFFFFFFFFFFFFFFFF for h in hashes.tolist()], any_flags)
+
+    def _clip(self) -> float:
+        """The gradient's norm; clips the gradient to the configured norm."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._config.train.grad_clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.train.grad_clip_norm, norm)
+        return norm.item()
+
+    def _refuse(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, result: StepResult) -> None:
+        """Finds out which logical workers' rows gave the NaN or infinity, and raises on every rank alike."""
+        found = []
+        for batch in batches:
+            if batch.rows and not self._is_finite(self._loss(cursor, batch) / global_rows):
+                found.append((batch.logical_worker, batch.positions.tolist()))
+        everyone: list[Any] = [found]
+        if self._world.size > 1:
+            everyone = [None] * self._world.size
+            with collective():
+                dist.all_gather_object(everyone, found)
+        culprits = "; ".join(f"logical worker {v}, rows at manifest positions {p}" for part in everyone for v, p in part)
+        raise NonFiniteError(
+            f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the loss ({result.loss}) or the gradient is not finite, from"
+            f" {culprits or 'the sum of finite gradients'}. The optimizer did not move. Look at these rows, lower the learning rate, or set"
+            " train.grad_clip_norm."
+        )
+
+    def _is_finite(self, loss: Tensor) -> bool:
+        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
+
+
+def _signed(value: int) -> int:
+    """An unsigned 64-bit integer as the signed one with the same bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _bits(value: float) -> int:
+    """The bits of a float64 as a signed integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _number(bits: int) -> float:
+    """The float64 with these bits."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
