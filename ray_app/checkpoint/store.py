@@ -144,8 +144,7 @@ class CheckpointStore:
                 return commit, self.load(commit)
             except CheckpointError as error:
                 refused.append(f"{folder.name}: {error}")
-                if not (folder / _BAD).exists():
-                    put_json(folder / _BAD, {"reason": str(error), "time_s": time.time()}, if_absent=True)
+                if _mark_bad(folder, str(error)):
                     on_fallback(Fallback(folder.name, str(error)))
         if refused:
             raise CheckpointError(
@@ -154,6 +153,10 @@ class CheckpointStore:
                 + "\nNothing was deleted. Restore one of them from a backup, or start a run with another run.name."
             )
         return None
+
+    def mark_bad(self, commit: Commit, reason: str) -> None:
+        """Marks a checkpoint so that nobody looks at it again; its files stay."""
+        _mark_bad(self._paths.checkpoint(commit.step, commit.fence), reason)
 
     def clean(self, fence: int) -> None:
         """Removes leftovers of earlier starts that were never committed."""
@@ -213,3 +216,8 @@ def _key(folder: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), int(match[2])
+
+
+def _mark_bad(folder: Path, reason: str) -> bool:
+    """Marks a folder as bad; returns whether it was not marked before."""
+    return put_json(folder / _BAD, {"reason": reason, "time_s": time.time()}, if_absent=True)

@@ -105,6 +105,8 @@ class MetricsWriter:
 class MetricsReader:
     """Reads a run's step records, also while they are written.
 
+    `records` holds the first record of each step, `repeated` those of steps that were done again.
+
     Args:
         paths: The run.
     """
@@ -113,7 +115,7 @@ class MetricsReader:
         self._paths = paths
         self._seen: set[str] = set()
         self.records: dict[int, StepRecord] = {}
-        self.repeated = 0
+        self.repeated: list[StepRecord] = []
 
     def poll(self) -> list[StepRecord]:
         """Reads what is new; returns the steps that were not known before, in the order of their segments."""
@@ -125,7 +127,7 @@ class MetricsReader:
             self._seen.add(name)
             for record in _read_segment(json.loads((self._paths.metrics / name).read_bytes())):
                 if record.step in self.records:
-                    self.repeated += 1
+                    self.repeated.append(record)
                 else:
                     self.records[record.step] = record
                     new.append(record)

@@ -164,7 +164,7 @@ class DataParallel(Strategy):
                 p.grad = view
 
     def _receive(self) -> None:
-        gathers = []
+        gathers: list[Any] = []
         for bucket in self._buckets:
             bucket.pending.wait()
             if self._exact:

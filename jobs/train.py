@@ -1,0 +1,11 @@
+"""Train a model: python jobs/train.py --config conf/digits.yaml [--scaling.max_workers 4 ...]; --help explains every field."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ray_app.pipeline.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())

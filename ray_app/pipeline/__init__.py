@@ -1,0 +1,1 @@
+"""Joins the stages of the flow; runs in the driver."""

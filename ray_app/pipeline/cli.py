@@ -1,0 +1,104 @@
+"""The typed parser: YAML files and command line to a `Config`, with help and checks from the classes' own signatures."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ray_app.config import SECTIONS, Config, check, from_dict
+from ray_app.errors import ConfigError
+from ray_app.task.base import Task
+
+
+def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Config:
+    """Reads and checks a configuration.
+
+    Args:
+        path: YAML file; not given: only `fields` and defaults.
+        **fields: Values that go before the file's, dotted names with `__` for the dot: `train__epochs=3`.
+
+    Raises:
+        ConfigError: A field is unknown or mistyped, or values do not fit together.
+    """
+    arguments = ["--config", str(path)] if path is not None else []
+    for name, value in fields.items():
+        text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
+        arguments.append(f"--{name.replace('__', '.')}={text}")
+    return parse(arguments, prog="load_config", exit_on_error=False)
+
+
+def parse(arguments: Sequence[str] | None = None, prog: str = "train.py", exit_on_error: bool = True) -> Config:
+    """Parses a command line.
+
+    Args:
+        arguments: The command line without the program; not given: that of this process.
+        prog: Name of the program, for messages.
+        exit_on_error: Print an error and exit with code 2, as a command should, rather than raise.
+
+    Raises:
+        ConfigError: Values do not fit together, or any other error with `exit_on_error=False`.
+    """
+    importable_from_here()
+    parser = _parser(prog, exit_on_error)
+    try:
+        parsed = parser.parse_args(arguments)
+    except ArgumentError as error:
+        raise ConfigError(f"The configuration is refused:\n{error}") from error
+    values = yaml.safe_load(parser.dump(parsed, skip_default=True)) or {}
+    for name in ("task", "optimizer", "schedule"):
+        if values.get(name):
+            values[name] = _as_set(values[name])
+    config = from_dict(values)
+    check(config)
+    return config
+
+
+def importable_from_here() -> None:
+    """Lets `class_path` name classes in files of the current folder."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
+def _parser(prog: str, exit_on_error: bool) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=prog,
+        usage=f"{prog} --config FILE [--SECTION.FIELD VALUE ...]",
+        description="Trains a model on a Ray cluster of any size; the number of workers does not change the result.",
+        exit_on_error=exit_on_error,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the fields below; later ones win.")
+    parser.add_subclass_arguments(
+        Task, "task", instantiate=False, required=True, help="What is trained: class_path and init_args of a subclass of Task."
+    )
+    parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False, help="The optimizer, default torch.optim.Adam.")
+    parser.add_subclass_arguments(
+        LRScheduler, "schedule", skip={"optimizer"}, instantiate=False, help="Learning-rate schedule, moved after every step; default none."
+    )
+    parser.set_defaults({"optimizer": {"class_path": "torch.optim.Adam"}})
+    parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
+    for name, section in SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    return parser
+
+
+def _as_set(spec: dict[str, Any]) -> dict[str, Any]:
+    """A class with those arguments only that differ from its defaults: what a library adds later is not part of a run."""
+    module, _, name = spec["class_path"].rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    given = spec.get("init_args") or {}
+    kept = {k: v for k, v in given.items() if k not in parameters or not _same(parameters[k].default, v)}
+    return {"class_path": spec["class_path"], "init_args": kept}
+
+
+def _same(default: Any, value: Any) -> bool:
+    return bool((list(default) if isinstance(default, tuple) else default) == value)

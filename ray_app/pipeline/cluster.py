@@ -1,0 +1,97 @@
+"""The cluster: joining or starting one, and whether the run fits into it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from ray_app.config import Config
+from ray_app.errors import ConfigError
+
+_READING_CPUS = 1
+
+
+@contextmanager
+def cluster(config: Config) -> Iterator[bool]:
+    """Connects to Ray: the connection that is there, the configured address, `RAY_ADDRESS`, or a local cluster of our own.
+
+    Only a cluster of our own declares more logical CPUs than the machine has cores, so that a small machine can try several workers.
+
+    Yields:
+        Whether the cluster is our own; then it ends with the context.
+    """
+    if ray.is_initialized():
+        yield False
+        return
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    address = config.run.ray_address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, logging_level=logging.WARNING)
+        try:
+            yield False
+        finally:
+            ray.shutdown()
+        return
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.max_workers))),
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+    )
+    try:
+        yield True
+    finally:
+        ray.shutdown()
+
+
+def _python_path() -> str:
+    """Where workers on this machine find the application and the user's own classes."""
+    package = str(Path(__file__).resolve().parents[2])
+    found = [package, str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    return os.pathsep.join(dict.fromkeys(path for path in found if path and "site-packages" not in path and Path(path).is_dir()))
+
+
+def _evaluator_cpus(config: Config) -> float:
+    return config.evaluate.num_cpus if config.data.eval_path else 0
+
+
+def _wanted_cpus(config: Config, workers: int) -> float:
+    return workers * config.scaling.cpus_per_worker + _evaluator_cpus(config) + _READING_CPUS
+
+
+def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
+    """How many workers the cluster has room for besides the evaluator and one CPU for reading, at most `max_workers`.
+
+    Args:
+        config: What each part reserves.
+        resources: All resources of the cluster by Ray's names.
+
+    Raises:
+        ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
+    """
+    scaling = config.scaling
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    room = [float(scaling.max_workers)]
+    if scaling.cpus_per_worker:
+        room.append((cpus - _evaluator_cpus(config) - _READING_CPUS) // scaling.cpus_per_worker)
+    if scaling.gpus_per_worker:
+        taken = config.evaluate.num_gpus if config.data.eval_path else 0
+        room.append((gpus - taken) // scaling.gpus_per_worker)
+    workers = int(min(room))
+    if workers < scaling.min_workers:
+        raise ConfigError(
+            f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"
+            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
+            f" {_wanted_cpus(config, scaling.min_workers):g} CPU and {scaling.min_workers * scaling.gpus_per_worker:g} GPU; the cluster has"
+            f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, lower scaling.min_workers or scaling.cpus_per_worker, or set evaluate.num_cpus: 0."
+        )
+    return workers

@@ -1,0 +1,134 @@
+"""From a configuration to a run that may start: everything that can be refused is refused here, before anything is written."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ray_app.config import Config, check, digest, from_yaml, refuse_other_config, result_fields
+from ray_app.data.dataset import open_dataset
+from ray_app.data.source import probe
+from ray_app.errors import ConfigError, DataError
+from ray_app.evaluate.actor import EvaluationJob
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Plan
+from ray_app.record.files import put_atomic, put_json
+from ray_app.record.paths import RunPaths
+from ray_app.task.base import Task
+from ray_app.train.job import Job
+from ray_app.train.state import load_class
+
+_ADJECTIVES = "amber bold brave bright calm clear crisp eager fair fine fond glad keen kind late light mild neat quick quiet".split()
+_NOUNS = "alder aspen beech birch cedar cliff coast creek delta elm fern fjord grove heath lake maple marsh oak pine reed".split()
+
+
+def new_run_name() -> str:
+    """A readable name that sorts by time: `1120-1405-calm-birch`."""
+    return f"{time.strftime('%m%d-%H%M%S')}-{secrets.choice(_ADJECTIVES)}-{secrets.choice(_NOUNS)}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start.
+
+    Args:
+        job: What its workers get.
+        evaluation: What its evaluator gets, if there is evaluation data.
+        resumes: Whether the run exists already.
+    """
+
+    job: Job
+    evaluation: EvaluationJob | None
+    resumes: bool
+
+
+def prepare(config: Config) -> Prepared:
+    """Checks everything that can be known before the start, without writing anything; the fence is 0 until `claim`.
+
+    Args:
+        config: As the user gave it.
+
+    Raises:
+        ConfigError: Values do not fit together or the run exists with others.
+        DataError: The data does not fit.
+    """
+    check(config)
+    config = config if config.run.name else config.replace(run__name=new_run_name())
+    paths = RunPaths(Path(config.run.storage_path).resolve() / str(config.run.name))
+    before = from_yaml(paths.config.read_text()) if paths.config.exists() else None
+    if config.scaling.logical_workers is None:
+        config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
+        check(config)
+    dataset = open_dataset(config.data.path)
+    task = make_task(config).prepare(dataset.facts)
+    plan = _plan(config, dataset.manifest)
+    if before is not None:
+        stored = Manifest.from_json(paths.manifest.read_text()).digest
+        refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
+    fields = probe(dataset, task.columns(), task.decode)
+    metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
+    job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
+    return Prepared(job, _prepare_evaluation(job), before is not None)
+
+
+def make_task(config: Config) -> Task:
+    """Makes the configured task.
+
+    Raises:
+        ConfigError: It cannot be made, or is no `Task`.
+    """
+    try:
+        task = load_class(config.task)(**config.task.init_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made: {error}. Name an importable"
+            " subclass of ray_app.task.base.Task and its arguments."
+        ) from error
+    if not isinstance(task, Task):
+        raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive your class from it.")
+    return task
+
+
+def _plan(config: Config, manifest: Manifest) -> Plan:
+    data = config.data
+    plan = Plan(manifest, config.seed, config.logical_workers, data.global_batch_size, data.shuffle_window_rows, data.last_batch == "keep")
+    if not plan.steps_per_epoch:
+        raise DataError(
+            f"{data.path} has {manifest.num_rows} rows, fewer than one global batch of {data.global_batch_size} rows, and data.last_batch is"
+            " drop: there is nothing to train on. Set data.last_batch: keep or lower data.global_batch_size."
+        )
+    return plan
+
+
+def _prepare_evaluation(job: Job) -> EvaluationJob | None:
+    config = job.config
+    if config.data.eval_path is None:
+        return None
+    dataset = open_dataset(config.data.eval_path)
+    job.task.prepare(dataset.facts)
+    fields = probe(dataset, job.task.columns(), job.task.decode)
+    if fields != job.fields:
+        raise DataError(
+            f"A decoded row of data.eval_path {config.data.eval_path} is {fields}, of data.path {config.data.path} it is {job.fields}; both"
+            " must be alike. Ingest them the same way."
+        )
+    known = sorted([*job.task.metrics().keys(), "loss"])
+    if job.best_metric not in known:
+        raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task has {', '.join(map(str, known))}.")
+    return EvaluationJob(
+        config.evaluate, job.task, job.run_root, 0, dataset.root, dataset.manifest, fields, config.data.read_task_mb
+    )
+
+
+def claim(prepared: Prepared) -> Prepared:
+    """Writes the run's configuration and manifest if they are not there, and claims the next fence: the number of this start, from 1."""
+    job = prepared.job
+    put_atomic(job.paths.config, job.config.to_yaml().encode(), if_absent=True)
+    put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode(), if_absent=True)
+    fence = 1
+    while not put_json(job.paths.fence(fence), {"time_s": time.time()}, if_absent=True):
+        fence += 1
+    evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
+    return Prepared(replace(job, fence=fence), evaluation, prepared.resumes)

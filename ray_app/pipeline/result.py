@@ -1,0 +1,80 @@
+"""What `run_training` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ray_app.checkpoint.format import unpack_model
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.errors import CheckpointError
+from ray_app.record.evaluations import Evaluation, read_evaluations
+from ray_app.record.journal import MetricsReader, StepRecord
+from ray_app.record.paths import RunPaths
+from ray_app.task.base import Task
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that ended.
+
+    Args:
+        path: The run's directory.
+        summary: The content of `summary.json`.
+        task: The prepared task; its `forward` runs the model on decoded fields.
+    """
+
+    path: Path
+    summary: dict[str, Any]
+    task: Task
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped_early`, `interrupted` or `failed`."""
+        return str(self.summary["status"])
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """Folder of the best checkpoint by the evaluation metric, or the newest if nothing was evaluated."""
+        commit = self._commit("best")
+        return RunPaths(self.path).checkpoint(commit.step, commit.fence) if commit else None
+
+    def load_model(self, which: str = "best") -> nn.Module:
+        """Loads a model in plain PyTorch; needs no Ray.
+
+        Args:
+            which: `best` by the evaluation metric, or `newest`.
+
+        Returns:
+            The model in evaluation mode, on the CPU.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is damaged.
+        """
+        commit = self._commit(which)
+        if commit is None:
+            raise CheckpointError(f"{self.path} holds no committed checkpoint yet.")
+        model = self.task.build_model()
+        model.load_state_dict(unpack_model(CheckpointStore(RunPaths(self.path)).load(commit)))
+        return model.eval()
+
+    def metrics(self) -> list[StepRecord]:
+        """The record of every step, in order."""
+        reader = MetricsReader(RunPaths(self.path))
+        reader.poll()
+        return [record for _, record in sorted(reader.records.items())]
+
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations by step."""
+        return read_evaluations(RunPaths(self.path))
+
+    def _commit(self, which: str) -> Commit | None:
+        commits = CheckpointStore(RunPaths(self.path)).commits()
+        best = self.summary.get("best")
+        if which == "best" and best:
+            chosen = [c for c in commits if c.step == best["step"]]
+            commits = chosen or commits
+        return commits[-1] if commits else None

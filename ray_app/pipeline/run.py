@@ -1,0 +1,272 @@
+"""One training run from start to summary: refusals, cluster, actors, training, evaluation, record."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from ray_app.checkpoint.retention import Hold
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.config import Config, default_tracking_uri
+from ray_app.data.cache import start_cache
+from ray_app.errors import ConfigError, DataError, RayAppError
+from ray_app.evaluate.actor import FOLLOWER, pending, start_evaluator
+from ray_app.pipeline.cluster import cluster, workers_that_fit
+from ray_app.pipeline.console import RunConsole, print_end
+from ray_app.pipeline.prepare import Prepared, claim, prepare
+from ray_app.pipeline.result import Result
+from ray_app.pipeline.summary import Status, newest_commit, summarize
+from ray_app.record.files import put_json
+from ray_app.record.journal import put_event
+from ray_app.track.runs import Tracker, check_available, run_tags
+from ray_app.train.job import Job
+from ray_app.train.loop import Hooks
+from ray_app.train.membership import start_rendezvous
+from ray_app.train.step import STOP
+from ray_app.train.trainer import Start, fit
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
+_LOOK_S = 0.25
+_TRACKING_END_S = 60.0
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Where fault tests can make something happen; users have no need of it.
+
+    Args:
+        train: In every worker.
+        before_evaluation: In the evaluator, before each evaluation.
+        watch: In the driver, a few times a second while the run goes on.
+    """
+
+    train: Hooks = field(default_factory=Hooks)
+    before_evaluation: Callable[[Commit], None] | None = None
+    watch: Callable[[Job], None] | None = None
+
+
+def run_training(config: Config, console: Console | None = None, faults: Faults = Faults()) -> Result:
+    """Trains, evaluates and records one run; starting the same run name again continues it.
+
+    Args:
+        config: From `load_config`.
+        console: Where progress is shown; not given: standard output.
+        faults: For tests.
+
+    Returns:
+        The summary, and methods to load models and read metrics. Its status is `interrupted` after Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: The configuration is refused; nothing was started or written.
+        DataError: The data is refused, likewise; or a row met in mid-run cannot be used.
+        RayAppError: The run failed; `summary.json` is written, starting again continues it.
+    """
+    console = console or Console()
+    if config.tracking.enabled:
+        check_available(config)
+    prepared = prepare(config)
+    with cluster(config):
+        max_workers = workers_that_fit(config, ray.cluster_resources())
+        prepared = claim(prepared)
+        _announce(console, prepared, max_workers)
+        return _Run(prepared, max_workers, console, faults).go()
+
+
+def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
+    job, config = prepared.job, prepared.job.config
+    verb = "Continuing" if prepared.resumes else "Starting"
+    console.print(f"{verb} run {job.paths.name} in {job.paths.root}", markup=False, highlight=False, soft_wrap=True)
+    capped = f" (of {config.scaling.max_workers} asked for, as many as fit)" if max_workers < config.scaling.max_workers else ""
+    console.print(
+        f"{job.plan.manifest.num_rows:,} rows, {job.plan.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch,"
+        f" {config.train.epochs} epochs; up to {max_workers} workers{capped}, arithmetic of {job.plan.logical_workers}",
+        markup=False,
+        highlight=False,
+    )
+
+
+class _Run:
+    """The parts of one start of a run and how they end."""
+
+    def __init__(self, prepared: Prepared, max_workers: int, console: Console, faults: Faults) -> None:
+        self._job, self._evaluation = prepared.job, prepared.evaluation
+        self._config = prepared.job.config
+        self._max_workers, self._console, self._faults = max_workers, console, faults
+        self._interrupted = threading.Event()
+        self._error: BaseException | None = None
+
+    def go(self) -> Result:
+        job = self._job
+        put_event(job.paths, "started", job.fence, max_workers=self._max_workers)
+        CheckpointStore(job.paths).clean(job.fence)
+        tracker = self._start_tracker()
+        with ExitStack() as stack:
+            evaluator = self._start_evaluator(stack)
+            if not self._is_complete():
+                self._train(stack)
+            self._wait_for_evaluator(evaluator)
+        status = self._status()
+        put_event(job.paths, status, job.fence, reason=str(self._error) if self._error else None)
+        put_json(job.paths.summary, summarize(job, status))
+        uri = None
+        if tracker is not None:
+            outcome = {"interrupted": "KILLED", "failed": "FAILED"}.get(status, "FINISHED")
+            tracker.close(outcome, _TRACKING_END_S)
+            uri = default_tracking_uri(self._config)
+            put_json(job.paths.summary, summarize(job, status))
+        summary = summarize(job, status)
+        print_end(self._console, job, summary, uri)
+        if self._error is not None:
+            raise self._error
+        return Result(job.paths.root, summary, job.task)
+
+    def _start_tracker(self) -> Tracker | None:
+        if not self._config.tracking.enabled:
+            return None
+        tracker = Tracker(self._job.paths, self._config, run_tags(self._job.config_digest, self._job.plan.manifest.digest))
+        tracker.start()
+        return tracker
+
+    def _start_evaluator(self, stack: ExitStack) -> Any | None:
+        if self._evaluation is None:
+            return None
+        evaluator = start_evaluator(self._evaluation, self._faults.before_evaluation)
+        stack.callback(_end_actor, evaluator)
+        return evaluator
+
+    def _is_complete(self) -> bool:
+        newest = newest_commit(self._job)
+        return newest is not None and newest.step >= self._job.total_steps
+
+    def _train(self, stack: ExitStack) -> None:
+        """Runs `fit` in a thread; the main thread is for signals and the console."""
+        job = self._job
+        rendezvous = start_rendezvous()
+        stack.callback(_end_actor, rendezvous)
+        cache = None
+        if self._config.data.cache == "memory":
+            cache = start_cache(job.reader, job.plan.manifest, job.fields, job.task_rows)
+            stack.callback(_end_actor, cache)
+        thread = threading.Thread(target=self._fit, args=(Start(job, rendezvous, cache, self._faults.train),), name="fit", daemon=True)
+        with _stopping_at_signals(self._interrupted), RunConsole(job, self._max_workers, self._console) as shown:
+            thread.start()
+            told = False
+            while thread.is_alive():
+                if self._interrupted.is_set() and not told:
+                    self._console.print("Stopping after this step, with a checkpoint ...")
+                    ray.get(rendezvous.raise_flags.remote(STOP))
+                    told = True
+                shown.show(ray.get(rendezvous.progress.remote()), "waiting for the workers to start ...")
+                if self._faults.watch is not None:
+                    self._faults.watch(job)
+                thread.join(_LOOK_S)
+
+    def _fit(self, start: Start) -> None:
+        try:
+            fit(start, self._max_workers)
+        except BaseException as error:  # shown and raised by the main thread
+            self._error = _own_error(error)
+
+    def _wait_for_evaluator(self, evaluator: Any | None) -> None:
+        """Waits until the evaluator has caught up, at most `drain_timeout_s`."""
+        if evaluator is None or self._evaluation is None:
+            return
+        deadline = time.monotonic() + self._config.evaluate.drain_timeout_s
+        while pending(self._evaluation) and not self._interrupted.is_set():
+            if time.monotonic() > deadline:
+                waiting = [commit.step for commit in pending(self._evaluation)]
+                self._console.print(f"The evaluator did not finish in time; not evaluated: steps {waiting}. The next start goes on with them.")
+                return
+            error = _ask(evaluator)
+            if error is not None:
+                self._console.print(f"The evaluator gave up: {error}", markup=False)
+                return
+            time.sleep(_LOOK_S)
+        if not pending(self._evaluation):
+            CheckpointStore(self._job.paths).hold(FOLLOWER, Hold(self._job.total_steps, time.time()))
+
+    def _status(self) -> Status:
+        if self._error is not None:
+            return "failed"
+        return "finished" if self._is_complete() else "interrupted"
+
+
+@contextmanager
+def _stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
+    """Turns SIGINT and SIGTERM into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`."""
+
+    def stop(number: int, _: Any) -> None:
+        if interrupted.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        interrupted.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_actor(actor: Any) -> None:
+    ray.kill(actor, no_restart=True)
+
+
+def _ask(evaluator: Any) -> str | None:
+    """Why the evaluator gave up, or None while it works or is being started again."""
+    try:
+        return ray.get(evaluator.error.remote(), timeout=_LOOK_S)
+    except (ray.exceptions.RayError, TimeoutError):
+        return None
+
+
+def _own_error(error: BaseException) -> BaseException:
+    """The application's error inside Ray Train's wrapping, or the error itself."""
+    seen, todo = set(), [error]
+    while todo:
+        current = todo.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        if isinstance(current, RayAppError):
+            return current
+        inner = [current.__cause__, getattr(current, "cause", None), getattr(current, "controller_failure", None), current.__context__]
+        todo += [e for e in inner if isinstance(e, BaseException)]
+    return error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command `jobs/train.py`.
+
+    Returns:
+        Exit code: 0 done, 2 refused before anything started, 75 interrupted and resumable, 1 failed.
+    """
+    from ray_app.pipeline.cli import parse
+
+    console = Console()
+    try:
+        config = parse(arguments)
+        result = run_training(config, console)
+    except (ConfigError, DataError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        print(f"The run failed: {type(error).__name__}: {error}\nStarting it again continues from its newest checkpoint.", file=sys.stderr)
+        return 1
+    return EXIT_CODES[result.status]

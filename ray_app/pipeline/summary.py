@@ -1,0 +1,116 @@
+"""`summary.json`: what came of a run, computed from its own record alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+from typing import Any, Literal
+
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.record.evaluations import ranked, read_evaluations
+from ray_app.record.files import read_json
+from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
+from ray_app.train.job import Job
+
+Status = Literal["finished", "stopped_early", "interrupted", "failed"]
+
+
+def summarize(job: Job, status: Status) -> dict[str, Any]:
+    """Makes the content of `summary.json`, a public interface; see docs/architecture.md for its fields."""
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    newest = newest_commit(job)
+    last_step = newest.step if newest else 0
+    records = [record for step, record in sorted(reader.records.items()) if step <= last_step]
+    events = read_events(job.paths)
+    evaluations = read_evaluations(job.paths)
+    best = ranked(evaluations, job.best_metric, job.best_mode)[:1]
+    tracking = read_json(job.paths.tracking) or {}
+    return {
+        "status": status,
+        "run_name": job.paths.name,
+        "mlflow_run_id": tracking.get("run_id"),
+        "epochs": last_step // job.plan.steps_per_epoch,
+        "steps": last_step,
+        "rows": sum(sum(record.rows) for record in records),
+        "logical_workers": job.plan.logical_workers,
+        "world_sizes": world_sizes(records),
+        "restarts": restarts(events),
+        "redone_steps": len(reader.repeated),
+        "recovery_s": recoveries(events, [*reader.records.values(), *reader.repeated]),
+        "goodput": goodput(records, reader.repeated),
+        "params_digest": newest.params_digest if newest else None,
+        "metrics": evaluations[-1].metrics if evaluations else {},
+        "best": {"step": best[0].step, "metric": job.best_metric, "value": best[0].metrics[job.best_metric]} if best else None,
+        "checkpoints": {
+            "committed": _count(events, "checkpointed"),
+            "fallbacks": _count(events, "fallback"),
+            "failed_writes": _count(events, "write_failed"),
+        },
+        "timing": _timing(records, events),
+    }
+
+
+def newest_commit(job: Job) -> Commit | None:
+    """The newest checkpoint that is not marked bad."""
+    commits = CheckpointStore(job.paths).commits()
+    return commits[-1] if commits else None
+
+
+def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
+    """`[from_step, workers]` for every stretch of steps with one number of workers; steps count from 0."""
+    stretches: list[list[int]] = []
+    for record in records:
+        if not stretches or stretches[-1][1] != record.workers:
+            stretches.append([record.step - 1, record.workers])
+    return stretches
+
+
+def restarts(events: list[Event]) -> dict[str, int]:
+    """How often the workers or the driver were started again, by cause."""
+    resized = [e for e in events if e.kind == "workers" and e.details["before"] not in (0, e.details["workers"])]
+    return {
+        "failures": _count(events, "failed"),
+        "preemptions": _count(events, "preempted"),
+        "resizes": len(resized),
+        "driver": max(0, _count(events, "started") - 1),
+    }
+
+
+def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
+    """Seconds from each failure's detection to the next finished step."""
+    times = sorted(record.time_s for record in records)
+    found = []
+    for event in events:
+        if event.kind == "failed":
+            later = next((t for t in times if t > event.time_s), None)
+            if later is not None:
+                found.append(round(later - event.time_s, 3))
+    return found
+
+
+def goodput(records: list[StepRecord], repeated: list[StepRecord]) -> float | None:
+    """Rows that counted x undisturbed time per row / wall time since the first step; 1 means that nothing was lost."""
+    if len(records) < 2:
+        return None
+    wall_s = max(r.time_s for r in [*records, *repeated]) - records[0].time_s
+    per_row_s = median(r.step_ms / 1e3 / max(1, sum(r.rows)) for r in records[1:])
+    rows = sum(sum(r.rows) for r in records[1:])
+    return round(min(1.0, rows * per_row_s / wall_s), 4) if wall_s > 0 else None
+
+
+def _timing(records: list[StepRecord], events: list[Event]) -> dict[str, float | None]:
+    started = [e.time_s for e in events if e.kind == "started"]
+    stalls = [s for e in events if e.kind == "left" for s in e.details["stalls_ms"]]
+    total_ms = sum(r.step_ms for r in records)
+    return {
+        "wall_s": round(events[-1].time_s - started[0], 3) if started else None,
+        "startup_s": round(records[0].time_s - started[0], 3) if started and records else None,
+        "step_ms": round(median(r.step_ms for r in records), 4) if records else None,
+        "data_wait_fraction": round(sum(r.data_wait_ms for r in records) / total_ms, 4) if total_ms else None,
+        "checkpoint_stall_ms": round(median(stalls), 3) if stalls else None,
+    }
+
+
+def _count(events: list[Event], kind: str) -> int:
+    return sum(event.kind == kind for event in events)
