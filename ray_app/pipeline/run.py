@@ -29,7 +29,7 @@ from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.record.files import put_json
 from ray_app.record.journal import put_event
-from ray_app.track.runs import Tracker, check_available, run_tags
+Tracker: Any = None
 from ray_app.train.job import Job
 from ray_app.train.loop import Hooks
 from ray_app.train.membership import start_rendezvous

@@ -1,0 +1,1 @@
+"""From the record to MLflow: the only importer of `mlflow`, and only when a run is tracked."""

@@ -1,0 +1,162 @@
+"""Every call to MLflow for a training run: finding its MLflow run, feeding it, ending it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from ray_app.errors import ConfigError
+from ray_app.track.points import Point
+
+logger = logging.getLogger(__name__)
+
+METRICS_PER_CALL = 1000
+_PARAMS_PER_CALL = 100
+_KEY_CHARS, _PARAM_CHARS, _TAG_CHARS = 250, 6000, 8000
+_UUID_TAG, _ROOT_TAG, _RESUMED_WITH = "ray_app.run_uuid", "ray_app.run_root", "ray_app.resumed_with."
+
+_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself."""
+
+
+class MlflowRun:
+    """One MLflow run, continued by whoever has its id; not thread-safe, and every method may block for as long as MLflow does.
+
+    Args:
+        uri: Tracking URI.
+        experiment: Name of the experiment, made when it is not there.
+        artifacts: Folder for artifacts where MLflow has no server to keep them.
+    """
+
+    def __init__(self, uri: str, experiment: str, artifacts: Path) -> None:
+        self._uri, self._experiment, self._artifacts = uri, experiment, artifacts
+        self._client: Any = None
+        self.run_id = ""
+
+    def open(self, run_id: str | None, run_uuid: str, root: Path, start_ms: int) -> str:
+        """Finds the run or creates it.
+
+        Args:
+            run_id: Its id as far as known.
+            run_uuid: What it is tagged with, in case it was created and its id was never stored.
+            root: The run directory; its name becomes the run's.
+            start_ms: When it started, milliseconds since 1970 (UTC).
+
+        Returns:
+            The run's id; another one than `run_id` if MLflow does not have that run any more.
+
+        Raises:
+            ConfigError: The experiment is in MLflow's trash.
+            Exception: Whatever MLflow raises, mostly because it cannot be reached.
+        """
+        if self._client is None:
+            self._client = _client(self._uri)
+        if run_id is None or not self._is_active(run_id):
+            experiment_id = self._experiment_id()
+            found = self._client.search_runs([experiment_id], filter_string=f"tags.`{_UUID_TAG}` = '{run_uuid}'", max_results=1)
+            tags = {_UUID_TAG: run_uuid, _ROOT_TAG: redact(str(root))}
+            run = found[0] if found else self._client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=root.name)
+            run_id = str(run.info.run_id)
+        self.run_id = run_id
+        return run_id
+
+    def describe(self, params: dict[str, Any], tags: dict[str, str]) -> None:
+        """Sets the run running and gives it what it lacks of these; what it has with another value becomes a tag of its own.
+
+        A parameter of an MLflow run can never change, and the first commit of a run is worth keeping.
+        """
+        from mlflow.entities import Param, RunTag
+
+        data = self._client.get_run(self.run_id).data
+        new_params, new_tags = {}, {}
+        for values, known, new, most in ((params, data.params, new_params, _PARAM_CHARS), (tags, data.tags, new_tags, _TAG_CHARS)):
+            for name, value in values.items():
+                key, text, marked = _key(name), redact(str(value))[:most], _key(_RESUMED_WITH + name)
+                if key not in known:
+                    new[key] = text
+                elif data.tags.get(marked, known[key]) != text:
+                    new_tags[marked] = text
+        self._client.update_run(self.run_id, status="RUNNING")
+        for start in range(0, len(new_params), _PARAMS_PER_CALL):
+            some = [Param(*item) for item in list(new_params.items())[start : start + _PARAMS_PER_CALL]]
+            self._client.log_batch(self.run_id, params=some, synchronous=True)
+        self._client.log_batch(self.run_id, tags=[RunTag(*item) for item in new_tags.items()], synchronous=True)
+
+    def log(self, points: list[Point]) -> None:
+        """Logs points in their order; returns when MLflow has them."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(_key(name), value, p.time_ms, p.step) for p in points for name, value in p.metrics.items()]
+        for start in range(0, len(metrics), METRICS_PER_CALL):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_CALL], synchronous=True)
+
+    def finish(self, status: str, files: list[Path]) -> None:
+        """Logs files as artifacts, those that exist and without credentials, and ends the run, also where that fails."""
+        try:
+            for file in files:
+                if file.is_file():
+                    self._client.log_text(self.run_id, redact(file.read_text()), file.name)
+        finally:
+            self._client.set_terminated(self.run_id, status)
+
+    def _is_active(self, run_id: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+
+    def _experiment_id(self) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        if found is None:
+            at_server = self._uri.startswith("http")
+            return str(self._client.create_experiment(self._experiment, None if at_server else self._artifacts.as_uri()))
+        if found.lifecycle_stage != "active":
+            raise ConfigError(
+                f"The MLflow experiment {self._experiment!r} is deleted. Restore it (mlflow experiments restore --experiment-id"
+                f" {found.experiment_id}) or start again with another tracking.experiment."
+            )
+        return str(found.experiment_id)
+
+
+def redact(text: str) -> str:
+    """The text without the credentials of the URIs in it: `user:password@`, and parameters named like a secret."""
+    text = re.sub(r"(://)[^/\s'\"]*@", r"\1***@", text)
+    return re.sub(r"(?i)([?&][\w.-]*(?:token|secret|password|signature|key)=)[^&\s'\"]+", r"\1***", text)
+
+
+def _client(uri: str) -> Any:
+    """MLflow's client, quiet and impatient; makes the folder of a SQLite file. Importing MLflow takes about a second."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from mlflow.tracking import MlflowClient
+
+    for noisy in ("mlflow.store.db.utils", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if uri.startswith("sqlite"):
+        Path(sqlite_file(uri)).parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(tracking_uri=uri)
+
+
+def sqlite_file(uri: str) -> str:
+    """The file of a SQLite URI; empty for a database in memory."""
+    file = uri.partition(":///")[2].partition("?")[0]
+    return "" if file == ":memory:" else file
+
+
+def _key(name: str) -> str:
+    """The name as MLflow takes it: letters, digits and `_-. :/`, and no path that leads elsewhere."""
+    key = re.sub(r"[^\w\-. :/]", "_", name)[:_KEY_CHARS]
+    is_path = posixpath.normpath(key) == key and not key.startswith(("/", ".."))
+    return key if is_path and key != "." else re.sub(r"[/.]", "_", key) or "_"

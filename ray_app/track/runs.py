@@ -1,0 +1,264 @@
+"""The tracker: one thread in the driver that feeds a run's record to MLflow, whenever MLflow is there.
+
+It is MLflow's only writer for the run and never on the way of a step: it reads the files that rank 0 and the evaluator write. How far it
+got stands in `tracking.json`, so the next driver goes on from there. What was sent but not noted there is sent again, and since the
+record does not change, MLflow's SQL stores recognize and drop it. Losses that are NaN arrive as NaN; a SQL store shows infinity as
+1.8e308.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import platform
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Literal
+from urllib.parse import urlsplit
+
+from ray_app.config import Config, default_tracking_uri, digest, flatten
+from ray_app.errors import ConfigError
+from ray_app.record.files import put_json, read_json
+from ray_app.record.paths import RunPaths
+from ray_app.track.client import METRICS_PER_CALL, MlflowRun, redact, sqlite_file
+from ray_app.track.points import Backlog, Point
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+_POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_PAUSE_PER_WORK = 20
+"""The thread shares the driver's cores with training, so it rests 20 times as long as it worked."""
+
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_LIBRARIES = ("torch", "ray", "mlflow")
+
+
+@dataclass
+class _Cursor:
+    """What `tracking.json` holds.
+
+    Args:
+        run_uuid: What the MLflow run is tagged with; stored before the run is created.
+        run_id: Id of the MLflow run.
+        uri: Where it was created, without credentials.
+        sent_step: Step of the last point that MLflow has.
+        evaluations: Steps whose evaluation MLflow has.
+    """
+
+    run_uuid: str
+    run_id: str | None = None
+    uri: str = ""
+    sent_step: int = 0
+    evaluations: list[int] = field(default_factory=list)
+
+
+class Tracker:
+    """Sends a run's record to MLflow while it is written, and what an earlier driver left over.
+
+    Args:
+        paths: The run.
+        config: Its configuration; becomes the MLflow run's parameters.
+        tags: Tags of the MLflow run, see `run_tags`.
+        every_steps: Steps that are combined into one point.
+    """
+
+    def __init__(self, paths: RunPaths, config: Config, tags: dict[str, str], every_steps: int = 10) -> None:
+        self._paths, self._config, self._tags = paths, config, tags
+        self._uri = default_tracking_uri(config)
+        self._mlflow = MlflowRun(self._uri, config.tracking.experiment, paths.root.resolve().parent / "mlartifacts")
+        self._backlog = Backlog(paths, every_steps)
+        self._cursor: _Cursor | None = None
+        self._connected = self._done = False
+        self._status: Status | None = None
+        self._trouble: str | None = None
+        self._wake, self._abandoned = threading.Event(), threading.Event()
+        self._start_ms = int(time.time() * 1e3)
+        self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the MLflow run; None until it is known, which takes a second or two, or until MLflow can be reached."""
+        return self._cursor.run_id if self._cursor is not None else None
+
+    def start(self) -> None:
+        """Starts the thread; returns at once."""
+        self._thread.start()
+
+    def close(self, status: Status, timeout_s: float) -> bool:
+        """Sends the rest of the record, `config.yaml` and `summary.json`, and ends the MLflow run.
+
+        Call it when nobody writes the record any more. It can be called again and then returns the same.
+
+        Args:
+            status: How the run ended. `FINISHED` also sends a last block that is not full; otherwise a resume will fill it.
+            timeout_s: Seconds to wait for MLflow.
+
+        Returns:
+            Whether MLflow has everything. If not, a warning says what is missing; the next start of the run sends it.
+        """
+        if self._status is None:
+            self._status = status
+            if self._thread.ident is None:
+                self._thread.start()
+            self._wake.set()
+            self._thread.join(timeout_s)
+            self._abandoned.set()
+            self._wake.set()
+            if not self._done:
+                logger.warning("%s", self._missing(status, timeout_s))
+        return self._done
+
+    def _run(self) -> None:
+        pause_s = _POLL_S
+        while not self._abandoned.is_set():
+            self._wake.clear()
+            status, began = self._status, time.perf_counter()
+            try:
+                self._sweep(finished=status == "FINISHED")
+                if status is not None and not self._abandoned.is_set():
+                    self._mlflow.finish(status, [self._paths.config, self._paths.summary])
+                    self._done = True
+                    return
+                self._say_reached()
+                pause_s = min(max(_POLL_S, _PAUSE_PER_WORK * (time.perf_counter() - began)), _LONGEST_PAUSE_S)
+            except Exception as error:
+                self._say_trouble(error)
+                pause_s = _POLL_S if status is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._wake.wait(pause_s)
+
+    def _sweep(self, finished: bool) -> None:
+        """Reads what is new in the record and sends what can be sent."""
+        cursor = self._cursor = self._cursor or _load(self._paths)
+        self._backlog.read(cursor.sent_step)
+        if not self._connected:
+            self._connect(cursor)
+        for points in packed(self._backlog.points(cursor.sent_step, frozenset(cursor.evaluations), finished)):
+            if self._abandoned.is_set():
+                return
+            self._mlflow.log(points)
+            for point in points:
+                if point.evaluation:
+                    cursor.evaluations.append(point.step)
+                else:
+                    cursor.sent_step = point.step
+            put_json(self._paths.tracking, asdict(cursor))
+            self._backlog.sent(cursor.sent_step)
+
+    def _connect(self, cursor: _Cursor) -> None:
+        """Finds or creates the MLflow run, and notes its id before anything else is logged."""
+        run_id = self._mlflow.open(cursor.run_id, cursor.run_uuid, self._paths.root.resolve(), self._start_ms)
+        if run_id != cursor.run_id:
+            if cursor.run_id is not None:
+                logger.warning("MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self._uri), cursor.run_id)
+                cursor.sent_step, cursor.evaluations = 0, []
+                self._backlog.rewind()
+            cursor.run_id, cursor.uri = run_id, redact(self._uri)
+            put_json(self._paths.tracking, asdict(cursor))
+            self._backlog.read(cursor.sent_step)
+        self._mlflow.describe(flatten(self._config.to_dict()), self._tags)
+        self._connected = True
+
+    def _say_trouble(self, error: Exception) -> None:
+        self._connected = False
+        if self._trouble is None:
+            logger.warning(
+                "MLflow at %s does not get the record for now; training goes on and it is sent later: %s",
+                redact(self._uri),
+                _first_line(error),
+            )
+        self._trouble = _first_line(error)
+
+    def _say_reached(self) -> None:
+        if self._trouble is not None:
+            logger.warning("MLflow at %s gets the record again.", redact(self._uri))
+        self._trouble = None
+
+    def _missing(self, status: str, timeout_s: float) -> str:
+        cursor = self._cursor or _Cursor("")
+        steps = [evaluation.step for evaluation in self._backlog.unsent_evaluations(cursor.evaluations)]
+        lacks = [f"its status {status}", "config.yaml and summary.json"]
+        if self._backlog.newest_step > cursor.sent_step:
+            lacks.append(f"the metrics after step {cursor.sent_step} (recorded: up to {self._backlog.newest_step})")
+        if steps:
+            lacks.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
+        return (
+            f"MLflow at {redact(self._uri)} did not take everything within {timeout_s:g} s. Its run {cursor.run_id or '(not created)'} may"
+            f" lack {'; '.join(lacks)}. All of it is in {self._paths.root} and is sent when {self._paths.name!r} is started again."
+            f" Last error: {self._trouble or 'none, it was still being sent'}"
+        )
+
+
+def check_available(config: Config) -> None:
+    """Refuses tracking that cannot work, without importing MLflow or connecting to it.
+
+    Raises:
+        ConfigError: MLflow is not installed, or `tracking.uri` is not one that points can be sent to twice without doubling them.
+    """
+    if not config.tracking.enabled:
+        return
+    if importlib.util.find_spec("mlflow") is None:
+        raise ConfigError("tracking.enabled is true, but MLflow is not installed: pip install mlflow, or set tracking.enabled to false.")
+    uri = default_tracking_uri(config)
+    scheme = urlsplit(uri).scheme.partition("+")[0]
+    valid = "an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db, postgresql, mysql, mssql)"
+    if scheme not in ("http", "https", *_DATABASES):
+        raise ConfigError(f"tracking.uri is {redact(uri)!r}; it must be {valid}. Without it a SQLite file in run.storage_path is used.")
+    if (scheme == "sqlite" and not sqlite_file(uri)) or (scheme.startswith("http") and not urlsplit(uri).hostname):
+        raise ConfigError(
+            f"tracking.uri is {redact(uri)!r}, which names no {'file' if scheme == 'sqlite' else 'host'}; it must be {valid}."
+        )
+    if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
+        raise ConfigError(f"tracking.uri is {redact(uri)!r}, which needs the whole of MLflow, not mlflow-skinny: pip install mlflow.")
+
+
+def run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
+    """What a result depends on besides the parameters: digests, versions and, in a git checkout, the commit."""
+    tags = {
+        "ray_app.config_digest": digest(config, manifest_digest),
+        "ray_app.manifest_digest": manifest_digest,
+        "ray_app.version.python": platform.python_version(),
+    }
+    for library in _LIBRARIES:
+        try:
+            tags[f"ray_app.version.{library}"] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return tags
+    return tags | ({"mlflow.source.git.commit": git.stdout.strip()} if git.returncode == 0 else {})
+
+
+def packed(points: Iterable[Point]) -> Iterator[list[Point]]:
+    """Points in groups whose metrics fit into one call; a point that alone does not is a group of its own."""
+    group: list[Point] = []
+    for point in points:
+        if group and sum(len(p.metrics) for p in (*group, point)) > METRICS_PER_CALL:
+            yield group
+            group = []
+        group.append(point)
+    if group:
+        yield group
+
+
+def _load(paths: RunPaths) -> _Cursor:
+    """The cursor as the last driver left it, or a new one, stored at once."""
+    known = {item.name for item in fields(_Cursor)}
+    stored = read_json(paths.tracking)
+    if stored is not None:
+        return _Cursor(**{name: value for name, value in stored.items() if name in known})
+    cursor = _Cursor(uuid.uuid4().hex)
+    put_json(paths.tracking, asdict(cursor))
+    return cursor
+
+
+def _first_line(error: Exception) -> str:
+    return redact(f"{type(error).__name__}: {error}").splitlines()[0][:500]

@@ -1,0 +1,68 @@
+"""One Ray cluster and one small data set for all tests that need real Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import load_config
+from ray_app.config import Config
+from ray_app.data.ingest import IngestOptions, ingest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=500 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("digits") / "data"
+    ingest(IngestOptions(source="digits", out=str(out)))
+    return out
+
+
+@pytest.fixture
+def short_run(digits: Path, tmp_path: Path) -> Callable[..., Config]:
+    """Makes configurations of a run of 30 steps over one and a third epochs, with batch-norm, dropout and augmentation."""
+
+    def make(**fields: Any) -> Config:
+        defaults = {
+            "data__path": str(digits / "train"),
+            "data__shuffle_window_rows": 100,
+            "train__epochs": 2,
+            "train__max_steps": 30,
+            "checkpoint__every_steps": 8,
+            "checkpoint__every_epochs": None,
+            "checkpoint__keep_last": 10,
+            "run__storage_path": str(tmp_path / "runs"),
+            "run__name": "run",
+            "tracking__enabled": False,
+        }
+        config = load_config(ROOT / "conf" / "digits.yaml")
+        return config.replace(data__eval_path=None).replace(**(defaults | fields))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed() -> dict[str, Any]:
+    """The summary of the first undisturbed short run, that all others are compared with."""
+    return {}

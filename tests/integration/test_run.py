@@ -1,0 +1,118 @@
+"""Whole runs on a real Ray cluster: the number of workers and what happens to them do not change the result."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app import run_training
+from ray_app.config import Config
+from ray_app.errors import BudgetSpentError, NonFiniteError, RunExistsError
+from ray_app.pipeline.run import Faults
+from ray_app.record.journal import MetricsReader, read_events
+from ray_app.record.paths import RunPaths
+from ray_app.train.loop import Hooks
+from tests.injector import Break, Kill, KillEvaluator
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ShortRun = Callable[..., Config]
+
+
+@pytest.fixture
+def reference(short_run: ShortRun, undisturbed: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    if not undisturbed:
+        config = short_run(run__name="reference", scaling__min_workers=1, scaling__max_workers=1)
+        undisturbed.update(run_training(config).summary, record=record_of(tmp_path / "runs" / "reference"))
+    return undisturbed
+
+
+def record_of(run: Path) -> list[tuple[int, float, list[int], list[int]]]:
+    reader = MetricsReader(RunPaths(run))
+    reader.poll()
+    return [(step, r.loss, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
+
+
+@pytest.mark.parametrize(("workers", "cache"), [(2, "none"), (3, "memory"), (4, "none")])
+def test_the_number_of_workers_does_not_matter(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, workers: int, cache: str
+) -> None:
+    config = short_run(scaling__min_workers=workers, scaling__max_workers=workers, data__cache=cache)
+    summary = run_training(config).summary
+    assert summary["status"] == "finished"
+    assert summary["world_sizes"] == [[0, workers]]
+    assert summary["params_digest"] == reference["params_digest"]
+    assert record_of(tmp_path / "runs" / "run") == reference["record"]
+    assert summary["rows"] == reference["rows"] == sum(sum(rows) for _, _, rows, _ in reference["record"])
+
+
+def test_a_killed_worker_changes_nothing(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    summary = run_training(config, faults=Faults(train=Hooks(after_step=kill))).summary
+    assert kill.happened == 1
+    assert summary["restarts"]["failures"] == 1
+    assert summary["redone_steps"] <= 13 - 8
+    assert len(summary["recovery_s"]) == 1
+    assert summary["params_digest"] == reference["params_digest"]
+    assert record_of(tmp_path / "runs" / "run") == reference["record"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_result_is_the_same(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    stop = Break(str(tmp_path / "stopped"), step=20)
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    with pytest.raises(NonFiniteError, match="injected"):
+        run_training(config, faults=Faults(train=Hooks(after_step=stop)))
+    assert stop.happened == 2
+    paths = RunPaths(tmp_path / "runs" / "run")
+    assert json.loads(paths.summary.read_text())["status"] == "failed"
+    newest = paths.checkpoint(16, 1) / "model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    summary = run_training(short_run(scaling__min_workers=1, scaling__max_workers=3)).summary
+    [fallback] = read_events(paths, "fallback")
+    assert fallback.details["checkpoint"] == "step-00000016-0001"
+    assert "differs" in fallback.details["reason"]
+    [resumed] = read_events(paths, "resumed")
+    assert resumed.details["step"] == 8
+    assert summary["checkpoints"]["fallbacks"] == 1
+    assert summary["restarts"]["driver"] == 1
+    assert summary["params_digest"] == reference["params_digest"]
+    assert record_of(paths.root) == reference["record"]
+
+
+def test_another_configuration_under_the_same_name_is_refused(short_run: ShortRun, tmp_path: Path) -> None:
+    run_training(short_run(train__max_steps=2))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
+    with pytest.raises(RunExistsError, match=r"(?s)- seed.*|\+ seed: 5"):
+        run_training(short_run(train__max_steps=2, seed=5))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")} == before
+
+
+def test_a_killed_evaluator_changes_nothing(short_run: ShortRun, reference: dict[str, Any], digits: Path, tmp_path: Path) -> None:
+    kill = KillEvaluator(str(tmp_path / "killed"), step=16)
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, data__eval_path=str(digits / "eval"), checkpoint__keep_last=2)
+    result = run_training(config, faults=Faults(before_evaluation=kill))
+    assert Path(kill.proof).exists()
+    assert result.summary["params_digest"] == reference["params_digest"]
+    evaluated = Counter(e.details["step"] for e in read_events(RunPaths(result.path), "evaluated"))
+    assert evaluated == Counter([8, 16, 24, 30])
+    assert [e.step for e in result.evaluations()] == [8, 16, 24, 30]
+    assert result.summary["restarts"]["failures"] == 0
+    model = result.load_model("newest")
+    assert sum(p.numel() for p in model.parameters()) > 0
+
+
+def test_the_failure_budget_ends_a_run(short_run: ShortRun, tmp_path: Path) -> None:
+    kill = Kill(str(tmp_path / "killed"), step=3, rank=0)
+    config = short_run(failure__max_failures=0, scaling__min_workers=1, scaling__max_workers=1)
+    with pytest.raises(BudgetSpentError, match="failure.max_failures allows 0"):
+        run_training(config, faults=Faults(train=Hooks(after_step=kill)))
+    assert kill.happened == 1

@@ -1,0 +1,423 @@
+"""The tracker against real MLflow: each point once, in order, from the record to the last bit, whatever happens to MLflow or the driver."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.config import ClassSpec, Config, default_tracking_uri
+from ray_app.errors import ConfigError
+from ray_app.record.evaluations import Evaluation, put_evaluation
+from ray_app.record.files import put_json, read_json
+from ray_app.record.journal import MetricsWriter, StepRecord, put_event, read_events
+from ray_app.record.paths import RunPaths
+from ray_app.track.client import redact
+from ray_app.track.points import Backlog
+from ray_app.track.runs import Tracker, check_available, run_tags
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+EVERY = 10
+BASE_S = 1_700_000_000.25
+History = list[tuple[int, int, float]]
+
+
+def until(true: Callable[[], Any], limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "did not come true in time"
+        time.sleep(0.02)
+
+
+class Run:
+    """A run directory, the record that its producers put there, and what MLflow should make of it."""
+
+    def __init__(self, root: Path, uri: str, **fields: Any) -> None:
+        self.paths = RunPaths(root)
+        self.config = Config(task=ClassSpec("some.Task", {"source": "s3://user:secret@bucket/x"})).replace(
+            run__name=root.name, run__storage_path=str(root.parent), tracking__uri=uri, scaling__max_workers=2, **fields
+        )
+        self.records: dict[int, StepRecord] = {}
+        self.evaluations: list[Evaluation] = []
+        put_json(self.paths.manifest, {})
+        self.paths.config.write_text(self.config.to_yaml())
+
+    def record(self, first: int, last: int, fence: int = 1, flush_s: float = 3600.0, losses: dict[int, float] | None = None) -> None:
+        """Steps as rank 0 records them; a step that was recorded before gets other timings."""
+        draw = random.Random(first * 1000 + fence)
+        writer = MetricsWriter(self.paths, fence, flush_s)
+        for step in range(first, last + 1):
+            record = StepRecord(
+                step=step,
+                epoch=0,
+                time_s=BASE_S + step * 0.1 + fence * 1e-3,
+                loss=(losses or {}).get(step, draw.random()),
+                lr=1e-3 / step,
+                grad_norm=draw.random(),
+                step_ms=100 * draw.random(),
+                data_wait_ms=draw.random(),
+                workers=1 + step % 2,
+                rows=[draw.randint(1, 9), draw.randint(0, 9)],
+                row_hash=[2**64 - 1, step],
+            )
+            self.records.setdefault(step, record)
+            writer.add(record)
+        writer.close()
+
+    def evaluate(self, step: int, **metrics: float) -> None:
+        evaluation = Evaluation(step, 0, "digest", metrics or {"accuracy": step / 7, "val/loss": 0.1}, 10, 0.5, BASE_S + step * 0.2)
+        assert put_evaluation(self.paths, evaluation)
+        self.evaluations.append(evaluation)
+
+    def tracker(self, tags: dict[str, str] | None = None, every_steps: int = EVERY, **fields: Any) -> Tracker:
+        tracker = Tracker(self.paths, self.config.replace(**fields), tags or {"kind": "test"}, every_steps)
+        tracker.start()
+        return tracker
+
+    def expected(self, last: int) -> dict[str, History]:
+        """The points up to a step, worked out from the record alone."""
+        failed = [event.time_s for event in read_events(self.paths, "failed")]
+        points: dict[str, History] = {}
+        for end in [*range(EVERY, last + 1, EVERY), *([last] if last % EVERY else [])]:
+            block = [self.records[step] for step in range((end - 1) // EVERY * EVERY + 1, end + 1)]
+            rows = [sum(r.rows) for r in block]
+            values = {
+                "loss": sum(r.loss * n for r, n in zip(block, rows, strict=True)) / sum(rows),
+                "lr": block[-1].lr,
+                "grad_norm": statistics.fmean(r.grad_norm for r in block),
+                "step_ms": statistics.median(r.step_ms for r in block),
+                "data_wait_ms": statistics.fmean(r.data_wait_ms for r in block),
+                "rows_per_s": 1000 * sum(rows) / sum(r.step_ms for r in block),
+                "workers": block[-1].workers,
+                "restarts": sum(at <= block[-1].time_s for at in failed),
+            }
+            for name, value in values.items():
+                points.setdefault(name, []).append((end, int(block[-1].time_s * 1000), value))
+        for evaluation in self.evaluations:
+            for name, value in evaluation.metrics.items():
+                points.setdefault(f"eval_{name}", []).append((evaluation.step, int(evaluation.time_s * 1000), value))
+        return points
+
+
+def client_of(run: Run) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=default_tracking_uri(run.config))
+
+
+def only_mlflow_run(run: Run) -> Any:
+    client = client_of(run)
+    experiment = client.get_experiment_by_name(run.config.tracking.experiment)
+    (found,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == run.paths.name]
+    return found
+
+
+def histories(run: Run, run_id: str) -> dict[str, History]:
+    """Every point in MLflow as (step, time, value), in the order in which a reader gets them."""
+    client = client_of(run)
+    names = client.get_run(run_id).data.metrics
+    return {name: [(m.step, m.timestamp, m.value) for m in client.get_metric_history(run_id, name)] for name in names}
+
+
+def assert_tracked(run: Run, last: int, status: str) -> None:
+    found = only_mlflow_run(run)
+    assert found.info.status == status
+    got, expected = histories(run, found.info.run_id), run.expected(last)
+    assert got.keys() == expected.keys()
+    for name, points in expected.items():
+        assert repr(sorted(got[name])) == repr([(step, at, float(value)) for step, at, value in points]), name
+        assert [step for step, _, _ in got[name]] == [step for step, _, _ in points], name
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'not yet' / 'mlflow.db'}"
+
+
+@pytest.fixture
+def run(tmp_path: Path, store: str) -> Run:
+    return Run(tmp_path / f"run-{tmp_path.name}", store)
+
+
+def test_a_run_from_start_to_end(run: Run) -> None:
+    tracker = run.tracker({"kind": "test", "from": "http://me:secret@git/x"})
+    put_event(run.paths, "failed", 1, number=1)
+    run.record(1, 44, flush_s=0.02, losses={13: math.nan})
+    run.evaluate(20)
+    until(lambda: (read_json(run.paths.tracking) or {}).get("sent_step") == 40)
+    assert tracker.run_id == read_json(run.paths.tracking)["run_id"]
+    run.record(45, 57)
+    run.evaluate(57, accuracy=math.nan)
+    run.paths.summary.write_text('{"status": "finished"}')
+    assert tracker.close("FINISHED", 20)
+    assert tracker.close("FINISHED", 20)
+    assert_tracked(run, 57, "FINISHED")
+    check_what_describes_it(run)
+
+
+def check_what_describes_it(run: Run) -> None:
+    found, client = only_mlflow_run(run), client_of(run)
+    data = found.data
+    assert data.params["scaling.max_workers"] == "2"
+    assert data.params["task.init_args.source"] == "s3://***@bucket/x"
+    assert data.tags["kind"] == "test"
+    assert data.tags["from"] == "http://***@git/x"
+    assert data.tags["ray_app.run_root"] == str(run.paths.root)
+    assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["config.yaml", "summary.json"]
+    artifacts = run.paths.root.parent / "mlartifacts" if "mlartifacts" in found.info.artifact_uri else None
+    assert artifacts is not None
+    assert "secret" not in client.download_artifacts(found.info.run_id, "config.yaml")
+    assert "secret" not in Path(client.download_artifacts(found.info.run_id, "config.yaml")).read_text()
+
+
+@pytest.mark.parametrize("status", ["FAILED", "KILLED"])
+def test_status_and_the_open_block(run: Run, status: Any) -> None:
+    run.record(1, 14)
+    assert run.tracker().close(status, 20)
+    assert_tracked(run, 10, status)
+    run.record(15, 25)
+    assert run.tracker().close("FINISHED", 20)
+    assert_tracked(run, 25, "FINISHED")
+
+
+def test_the_next_driver_continues_the_same_run(run: Run) -> None:
+    first = run.tracker({"commit": "a"})
+    run.record(1, 35)
+    run.evaluate(30)
+    assert first.close("FAILED", 20)
+    put_event(run.paths, "failed", 1, number=1)
+    second = run.tracker({"commit": "b"}, scaling__max_workers=1)
+    run.record(21, 60, fence=2)
+    until(lambda: read_json(run.paths.tracking)["sent_step"] == 60)
+    found = only_mlflow_run(run)
+    assert found.info.run_id == first.run_id == second.run_id
+    assert found.info.status == "RUNNING"
+    assert second.close("FINISHED", 20)
+    assert_tracked(run, 60, "FINISHED")
+    third = run.tracker({"commit": "b"})
+    assert third.close("FINISHED", 20)
+    assert_tracked(run, 60, "FINISHED")
+    data = only_mlflow_run(run).data
+    assert (data.params["scaling.max_workers"], data.tags["ray_app.resumed_with.scaling.max_workers"]) == ("2", "2")
+    assert (data.tags["commit"], data.tags["ray_app.resumed_with.commit"]) == ("a", "b")
+
+
+def test_a_crash_before_the_cursor_is_stored_doubles_nothing(run: Run) -> None:
+    run.record(1, 20, losses={3: math.nan})
+    assert run.tracker().close("FAILED", 20)
+    older = read_json(run.paths.tracking)
+    run.record(16, 2600, fence=2)
+    run.evaluate(20)
+    assert run.tracker().close("FAILED", 20)
+    assert_tracked(run, 2600, "FAILED")
+    put_json(run.paths.tracking, older)
+    assert run.tracker().close("FAILED", 20)
+    assert_tracked(run, 2600, "FAILED")
+    put_json(run.paths.tracking, {"run_uuid": older["run_uuid"]})
+    last = run.tracker()
+    assert last.close("FINISHED", 20)
+    assert last.run_id == older["run_id"]
+    assert_tracked(run, 2600, "FINISHED")
+
+
+def test_a_run_that_mlflow_lost_is_sent_whole_to_a_new_one(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = run.tracker()
+    run.record(1, 20)
+    until(lambda: (read_json(run.paths.tracking) or {}).get("sent_step") == 20)
+    old = tracker.run_id
+    client_of(run).delete_run(old)
+    run.record(21, 30)
+    until(lambda: tracker.run_id != old)
+    assert tracker.close("FINISHED", 20)
+    assert "has no run" in caplog.text
+    assert_tracked(run, 30, "FINISHED")
+
+
+def test_defaults_make_the_database_in_the_storage_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+    run = Run(tmp_path / "runs" / "first", "")
+    run.config = run.config.replace(tracking__uri=None)
+    run.record(1, 10)
+    assert run.tracker().close("FINISHED", 30)
+    assert (tmp_path / "runs" / "mlflow.db").is_file()
+    assert_tracked(run, 10, "FINISHED")
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "INFO" not in capfd.readouterr().err
+
+
+class Server:
+    """A real MLflow server that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.uri = folder, f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        where = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        stores = ["--backend-store-uri", f"sqlite:///{self.folder / 'server.db'}", "--artifacts-destination", str(self.folder / "files")]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *where, *stores],
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            stdout=(self.folder / "server.log").open("ab"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        until(self.answers, 60)
+
+    def answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "server.log").read_text()
+        try:
+            return urllib.request.urlopen(f"{self.uri}/health", timeout=1).status == 200
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    yield server
+    server.kill()
+
+
+def test_outages_of_a_server_lose_and_double_nothing(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path / "run", server.uri.replace("//", "//user:secret@"))
+    run.record(1, 35, losses={5: math.nan})
+    run.evaluate(20)
+    began = time.monotonic()
+    absent = run.tracker()
+    assert not absent.close("FAILED", 1.5)
+    assert time.monotonic() - began < 2.5
+    assert "metrics after step 0 (recorded: up to 35)" in caplog.text
+    assert "evaluations of the steps 20" in caplog.text
+    assert str(run.paths.root) in caplog.text
+
+    server.start()
+    tracker = run.tracker()
+    run.record(36, 48, fence=2)
+    until(lambda: read_json(run.paths.tracking)["sent_step"] == 40)
+    server.kill()
+    caplog.clear()
+    run.record(41, 3333, fence=3)
+    until(lambda: "training goes on" in caplog.text)
+    run.evaluate(3000)
+    server.start()
+    until(lambda: read_json(run.paths.tracking)["sent_step"] == 3330)
+    until(lambda: "gets the record again" in caplog.text)
+    run.record(3334, 3345, fence=3)
+    assert tracker.close("FINISHED", 20)
+    assert_tracked(run, 3345, "FINISHED")
+    found = only_mlflow_run(run)
+    assert [f.path for f in client_of(run).list_artifacts(found.info.run_id)] == ["config.yaml"]
+    assert "secret" not in caplog.text + str(found.data.params) + str(found.data.tags) + run.paths.tracking.read_text()
+
+
+def test_a_server_that_never_answers_does_not_hold_up_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        run = Run(tmp_path / "run", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        run.record(1, 10)
+        tracker = run.tracker()
+        began = time.monotonic()
+        assert not tracker.close("KILLED", 1.0)
+        assert time.monotonic() - began < 1.5
+        assert tracker.run_id is None
+    assert "its status KILLED" in caplog.text
+
+
+def test_a_killed_writers_steps_do_not_stop_the_rest(run: Run) -> None:
+    backlog = Backlog(run.paths, EVERY)
+    run.record(1, 7)
+    run.record(9, 300)
+    backlog.read(0)
+    assert not list(backlog.points(0, (), finished=False))
+    run.record(301, 650)
+    backlog.read(0)
+    steps = [point.step for point in backlog.points(0, (), finished=False)]
+    assert steps == list(range(10, 651, 10))
+    backlog.sent(640)
+    assert [point.step for point in backlog.points(640, (), finished=False)] == [650]
+
+
+def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.record(1, 10)
+    run.record(11, 20)
+    backlog, read, failures = Backlog(run.paths, EVERY), Path.read_bytes, iter([None, OSError("away")])
+
+    def read_bytes(path: Path) -> bytes:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(OSError, match="away"):
+        backlog.read(0)
+    backlog.read(0)
+    assert [point.step for point in backlog.points(0, (), finished=False)] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    "uri", ["mlruns", "file:///tmp/mlruns", "ftp://host/x", "sqlite://", "sqlite:///:memory:", "http:///x", "htp://u:secret@h"]
+)
+def test_bad_uris_are_refused(uri: str) -> None:
+    config = Config().replace(tracking__uri=uri)
+    with pytest.raises(ConfigError, match=r"tracking\.uri is .*sqlite:////folder/mlflow\.db") as caught:
+        check_available(config)
+    assert "secret" not in str(caught.value)
+    check_available(config.replace(tracking__enabled=False))
+
+
+@pytest.mark.parametrize("uri", [None, "http://localhost:5000", "sqlite:///mlflow.db", "postgresql+psycopg2://user:pw@host/db"])
+def test_good_uris_pass(uri: str | None) -> None:
+    check_available(Config().replace(tracking__uri=uri))
+
+
+def test_without_mlflow_only_tracking_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigError, match="pip install mlflow"):
+        check_available(Config())
+    check_available(Config().replace(tracking__enabled=False))
+
+
+def test_importing_the_tracker_does_not_import_mlflow() -> None:
+    code = "import sys, ray_app.track.runs; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tags_name_commit_versions_and_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = run_tags(Config(), "abc")
+    assert len(tags["ray_app.config_digest"]) == 64
+    assert tags["ray_app.manifest_digest"] == "abc"
+    assert tags["ray_app.version.torch"].startswith("2.")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "mlflow.source.git.commit" not in run_tags(Config(), "abc")
+
+
+def test_credentials_are_redacted() -> None:
+    text = json.dumps({"a": "s3://u:p@ss@h/x?api_token=t&b=1", "b": "https://host/a@b", "c": "sqlite:////x@y/m.db"})
+    assert redact(text) == text.replace("u:p@ss", "***").replace("token=t", "token=***")
