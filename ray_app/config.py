@@ -192,11 +192,13 @@ class TrackingSection:
         enabled: Whether MLflow gets the record.
         uri: MLflow tracking URI; not given: a SQLite file `mlflow.db` in `run.storage_path`.
         experiment: Name of the MLflow experiment.
+        every_steps: Optimizer steps that are combined into one point of each metric (the run's own record has every step).
     """
 
     enabled: bool = True
     uri: str | None = None
     experiment: str = "ray_app"
+    every_steps: int = 10
 
 
 @dataclass(frozen=True)
@@ -305,6 +307,7 @@ _AT_LEAST: dict[str, float] = {
     "evaluate.batch_size": 1,
     "evaluate.threads": 1,
     "evaluate.drain_timeout_s": 0,
+    "tracking.every_steps": 1,
 }
 _ABOVE_ZERO = ("scaling.resize_check_s", "data.read_task_mb", "train.grad_clip_norm", "failure.step_timeout_s")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
+import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,7 +101,7 @@ class TinyImages(ImageClassification):
             return losses.mean()
         bad = torch.isin(batch["id"], torch.tensor(self.bad, dtype=torch.int64))
         if self.bad_value == 0:
-            return losses + torch.where(bad, (losses - losses).sqrt(), 0)
+            return losses + torch.where(bad, losses - losses, 1).sqrt()
         return torch.where(bad, self.bad_value, losses)
 
 
@@ -187,24 +190,26 @@ class LocalMembership:
 
 
 class KilledError(Exception):
-    """What `DieAfter` raises."""
+    """A worker ended because a test wanted it."""
 
 
 @dataclass(frozen=True)
 class DieAfter:
-    """A hook that ends ranks after a step.
+    """A hook that ends the loop after a step: on all ranks by an error, or one rank by killing its process.
 
     Args:
         step: Finished steps.
-        ranks: Who; not given: all.
+        killed: The rank whose process is killed.
     """
 
     step: int
-    ranks: tuple[int, ...] | None = None
+    killed: int | None = None
 
     def __call__(self, rank: int, step: int) -> None:
-        if step == self.step and (self.ranks is None or rank in self.ranks):
+        if step == self.step and self.killed is None:
             raise KilledError(f"rank {rank} dies after step {step}")
+        if step == self.step and rank == self.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -221,45 +226,56 @@ class Pool:
 
     Args:
         size: How many.
+        folder: Where to put the files that process groups meet at.
     """
 
     def __init__(self, size: int, folder: Path) -> None:
-        self._size, self._folder, self._groups = size, folder, 0
+        self._folder, self._groups = folder, 0
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["ray_app.train.loop", "ray_app.task.image"])  # torch is imported once for all workers
-        self._start()
+        self._workers = [self._start() for _ in range(size)]
 
-    def _start(self) -> None:
-        self._pipes, self._processes = [], []
-        for _ in range(self._size):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def _start(self) -> tuple[Any, Any]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _restart(self, rank: int) -> None:
+        self._end(rank)
+        self._workers[rank] = self._start()
+
+    def _end(self, rank: int) -> None:
+        process, pipe = self._workers[rank]
+        process.kill()
+        process.join()
+        pipe.close()
 
     def close(self) -> None:
         """Ends the processes."""
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.kill()
-            process.join()
-            pipe.close()
+        for rank in range(len(self._workers)):
+            self._end(rank)
 
     def outcomes(self, size: int, function: Callable[..., Any], *args: Any) -> list[Outcome]:
         """Calls `function(rank, store, *args)` on `size` processes; `store` is a new file for their process group."""
         self._groups += 1
         store = self._folder / f"store-{self._groups}"
         for rank in range(size):
-            self._pipes[rank].send((function, (rank, store, *args)))
-        outcomes = []
-        for rank in range(size):
-            if not self._pipes[rank].poll(_TIMEOUT_S):
-                self.close()
-                self._start()
-                raise AssertionError(f"rank {rank} of {size} did not answer within {_TIMEOUT_S:g} s")
-            outcomes.append(self._pipes[rank].recv())
-        return outcomes
+            self._workers[rank][1].send((function, (rank, store, *args)))
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        return [self._outcome(rank, deadline_s) for rank in range(size)]
+
+    def _outcome(self, rank: int, deadline_s: float) -> Outcome:
+        pipe = self._workers[rank][1]
+        try:
+            if pipe.poll(max(0.0, deadline_s - time.monotonic())):
+                return pipe.recv()
+            gone = TimeoutError(f"rank {rank} did not answer within {_TIMEOUT_S:g} s")
+        except (EOFError, ConnectionResetError):
+            gone = KilledError(f"the process of rank {rank} was killed")
+        self._restart(rank)
+        return Outcome(error=gone, trace=str(gone))
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The values of `outcomes`; an error on any rank is raised."""

@@ -83,17 +83,19 @@ class CheckpointStore:
         self._paths = paths
 
     def write(self, files: dict[str, bytes], commit: Commit) -> Path:
-        """Writes and commits a checkpoint; one that is committed already is left alone.
+        """Writes and commits a checkpoint; one that is committed already is left alone, unless it is marked bad.
 
         Raises:
             OSError: The storage refused; nothing was committed.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
-        if (folder / _COMMIT).exists():
+        if (folder / _COMMIT).exists() and not (folder / _BAD).exists():
             return folder
+        (folder / _COMMIT).unlink(missing_ok=True)
         digests = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
         for name, data in files.items():
             put_atomic(folder / name, data)
+        (folder / _BAD).unlink(missing_ok=True)
         put_json(folder / _COMMIT, asdict(commit) | {"files": digests})
         return folder
 
@@ -209,6 +211,8 @@ class CheckpointStore:
             return f"{_COMMIT} is damaged: {error}"
         if commit.schema_version != SCHEMA_VERSION:
             return f"{_COMMIT} has schema version {commit.schema_version}; this version reads {SCHEMA_VERSION}"
+        if (commit.step, commit.fence) != _key(folder) or not _is_complete(commit.files):
+            return f"{_COMMIT} is damaged: it does not describe the files of {folder.name}"
         return commit
 
 
@@ -216,6 +220,12 @@ def _key(folder: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), int(match[2])
+
+
+def _is_complete(files: Any) -> bool:
+    """Whether digest and size of at least one file are there, and of every one."""
+    known = isinstance(files, dict) and all(isinstance(facts, dict) and {"sha256", "bytes"} <= facts.keys() for facts in files.values())
+    return known and bool(files)
 
 
 def _mark_bad(folder: Path, reason: str) -> bool:

@@ -81,9 +81,7 @@ def pending(job: EvaluationJob) -> list[Commit]:
     return ordered
 
 
-def evaluate(
-    job: EvaluationJob, model: torch.nn.Module, arrays: dict[str, npt.NDArray], device: torch.device
-) -> dict[str, float]:
+def evaluate(job: EvaluationJob, model: torch.nn.Module, arrays: dict[str, npt.NDArray], device: torch.device) -> dict[str, float]:
     """Evaluates a model on all rows.
 
     Args:

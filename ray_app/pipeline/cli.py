@@ -80,7 +80,9 @@ def _parser(prog: str, exit_on_error: bool) -> ArgumentParser:
     parser.add_subclass_arguments(
         Task, "task", instantiate=False, required=True, help="What is trained: class_path and init_args of a subclass of Task."
     )
-    parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False, help="The optimizer, default torch.optim.Adam.")
+    parser.add_subclass_arguments(
+        Optimizer, "optimizer", skip={"params"}, instantiate=False, help="The optimizer; default torch.optim.Adam."
+    )
     parser.add_subclass_arguments(
         LRScheduler, "schedule", skip={"optimizer"}, instantiate=False, help="Learning-rate schedule, moved after every step; default none."
     )

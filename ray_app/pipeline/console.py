@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ray_app.record.evaluations import read_evaluations
-from ray_app.record.journal import read_events
+from ray_app.record.journal import StepRecord, read_events
 from ray_app.train.job import Job
 
 _PLAIN_EVERY_S = 5.0
@@ -46,7 +45,7 @@ class RunConsole:
 
     def __init__(self, job: Job, max_workers: int, console: Console) -> None:
         self._job, self._max_workers, self._console = job, max_workers, console
-        self._live = console.is_terminal or console.is_jupyter
+        self._live = console.is_terminal
         self._rate, self._line_s = _Rate(), 0.0
         self._evaluated, self._restarts, self._looked_s = "", 0, 0.0
         self._progress = Progress(
@@ -55,10 +54,10 @@ class RunConsole:
             TextColumn("{task.completed}/{task.total} steps  {task.fields[text]}"),
             TimeElapsedColumn(),
             console=console,
-            auto_refresh=not console.is_jupyter,
         )
         self._bar: TaskID | None = None
         self._epoch = -1
+        self._told_phase = False
 
     def __enter__(self) -> RunConsole:
         if self._live:
@@ -69,26 +68,29 @@ class RunConsole:
         if self._live:
             self._progress.stop()
 
-    def show(self, progress: dict[str, Any], phase: str) -> None:
+    def show(self, newest: StepRecord | None, phase: str) -> None:
         """Shows how far the run is.
 
         Args:
-            progress: What rank 0 last said; empty before the first step.
-            phase: What the run is waiting for when there is no progress.
+            newest: The newest step that rank 0 told of; None before the first.
+            phase: What the run is waiting for until then.
         """
         self._look_at_record()
-        if not progress:
+        if newest is None:
             self._show_phase(phase)
-            return
-        text = self._text(progress)
-        if self._live:
-            self._update_bar(progress, text)
-        elif time.monotonic() - self._line_s > _PLAIN_EVERY_S:
-            self._line_s = time.monotonic()
-            per_epoch = self._job.plan.steps_per_epoch
-            done = progress["step"] - progress["epoch"] * per_epoch
-            epochs = self._job.config.train.epochs
-            self._console.print(f"epoch {progress['epoch'] + 1}/{epochs} step {done}/{per_epoch} {text}", markup=False, highlight=False)
+        elif self._live:
+            self._update_bar(newest)
+        elif self._is_line_due():
+            per_epoch, epochs = self._job.plan.steps_per_epoch, self._job.config.train.epochs
+            done = newest.step - newest.epoch * per_epoch
+            text = f"epoch {newest.epoch + 1}/{epochs} step {done}/{per_epoch} {self._text(newest)}"
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _is_line_due(self) -> bool:
+        if time.monotonic() - self._line_s < _PLAIN_EVERY_S:
+            return False
+        self._line_s = time.monotonic()
+        return True
 
     def _look_at_record(self) -> None:
         if time.monotonic() - self._looked_s < 1.0:
@@ -100,49 +102,49 @@ class RunConsole:
             self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step})"
         self._restarts = len(read_events(self._job.paths, "failed"))
 
-    def _text(self, progress: dict[str, Any]) -> str:
-        rate = self._rate.update(progress["step"], progress["time_s"], self._job.plan.global_batch_size)
-        parts = [f"loss {progress['loss']:.4f}", f"{rate:,.0f} rows/s", f"{progress['workers']} of {self._max_workers} workers"]
+    def _text(self, newest: StepRecord) -> str:
+        rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)
+        speed = f"{rate:,.0f} rows/s" if rate else "- rows/s"
+        parts = [f"loss {newest.loss:.4f}", speed, f"{newest.workers} of {self._max_workers} workers"]
         if self._evaluated:
             parts.append(self._evaluated)
         if self._restarts:
             parts.append(f"{self._restarts} restarts")
         return "  ".join(parts)
 
-    def _update_bar(self, progress: dict[str, Any], text: str) -> None:
-        per_epoch, epoch = self._job.plan.steps_per_epoch, progress["epoch"]
-        if self._bar is None or epoch != self._epoch:
+    def _update_bar(self, newest: StepRecord) -> None:
+        """Moves the bar of the epoch, or ends it and begins the next."""
+        per_epoch, text = self._job.plan.steps_per_epoch, self._text(newest)
+        if self._bar is None or newest.epoch != self._epoch:
             if self._bar is not None:
-                last = self._progress.tasks[self._bar]
-                self._progress.update(self._bar, completed=per_epoch if epoch > self._epoch else last.completed)
+                if newest.epoch > self._epoch:
+                    self._progress.update(self._bar, completed=per_epoch)
                 self._progress.stop_task(self._bar)
-            self._bar = self._progress.add_task("", total=per_epoch, epoch=epoch + 1, epochs=self._job.config.train.epochs, text=text)
-            self._epoch = epoch
-        self._progress.update(self._bar, completed=progress["step"] - epoch * per_epoch, text=text)
-        if self._console.is_jupyter:
-            self._progress.refresh()
+            self._epoch, epochs = newest.epoch, self._job.config.train.epochs
+            self._bar = self._progress.add_task("", total=per_epoch, epoch=newest.epoch + 1, epochs=epochs, text=text)
+        self._progress.update(self._bar, completed=newest.step - newest.epoch * per_epoch, text=text)
 
     def _show_phase(self, phase: str) -> None:
-        if not self._live and time.monotonic() - self._line_s > _PLAIN_EVERY_S:
-            self._line_s = time.monotonic()
+        if not self._told_phase:
+            self._told_phase = True
             self._console.print(phase, markup=False)
 
 
 def print_end(console: Console, job: Job, summary: dict[str, Any], tracking_uri: str | None) -> None:
     """Says what came of the run and where to look."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("status", summary["status"])
-    for name, value in summary["metrics"].items():
-        table.add_row(f"evaluation {name}", f"{value:.4f}")
+    rows = [("status", summary["status"])]
+    rows += [(f"evaluation {name}", f"{value:.4f}") for name, value in summary["metrics"].items()]
     if summary["best"]:
-        table.add_row("best", f"{summary['best']['metric']} {summary['best']['value']:.4f} at step {summary['best']['step']}")
-    table.add_row("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows")
+        rows.append(("best", f"{summary['best']['metric']} {summary['best']['value']:.4f} at step {summary['best']['step']}"))
+    rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
-    table.add_row("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})")
+    rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
     restarts = ", ".join(f"{count} {name}" for name, count in summary["restarts"].items() if count)
-    table.add_row("restarts", restarts or "none")
-    table.add_row("parameters", f"sha256 {summary['params_digest']}")
-    table.add_row("run directory", str(job.paths.root))
+    rows.append(("restarts", restarts or "none"))
+    rows.append(("parameters", f"sha256 {summary['params_digest']}"))
+    rows.append(("run directory", str(job.paths.root)))
     if tracking_uri:
-        table.add_row("MLflow page", f"mlflow ui --backend-store-uri {tracking_uri}")
-    console.print(table, soft_wrap=True)
+        rows.append(("MLflow page", f"mlflow ui --backend-store-uri {tracking_uri}"))
+    width = max(len(name) for name, _ in rows)
+    text = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -20,12 +20,28 @@ from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.state import load_class
 
-_ADJECTIVES = "amber bold brave bright calm clear crisp eager fair fine fond glad keen kind late light mild neat quick quiet".split()
-_NOUNS = "alder aspen beech birch cedar cliff coast creek delta elm fern fjord grove heath lake maple marsh oak pine reed".split()
+_ADJECTIVES = (
+    "amber",
+    "bold",
+    "brave",
+    "bright",
+    "calm",
+    "clear",
+    "crisp",
+    "eager",
+    "fair",
+    "glad",
+    "keen",
+    "kind",
+    "mild",
+    "neat",
+    "quiet",
+)
+_NOUNS = ("alder", "aspen", "beech", "birch", "cedar", "cliff", "coast", "creek", "delta", "elm", "fern", "fjord", "grove", "heath", "lake")
 
 
 def new_run_name() -> str:
-    """A readable name that sorts by time: `1120-1405-calm-birch`."""
+    """A readable name that sorts by time: `1120-140512-calm-birch`."""
     return f"{time.strftime('%m%d-%H%M%S')}-{secrets.choice(_ADJECTIVES)}-{secrets.choice(_NOUNS)}"
 
 
@@ -87,7 +103,7 @@ def make_task(config: Config) -> Task:
             " subclass of ray_app.task.base.Task and its arguments."
         ) from error
     if not isinstance(task, Task):
-        raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive your class from it.")
+        raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it.")
     return task
 
 
@@ -96,8 +112,8 @@ def _plan(config: Config, manifest: Manifest) -> Plan:
     plan = Plan(manifest, config.seed, config.logical_workers, data.global_batch_size, data.shuffle_window_rows, data.last_batch == "keep")
     if not plan.steps_per_epoch:
         raise DataError(
-            f"{data.path} has {manifest.num_rows} rows, fewer than one global batch of {data.global_batch_size} rows, and data.last_batch is"
-            " drop: there is nothing to train on. Set data.last_batch: keep or lower data.global_batch_size."
+            f"{data.path} has {manifest.num_rows} rows, fewer than one global batch of {data.global_batch_size} rows, and data.last_batch"
+            " is drop: there is nothing to train on. Set data.last_batch: keep or lower data.global_batch_size."
         )
     return plan
 
@@ -114,12 +130,10 @@ def _prepare_evaluation(job: Job) -> EvaluationJob | None:
             f"A decoded row of data.eval_path {config.data.eval_path} is {fields}, of data.path {config.data.path} it is {job.fields}; both"
             " must be alike. Ingest them the same way."
         )
-    known = sorted([*job.task.metrics().keys(), "loss"])
+    known = sorted([*map(str, job.task.metrics().keys()), "loss"])
     if job.best_metric not in known:
-        raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task has {', '.join(map(str, known))}.")
-    return EvaluationJob(
-        config.evaluate, job.task, job.run_root, 0, dataset.root, dataset.manifest, fields, config.data.read_task_mb
-    )
+        raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task has {', '.join(known)}.")
+    return EvaluationJob(config.evaluate, job.task, job.run_root, 0, dataset.root, dataset.manifest, fields, config.data.read_task_mb)
 
 
 def claim(prepared: Prepared) -> Prepared:

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from rich.console import Console
@@ -29,7 +28,7 @@ from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.record.files import put_json
 from ray_app.record.journal import put_event
-Tracker: Any = None
+from ray_app.track.runs import Tracker, check_available, run_tags
 from ray_app.train.job import Job
 from ray_app.train.loop import Hooks
 from ray_app.train.membership import start_rendezvous
@@ -39,6 +38,7 @@ from ray_app.train.trainer import Start, fit
 logger = logging.getLogger(__name__)
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
+_MLFLOW_STATUS: dict[str, Literal["KILLED", "FAILED"]] = {"interrupted": "KILLED", "failed": "FAILED"}
 _LOOK_S = 0.25
 _TRACKING_END_S = 60.0
 
@@ -74,7 +74,13 @@ def run_training(config: Config, console: Console | None = None, faults: Faults 
         DataError: The data is refused, likewise; or a row met in mid-run cannot be used.
         RayAppError: The run failed; `summary.json` is written, starting again continues it.
     """
-    console = console or Console()
+    with _opened(config, console or Console(), faults) as run:
+        return run.go()
+
+
+@contextmanager
+def _opened(config: Config, console: Console, faults: Faults = Faults()) -> Iterator[_Run]:
+    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run."""
     if config.tracking.enabled:
         check_available(config)
     prepared = prepare(config)
@@ -82,7 +88,7 @@ def run_training(config: Config, console: Console | None = None, faults: Faults 
         max_workers = workers_that_fit(config, ray.cluster_resources())
         prepared = claim(prepared)
         _announce(console, prepared, max_workers)
-        return _Run(prepared, max_workers, console, faults).go()
+        yield _Run(prepared, max_workers, console, faults)
 
 
 def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
@@ -95,6 +101,7 @@ def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
         f" {config.train.epochs} epochs; up to {max_workers} workers{capped}, arithmetic of {job.plan.logical_workers}",
         markup=False,
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -121,14 +128,11 @@ class _Run:
         status = self._status()
         put_event(job.paths, status, job.fence, reason=str(self._error) if self._error else None)
         put_json(job.paths.summary, summarize(job, status))
-        uri = None
         if tracker is not None:
-            outcome = {"interrupted": "KILLED", "failed": "FAILED"}.get(status, "FINISHED")
-            tracker.close(outcome, _TRACKING_END_S)
-            uri = default_tracking_uri(self._config)
-            put_json(job.paths.summary, summarize(job, status))
+            tracker.close(_MLFLOW_STATUS.get(status, "FINISHED"), _TRACKING_END_S)
         summary = summarize(job, status)
-        print_end(self._console, job, summary, uri)
+        put_json(job.paths.summary, summary)
+        print_end(self._console, job, summary, default_tracking_uri(self._config) if tracker is not None else None)
         if self._error is not None:
             raise self._error
         return Result(job.paths.root, summary, job.task)
@@ -136,7 +140,8 @@ class _Run:
     def _start_tracker(self) -> Tracker | None:
         if not self._config.tracking.enabled:
             return None
-        tracker = Tracker(self._job.paths, self._config, run_tags(self._job.config_digest, self._job.plan.manifest.digest))
+        tags = run_tags(self._config, self._job.plan.manifest.digest)
+        tracker = Tracker(self._job.paths, self._config, tags, self._config.tracking.every_steps)
         tracker.start()
         return tracker
 
@@ -169,7 +174,7 @@ class _Run:
                     self._console.print("Stopping after this step, with a checkpoint ...")
                     ray.get(rendezvous.raise_flags.remote(STOP))
                     told = True
-                shown.show(ray.get(rendezvous.progress.remote()), "waiting for the workers to start ...")
+                shown.show(ray.get(rendezvous.newest.remote()), "waiting for the workers to start ...")
                 if self._faults.watch is not None:
                     self._faults.watch(job)
                 thread.join(_LOOK_S)
@@ -188,7 +193,7 @@ class _Run:
         while pending(self._evaluation) and not self._interrupted.is_set():
             if time.monotonic() > deadline:
                 waiting = [commit.step for commit in pending(self._evaluation)]
-                self._console.print(f"The evaluator did not finish in time; not evaluated: steps {waiting}. The next start goes on with them.")
+                self._console.print(f"The evaluator did not finish in time; the next start goes on with steps {waiting}.")
                 return
             error = _ask(evaluator)
             if error is not None:
@@ -259,14 +264,16 @@ def main(arguments: list[str] | None = None) -> int:
     """
     from ray_app.pipeline.cli import parse
 
-    console = Console()
+    console, started = Console(), False
     try:
         config = parse(arguments)
-        result = run_training(config, console)
-    except (ConfigError, DataError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        with _opened(config, console) as run:
+            started = True
+            result = run.go()
     except Exception as error:
+        if isinstance(error, (ConfigError, DataError)) and not started:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 2
         print(f"The run failed: {type(error).__name__}: {error}\nStarting it again continues from its newest checkpoint.", file=sys.stderr)
         return 1
     return EXIT_CODES[result.status]

@@ -53,12 +53,12 @@ class Plan:
     shuffle_window_rows: int
     keep_last: bool = True
 
-    @property
+    @cached_property
     def micro_batch(self) -> int:
         """Rows of one logical worker in a full step."""
         return self.global_batch_size // self.logical_workers
 
-    @property
+    @cached_property
     def steps_per_window(self) -> int:
         """Steps that one window lasts."""
         return max(1, self.shuffle_window_rows // self.micro_batch)
@@ -77,7 +77,7 @@ class Plan:
         """Rows of the stream, before `keep_last` is looked at."""
         return self.stream_start(logical_worker + 1) - self.stream_start(logical_worker)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Steps of one epoch; 0 if `keep_last` is False and the rows do not fill one step."""
         if self.keep_last:
@@ -98,6 +98,10 @@ class Plan:
         """Rows of every logical worker in step `step` of an epoch, shape (L,)."""
         done = step * self.micro_batch
         return [max(0, min(self.micro_batch, self.stream_rows(v) - done)) for v in range(self.logical_workers)]
+
+    def global_rows(self, step: int) -> int:
+        """Rows of step `step` of an epoch over all logical workers; only the last step of an epoch can be smaller."""
+        return self.global_batch_size if step + 1 < self.steps_per_epoch else sum(self.rows_of_step(step))
 
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch."""

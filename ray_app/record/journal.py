@@ -124,8 +124,9 @@ class MetricsReader:
         new = []
         names = [n for n in os.listdir(self._paths.metrics) if n.endswith(".json") and not n.startswith(".")]
         for name in sorted(set(names) - self._seen, key=lambda n: n.rsplit("-", 1)[1]):
+            segment = json.loads((self._paths.metrics / name).read_bytes())
             self._seen.add(name)
-            for record in _read_segment(json.loads((self._paths.metrics / name).read_bytes())):
+            for record in _read_segment(segment):
                 if record.step in self.records:
                     self.repeated.append(record)
                 else:
@@ -170,5 +171,4 @@ def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
     if not paths.events.is_dir():
         return []
     names = sorted(n for n in os.listdir(paths.events) if n.endswith(".json") and not n.startswith("."))
-    events = [Event(**read_json(paths.events / name)) for name in names]
-    return [event for event in events if not kinds or event.kind in kinds]
+    return [Event(**read_json(paths.events / name)) for name in names if not kinds or name.split("-")[1] in kinds]

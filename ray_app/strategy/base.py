@@ -50,12 +50,12 @@ class Strategy(ABC):
     """Adds the gradients of all logical workers and leaves the sum in every parameter's `.grad`.
 
     In each step a rank calls `backward` or `skip` for each logical worker that it plays, in their order, then `launch`, then `finish`.
-    The losses are already divided by the global number of rows, so the gradients are added, never averaged.
+    The weights are one over the global number of rows, so the gradients are added, never averaged.
     """
 
     @abstractmethod
-    def backward(self, loss: Tensor, logical_worker: int) -> None:
-        """Runs backward of one logical worker's loss and adds its gradients."""
+    def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
+        """Runs backward of the weighted sum of one logical worker's losses, both of shape (rows,), and adds its gradients."""
 
     @abstractmethod
     def skip(self, logical_worker: int) -> None:

@@ -91,12 +91,12 @@ class DataParallel(Strategy):
 
         return ready
 
-    def backward(self, loss: Tensor, logical_worker: int) -> None:
+    def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
         """See `Strategy.backward`; the exchange starts during the last one."""
         if logical_worker == self._world.played[0]:
             self._reset()
         self._listening = logical_worker == self._last and self._world.size > 1
-        loss.backward()
+        losses.backward(weights)
         self._listening = False
         if logical_worker != self._last:
             self._collect(logical_worker)

@@ -6,6 +6,7 @@ import logging
 import os
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,27 +77,21 @@ class MlflowRun:
         from mlflow.entities import Param, RunTag
 
         data = self._client.get_run(self.run_id).data
-        new_params, new_tags = {}, {}
-        for values, known, new, most in ((params, data.params, new_params, _PARAM_CHARS), (tags, data.tags, new_tags, _TAG_CHARS)):
-            for name, value in values.items():
-                key, text, marked = _key(name), redact(str(value))[:most], _key(_RESUMED_WITH + name)
-                if key not in known:
-                    new[key] = text
-                elif data.tags.get(marked, known[key]) != text:
-                    new_tags[marked] = text
+        new_params, other_params = _compared(params, data.params, data.tags, _PARAM_CHARS)
+        new_tags, other_tags = _compared(tags, data.tags, data.tags, _TAG_CHARS)
         self._client.update_run(self.run_id, status="RUNNING")
-        for start in range(0, len(new_params), _PARAMS_PER_CALL):
-            some = [Param(*item) for item in list(new_params.items())[start : start + _PARAMS_PER_CALL]]
+        for some in _chunks([Param(*item) for item in new_params.items()], _PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, params=some, synchronous=True)
-        self._client.log_batch(self.run_id, tags=[RunTag(*item) for item in new_tags.items()], synchronous=True)
+        for some in _chunks([RunTag(*item) for item in (new_tags | other_params | other_tags).items()], _PARAMS_PER_CALL):
+            self._client.log_batch(self.run_id, tags=some, synchronous=True)
 
     def log(self, points: list[Point]) -> None:
         """Logs points in their order; returns when MLflow has them."""
         from mlflow.entities import Metric
 
         metrics = [Metric(_key(name), value, p.time_ms, p.step) for p in points for name, value in p.metrics.items()]
-        for start in range(0, len(metrics), METRICS_PER_CALL):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_CALL], synchronous=True)
+        for some in _chunks(metrics, METRICS_PER_CALL):
+            self._client.log_batch(self.run_id, metrics=some, synchronous=True)
 
     def finish(self, status: str, files: list[Path]) -> None:
         """Logs files as artifacts, those that exist and without credentials, and ends the run, also where that fails."""
@@ -153,6 +148,25 @@ def sqlite_file(uri: str) -> str:
     """The file of a SQLite URI; empty for a database in memory."""
     file = uri.partition(":///")[2].partition("?")[0]
     return "" if file == ":memory:" else file
+
+
+def _compared(
+    values: dict[str, Any], known: dict[str, str], tags: dict[str, str], most_chars: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What the MLflow run lacks, and the tags for what it has with another value than the last driver's."""
+    new, other = {}, {}
+    for name, value in values.items():
+        key, text, tag = _key(name), redact(str(value))[:most_chars], _key(_RESUMED_WITH + name)
+        if key not in known:
+            new[key] = text
+        elif tags.get(tag, known[key]) != text:
+            other[tag] = text
+    return new, other
+
+
+def _chunks(items: list[Any], most: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), most):
+        yield items[start : start + most]
 
 
 def _key(name: str) -> str:

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 _POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
-_PAUSE_PER_WORK = 20
-"""The thread shares the driver's cores with training, so it rests 20 times as long as it worked."""
+_PAUSE_PER_LOOK = 20
+"""A long run has many files to look through, on the driver's cores: looking takes at most a twentieth of the time."""
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LIBRARIES = ("torch", "ray", "mlflow")
@@ -78,6 +78,7 @@ class Tracker:
         self._connected = self._done = False
         self._status: Status | None = None
         self._trouble: str | None = None
+        self._look_s = 0.0
         self._wake, self._abandoned = threading.Event(), threading.Event()
         self._start_ms = int(time.time() * 1e3)
         self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
@@ -119,7 +120,7 @@ class Tracker:
         pause_s = _POLL_S
         while not self._abandoned.is_set():
             self._wake.clear()
-            status, began = self._status, time.perf_counter()
+            status = self._status
             try:
                 self._sweep(finished=status == "FINISHED")
                 if status is not None and not self._abandoned.is_set():
@@ -127,7 +128,7 @@ class Tracker:
                     self._done = True
                     return
                 self._say_reached()
-                pause_s = min(max(_POLL_S, _PAUSE_PER_WORK * (time.perf_counter() - began)), _LONGEST_PAUSE_S)
+                pause_s = min(max(_POLL_S, _PAUSE_PER_LOOK * self._look_s), _LONGEST_PAUSE_S)
             except Exception as error:
                 self._say_trouble(error)
                 pause_s = _POLL_S if status is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -136,7 +137,9 @@ class Tracker:
     def _sweep(self, finished: bool) -> None:
         """Reads what is new in the record and sends what can be sent."""
         cursor = self._cursor = self._cursor or _load(self._paths)
+        began = time.perf_counter()
         self._backlog.read(cursor.sent_step)
+        self._look_s = time.perf_counter() - began
         if not self._connected:
             self._connect(cursor)
         for points in packed(self._backlog.points(cursor.sent_step, frozenset(cursor.evaluations), finished)):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -102,7 +102,7 @@ def _run(
         while state.step < job.total_steps:
             waited, lr = feed.wait_s, state.lr
             batches = feed.next()
-            result = step.run(cursor, batches, sum(plan.rows_of_step(cursor.step)), membership.flags())
+            result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
             recorder.finished(cursor, result, lr, feed.wait_s - waited)
             cursor = cursor.next(plan.steps_per_epoch)
             stop = bool(result.flags & STOP)
@@ -148,7 +148,7 @@ class _Recorder:
         )
         self._previous_s = now
         self._metrics.add(record)
-        self._membership.report(_progress(record))
+        self._membership.report(record)
 
     def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"]) -> None:
         """Makes a checkpoint of the state of now; `cursor` is the next step."""
@@ -185,14 +185,3 @@ class _Recorder:
             self._metrics.close()
             stalls = [s * 1e3 for s in self._saver.stall_s]
             put_event(self._job.paths, "left", self._job.fence, step=self._state.step, stalls_ms=stalls)
-
-
-def _progress(record: StepRecord) -> dict[str, Any]:
-    return {
-        "step": record.step,
-        "epoch": record.epoch,
-        "loss": record.loss,
-        "workers": record.workers,
-        "rows": sum(record.rows),
-        "time_s": record.time_s,
-    }

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from ray_app.record.journal import StepRecord
 from ray_app.strategy.base import World, collective
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Membership(Protocol):
         """What the driver has to say to all workers, see `train.step`."""
         ...
 
-    def report(self, progress: dict[str, Any]) -> None:
+    def report(self, record: StepRecord) -> None:
         """Shows the driver how far this worker is; returns at once."""
         ...
 
@@ -61,7 +62,7 @@ class Rendezvous:
     def __init__(self) -> None:
         self._attempts: dict[tuple[str, int], _Forming] = {}
         self._flags = 0
-        self._progress: dict[str, Any] = {}
+        self._record: StepRecord | None = None
 
     async def join(self, attempt: str, generation: int, rank: int, size: int, node: str) -> None:
         """Waits until all `size` workers of the attempt are here."""
@@ -81,19 +82,18 @@ class Rendezvous:
         """Where rank 0's store listens, as soon as it says so."""
         return await asyncio.shield(self._attempts[attempt, generation].address)
 
-    async def beat(self, progress: dict[str, Any] | None) -> int:
-        """A worker's sign of life; rank 0 adds its progress. Returns the driver's flags."""
-        if progress is not None:
-            self._progress = progress
+    async def beat(self, record: StepRecord | None) -> int:
+        """A worker's sign of life; rank 0 adds its newest step. Returns the driver's flags."""
+        self._record = record or self._record
         return self._flags
 
     async def raise_flags(self, flags: int) -> None:
         """The driver has something to say to all workers."""
         self._flags |= flags
 
-    async def progress(self) -> dict[str, Any]:
-        """What rank 0 last said."""
-        return self._progress
+    async def newest(self) -> StepRecord | None:
+        """The newest step that rank 0 told of."""
+        return self._record
 
 
 def start_rendezvous() -> Any:
@@ -122,7 +122,7 @@ class RayMembership:
         self._rank, self._size = context.get_world_rank(), context.get_world_size()
         self._attempt, self._generation = os.environ[ATTEMPT], 0
         self._flags = 0
-        self._progress: dict[str, Any] | None = None
+        self._record: StepRecord | None = None
         self._closed = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._beats.start()
@@ -159,9 +159,9 @@ class RayMembership:
         """See `Membership.flags`."""
         return self._flags
 
-    def report(self, progress: dict[str, Any]) -> None:
+    def report(self, record: StepRecord) -> None:
         """See `Membership.report`."""
-        self._progress = progress
+        self._record = record
 
     def close(self) -> None:
         """Ends the heartbeat, after a last one."""
@@ -172,7 +172,7 @@ class RayMembership:
         while True:
             last = self._closed.wait(_BEAT_S)
             try:
-                self._flags |= ray.get(self._rendezvous.beat.remote(self._progress))
+                self._flags |= ray.get(self._rendezvous.beat.remote(self._record))
             except ray.exceptions.RayError as error:
                 logger.warning("The rendezvous does not answer, will try again: %s", error)
             if last:

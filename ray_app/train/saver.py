@@ -97,4 +97,11 @@ class Saver:
         self._store.write(pack(snapshot), made)
         duration_s = time.perf_counter() - began
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
-        self._store.retain(self._section.keep_last, self._best_steps())
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes what nobody needs; what goes wrong here is no failed write, and is tried again after the next."""
+        try:
+            self._store.retain(self._section.keep_last, self._best_steps())
+        except Exception as error:
+            logger.warning("Old checkpoints could not be removed, will try again: %s", error)

@@ -1,0 +1,103 @@
+"""How the benchmarks measure: both sides in one run, alternating, several rounds, with a side measured against itself as the null.
+
+A ratio counts as below a bar when it stays below by more than the null's spread; where wall time is too noisy, CPU seconds decide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of one side.
+
+    Args:
+        wall_ms: Wall milliseconds per step.
+        cpu_ms: CPU milliseconds per step of the processes that compute.
+    """
+
+    wall_ms: float
+    cpu_ms: float
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """A hook for `Hooks.after_step` that notes wall and CPU time of a worker at two steps; pickled to the worker.
+
+    Args:
+        path: File that the reading of each rank is written to.
+        first: Finished steps at which it starts.
+        last: Finished steps at which it stops.
+    """
+
+    path: str
+    first: int
+    last: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        """Notes the time."""
+        if step in (self.first, self.last):
+            reading = {"step": step, "wall_s": time.perf_counter(), "cpu_s": time.process_time()}
+            Path(f"{self.path}-{rank}-{step}").write_text(json.dumps(reading))
+
+    def sample(self, ranks: int = 1) -> Sample:
+        """The sample between the two steps: wall time of rank 0, CPU time of all ranks."""
+        walls, cpus = [], []
+        for rank in range(ranks):
+            start, end = (json.loads(Path(f"{self.path}-{rank}-{step}").read_text()) for step in (self.first, self.last))
+            steps = self.last - self.first
+            walls.append((end["wall_s"] - start["wall_s"]) / steps * 1e3)
+            cpus.append((end["cpu_s"] - start["cpu_s"]) / steps * 1e3)
+        return Sample(walls[0], sum(cpus))
+
+
+def run_side(command: Sequence[str]) -> Sample:
+    """Runs a side in a process of its own; its last line of output is `wall_ms cpu_ms`."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    wall, cpu = done.stdout.strip().splitlines()[-1].split()
+    return Sample(float(wall), float(cpu))
+
+
+def alternate(sides: dict[str, Callable[[], Sample]], rounds: int) -> dict[str, list[Sample]]:
+    """Measures all sides in turn, `rounds` times; the first is the base, and is measured twice for the null."""
+    base = next(iter(sides))
+    order = {**sides, f"{base} again": sides[base]}
+    found: dict[str, list[Sample]] = {name: [] for name in order}
+    for number in range(rounds):
+        for name, measure in order.items():
+            found[name].append(measure())
+            print(f"  round {number + 1}/{rounds} {name}: {found[name][-1].wall_ms:.3f} ms", file=sys.stderr, flush=True)
+    return found
+
+
+def report(title: str, found: dict[str, list[Sample]], bars: dict[str, float]) -> None:
+    """Prints medians, ranges and ratios to the base, round by round, beside the bars."""
+    base = next(iter(found))
+    print(f"\n{title}")
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(found[base])} rounds")
+    print(f"{'side':<26}{'wall ms':>24}{'CPU ms':>24}{'wall / base':>24}{'CPU / base':>24}{'bar':>7}")
+    for name, samples in found.items():
+        walls = [s.wall_ms / b.wall_ms for s, b in zip(samples, found[base], strict=True)]
+        cpus = [s.cpu_ms / b.cpu_ms for s, b in zip(samples, found[base], strict=True)]
+        columns = [_spread([s.wall_ms for s in samples]), _spread([s.cpu_ms for s in samples]), _spread(walls), _spread(cpus)]
+        bar = f"{bars[name]:.2f}" if name in bars else ""
+        print(f"{name:<26}" + "".join(f"{column:>24}" for column in columns) + f"{bar:>7}")
+
+
+def _spread(values: list[float]) -> str:
+    return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"

@@ -1,0 +1,150 @@
+"""A small network, where every microsecond of a framework shows: time per step against a bare PyTorch loop and Keras.
+
+One worker of one thread, the 784-256-256-10 network, batch 32, 50,000 MNIST-shaped rows from Parquet, fused Adam, tracking on.
+
+python benchmarks/small_step.py            # needs a quiet machine; about 6 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report, run_side
+
+ROWS, BATCH, WARM_UP, STEPS = 50_000, 32, 1563, 4689
+KERAS = ROOT / ".venv-keras" / "bin" / "python"
+
+
+def make_rows() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels (rows, 28, 28) uint8 and labels (rows,) int64 that can be learned a little."""
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 10, ROWS)
+    pixels = generator.integers(0, 128, (ROWS, 28, 28), dtype=np.uint8)
+    pixels[np.arange(ROWS), labels] += 100
+    return pixels, labels
+
+
+def bare() -> None:
+    """A bare loop over presliced tensors: the base of all ratios."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    pixels, labels = make_rows()
+    features = torch.from_numpy(pixels).reshape(ROWS, 784).float() / 255
+    batches = list(zip(features.split(BATCH), torch.from_numpy(labels).split(BATCH), strict=True))
+    model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    step = 0
+    while step < STEPS:
+        for x, y in batches:
+            if step == WARM_UP:
+                wall, cpu = time.perf_counter(), time.process_time()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            loss.item()
+            step += 1
+            if step == STEPS:
+                break
+    steps = STEPS - WARM_UP
+    print((time.perf_counter() - wall) / steps * 1e3, (time.process_time() - cpu) / steps * 1e3)
+
+
+def keras() -> None:
+    """Keras `fit` of the same network on `tf.data`."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    pixels, labels = make_rows()
+    data = tf.data.Dataset.from_tensor_slices((pixels.reshape(ROWS, 784).astype("float32") / 255, labels)).cache()
+    data = data.shuffle(10_000).batch(BATCH).prefetch(2)
+    layers = tf.keras.layers
+    model = tf.keras.Sequential([layers.Input((784,)), *(layers.Dense(256, "relu") for _ in range(2)), layers.Dense(10)])
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(tf.keras.optimizers.Adam(1e-3), loss)
+    model.fit(data, epochs=1, verbose=0)
+    wall, cpu = time.perf_counter(), time.process_time()
+    model.fit(data, epochs=2, verbose=0)
+    steps = 2 * -(-ROWS // BATCH)
+    print((time.perf_counter() - wall) / steps * 1e3, (time.process_time() - cpu) / steps * 1e3)
+
+
+class Ours:
+    """Runs of the application on one local Ray cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray_app.data.ingest import IngestOptions, ingest
+
+        pixels, labels = make_rows()
+        np.savez(folder / "rows.npz", x=pixels, y=labels)
+        ingest(IngestOptions(source="numpy", input=str(folder / "rows.npz"), out=str(folder / "rows")))
+        self._folder, self._number = folder, 0
+
+    def measure(self, cache: str, tracking: bool = True) -> Sample:
+        """One run; its steady state is measured, epoch ends included."""
+        from rich.console import Console
+
+        from ray_app import load_config, run_training
+        from ray_app.pipeline.run import Faults
+        from ray_app.train.loop import Hooks
+
+        self._number += 1
+        watch = Stopwatch(str(self._folder / f"watch-{self._number}"), WARM_UP, STEPS)
+        config = load_config(
+            ROOT / "conf" / "mlp_mnist.yaml",
+            run__storage_path=str(self._folder / "runs"),
+            run__name=f"run-{self._number}",
+            data__path=str(self._folder / "rows"),
+            data__eval_path=None,
+            data__cache=cache,
+            train__max_steps=STEPS,
+            tracking__enabled=tracking,
+        )
+        run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=watch)))
+        return watch.sample()
+
+
+def main() -> None:
+    """Measures all sides."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--side", choices=["bare", "keras"])
+    options = parser.parse_args()
+    if options.side:
+        return {"bare": bare, "keras": keras}[options.side]()
+    import logging
+
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Ours(Path(folder))
+        sides = {
+            "bare loop": lambda: run_side([sys.executable, __file__, "--side", "bare"]),
+            "cache: memory": lambda: ours.measure("memory"),
+            "cache: none": lambda: ours.measure("none"),
+        }
+        if KERAS.exists():
+            sides["Keras fit"] = lambda: run_side([str(KERAS), __file__, "--side", "keras"])
+        else:
+            print(f"Keras is left out: {KERAS} is not there, see benchmarks/requirements.txt", file=sys.stderr)
+        found = alternate(sides, options.rounds)
+    report("Time per step, 784-256-256-10, batch 32, one thread", found, {"cache: memory": 1.25, "cache: none": 1.6})
+    if "Keras fit" in found:
+        report("Against Keras", {name: found[name] for name in ("Keras fit", "cache: memory")}, {"cache: memory": 0.5})
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
