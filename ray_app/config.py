@@ -316,10 +316,10 @@ def _check_ranges(config: Config) -> list[str]:
     values = flatten(config.to_dict())
     problems = []
     for name, least in _AT_LEAST.items():
-        if values[name] is not None and values[name] < least:
+        if values[name] is not None and not values[name] >= least:  # also NaN
             problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")
     for name in _ABOVE_ZERO:
-        if values[name] is not None and values[name] <= 0:
+        if values[name] is not None and not values[name] > 0:
             problems.append(f"{name} is {values[name]}; it must be greater than 0.")
     return problems
 

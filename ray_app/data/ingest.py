@@ -1,24 +1,18 @@
 """Raw data -> Parquet shards: the raw format's reader, one check of every row, shards, and `dataset.json` last.
 
-a. a reader (`sources.py`) streams tables with a `row_id`
+a. a reader (`raw_files.py`, `raw_arrays.py`) streams tables with a `row_id`
 b. `_finished` renames columns and holds `label` to int64 without gaps
 c. a keyed hash of the row's id may choose `train` or `eval`
-d. `_Shards` cuts the stream into row groups and files bounded in rows and bytes
-e. everything is written into a folder beside the target, which gets its name by one rename at the end
+d. `Shards` cuts the stream into row groups and files bounded in rows and bytes
+e. everything is written into a folder beside the target, which gets its name by one rename at the end (`output.py`)
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import json
 import os
-import shutil
-import socket
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,14 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from ray_app.data.columns import spec_of
-from ray_app.data.sources import Csv, Digits, Idx, Images, Numpy, Part, Reader
+from ray_app.data import output
+from ray_app.data.raw import Part, Reader
+from ray_app.data.raw_arrays import Digits, Idx, Numpy
+from ray_app.data.raw_files import Csv, Images
+from ray_app.data.shards import Shards
 from ray_app.errors import ConfigError, DataError
+from ray_app.record.files import put_json
 
 FORMAT_VERSION = 1
-MAX_COUNTED_LABELS = 100_000
 DIGITS_EVAL_FRACTION = 0.2
 
 
@@ -133,19 +129,27 @@ def ingest(options: IngestOptions) -> DatasetSummary:
     reader = READERS[options.source](Path(options.input or ""), options)
     made_from = _made_from(options, reader)
     out = Path(os.path.abspath(options.out))
-    if found := _existing(out, made_from):
-        return found
-    with _partial_folder(out) as partial:
+    if found := output.existing(out, made_from):
+        return _summary(out, found, reused=True)
+    reused = False
+    with output.partial_folder(out) as partial:
         _write_all(reader.parts(), options, made_from, partial)
         try:
             os.rename(partial, out)
         except OSError:
-            if found := _existing(out, made_from):  # another process was quicker
-                return found
-            raise
-    made = _existing(out, made_from)
+            reused = bool(output.existing(out, made_from))  # another process was quicker
+            if not reused:
+                raise
+    made = output.existing(out, made_from)
     assert made is not None
-    return replace(made, reused=False)
+    return _summary(out, made, reused)
+
+
+def _summary(out: Path, described: dict[str, dict[str, Any]], reused: bool) -> DatasetSummary:
+    """The content of each `dataset.json` as a summary, `train` before `eval`."""
+    names = [f.name for f in fields(PartSummary) if f.name != "path"]
+    parts = {name: PartSummary(str(out / name), **{key: described[name][key] for key in names}) for name in sorted(described, reverse=True)}
+    return DatasetSummary(str(out), parts, reused)
 
 
 def _check(options: IngestOptions) -> None:
@@ -156,7 +160,7 @@ def _check(options: IngestOptions) -> None:
     """
     if options.source not in READERS:
         raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(READERS)}.")
-    if (options.source == "digits") == (options.input is not None):
+    if (options.source == "digits") == bool(options.input):
         needs = "reads no input; leave it out" if options.source == "digits" else "needs an input; give a file or folder"
         raise ConfigError(f"input is {options.input!r}: source {options.source!r} {needs}.")
     if not options.out or "://" in options.out:
@@ -186,72 +190,6 @@ def _made_from(options: IngestOptions, reader: Reader) -> dict[str, Any]:
     return {"options": chosen, "source_digest": sha.hexdigest()}
 
 
-def _existing(out: Path, made_from: dict[str, Any]) -> DatasetSummary | None:
-    """The complete data set in `out` if it was made from the same; None where `out` is free.
-
-    Raises:
-        ConfigError: Something else is there.
-    """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return None
-    files = sorted([*out.glob("dataset.json"), *out.glob("*/dataset.json")]) if out.is_dir() else []
-    parts = {path.parent.relative_to(out).as_posix().strip("."): json.loads(path.read_text()) for path in files}
-    reason = _difference(out, parts, made_from)
-    if reason:
-        raise ConfigError(f"out {str(out)!r} is not empty and {reason}. Nothing was written: give another folder or remove it.")
-    names = [f.name for f in fields(PartSummary) if f.name != "path"]
-    found = {name: PartSummary(str(out / name), **{key: part[key] for key in names}) for name, part in parts.items()}
-    return DatasetSummary(str(out), {name: found[name] for name in sorted(found, reverse=True)}, reused=True)
-
-
-def _difference(out: Path, parts: dict[str, Any], made_from: dict[str, Any]) -> str:
-    """Why the data sets found in `out` are not what would be made; "" where they are."""
-    if not parts:
-        return "holds no data set (no dataset.json)"
-    for name, part in parts.items():
-        before = part.get("made_from", {})
-        if sorted(parts) != part.get("parts"):
-            return f"holds {sorted(parts)} of the data sets {part.get('parts')}"
-        now = made_from["options"]
-        changed = {key: (before["options"].get(key), now[key]) for key in now if before["options"].get(key) != now[key]}
-        if changed:
-            return "was made with other options: " + ", ".join(f"{k} {a!r}, now {b!r}" for k, (a, b) in changed.items())
-        if before["source_digest"] != made_from["source_digest"]:
-            return "its source has changed since (names, sizes or times of the files)"
-        for shard in part["shards"]:
-            path = out / name / shard["path"]
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                return f"its shard {path} is missing or of another size"
-    return ""
-
-
-@contextmanager
-def _partial_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into, removed at the end if it was not renamed; clears what dead processes left."""
-    prefix = f"{out.name}.partial-{socket.gethostname()}-"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(glob.escape(prefix) + "*"):
-        if not _is_running(left.name.removeprefix(prefix)):
-            shutil.rmtree(left, ignore_errors=True)
-    partial = out.parent / f"{prefix}{os.getpid()}"
-    partial.mkdir()
-    try:
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _is_running(pid: str) -> bool:
-    """Whether a process of this machine has that id."""
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        return True
-    return int(pid) != os.getpid()
-
-
 def _write_all(parts: list[Part], options: IngestOptions, made_from: dict[str, Any], root: Path) -> None:
     """Writes the shards of all parts, then each `dataset.json`."""
     split = options.eval_fraction is not None and options.source != "digits"
@@ -263,20 +201,18 @@ def _write_all(parts: list[Part], options: IngestOptions, made_from: dict[str, A
     for part, side, shards in written:
         described = {"format_version": FORMAT_VERSION, "source": options.source, **shards.description(part.classes)}
         described |= {"skipped_files": part.skipped_files, "parts": names, "made_from": made_from}
-        with (root / side / "dataset.json").open("w") as file:
-            json.dump(described, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        put_json(root / side / "dataset.json", described)
 
 
-def _write_part(part: Part, split: bool, options: IngestOptions, root: Path) -> dict[str, _Shards]:
+def _write_part(part: Part, split: bool, options: IngestOptions, root: Path) -> dict[str, Shards]:
     """Writes one part, or its rows' two sides; every row that the source has is in one of them.
 
     Raises:
         DataError: There are no rows, a side has none, or the source changed while it was read.
     """
     sides = ("train", "eval") if split else (part.name,)
-    shards = {side: _Shards(root / side, options) for side in sides}
+    limits = (options.shard_rows, options.row_group_rows, options.row_group_bytes)
+    shards = {side: Shards(root / side, *limits) for side in sides}
     rows = 0
     for raw in part.tables():
         table = _finished(raw, options.rename)
@@ -329,130 +265,3 @@ def _in_eval(row_ids: pa.ChunkedArray, seed: int, fraction: float) -> npt.NDArra
     key, limit = str(seed).encode(), int(fraction * 2**64)
     hashes = (hashlib.blake2b(row.encode(), digest_size=8, key=key).digest() for row in row_ids.to_pylist())
     return np.array([int.from_bytes(digest, "big") < limit for digest in hashes], dtype=np.bool_)
-
-
-class _Shards:
-    """Cuts a stream of tables into files `part-00000.parquet`, ... in `folder`, created here.
-
-    Where it cuts depends on the rows and the options only, not on how the stream comes in tables.
-    """
-
-    def __init__(self, folder: Path, options: IngestOptions) -> None:
-        folder.mkdir(exist_ok=True)
-        self.rows = 0
-        self._folder, self._options = folder, options
-        self._shards: list[dict[str, Any]] = []
-        self._columns: dict[str, dict[str, Any]] = {}
-        self._labels: Counter[int] = Counter()
-        self._writer: pq.ParquetWriter | None = None
-        self._shard_rows = 0
-        self._pending: list[pa.Table] = []
-        self._pending_rows = self._pending_bytes = 0
-
-    def write(self, table: pa.Table) -> None:
-        """Adds rows; a row group is written as soon as the next row does not fit into it."""
-        self._describe(table)
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(_row_bytes(table))])
-        start = 0
-        while start < table.num_rows:
-            count = self._fitting(before, start)
-            if count:
-                self._pending.append(table.slice(start, count))
-                self._pending_rows += count
-                self._pending_bytes += int(before[start + count] - before[start])
-                start += count
-            if start < table.num_rows:
-                self._end_row_group()
-
-    def _fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
-        """How many rows from `start` fit into the row group, at least 1 if it is empty; `before`: bytes before each row."""
-        room_rows = min(self._options.row_group_rows, self._options.shard_rows - self._shard_rows) - self._pending_rows
-        room_bytes = self._options.row_group_bytes - self._pending_bytes
-        by_bytes = int(np.searchsorted(before, before[start] + room_bytes, side="right")) - 1 - start
-        fitting = max(0, min(by_bytes, room_rows, len(before) - 1 - start))
-        return fitting if self._pending else max(1, fitting)
-
-    def close(self) -> None:
-        """Writes what is left and ends the last file."""
-        if self._pending_rows:
-            self._end_row_group()
-        if self._writer:
-            self._end_shard()
-
-    def description(self, classes: tuple[str, ...] | None) -> dict[str, Any]:
-        """What `dataset.json` says about these shards."""
-        counts: dict[str, int] | None = None
-        if classes is not None:
-            counts = {name: self._labels[label] for label, name in enumerate(classes)}
-        elif self._labels and len(self._labels) <= MAX_COUNTED_LABELS:
-            counts = {str(label): rows for label, rows in sorted(self._labels.items())}
-        return {
-            "rows": self.rows,
-            "classes": classes,
-            "class_counts": counts,
-            "columns": self._columns,
-            "shards": self._shards,
-        }
-
-    def _end_row_group(self) -> None:
-        table = pa.concat_tables(self._pending).combine_chunks()
-        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
-        if self._writer is None:
-            self._writer = _parquet_writer(self._folder / f"part-{len(self._shards):05d}.parquet", table.schema)
-        self._writer.write_table(table, row_group_size=table.num_rows)
-        self._shard_rows += table.num_rows
-        if self._shard_rows == self._options.shard_rows:
-            self._end_shard()
-
-    def _end_shard(self) -> None:
-        """Ends the file, reads its footer back and holds it against the rows written."""
-        assert self._writer is not None
-        self._writer.close()
-        path = self._folder / f"part-{len(self._shards):05d}.parquet"
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        footer = pq.read_metadata(path)
-        assert footer.num_rows == self._shard_rows
-        self._shards.append({"path": path.name, "rows": footer.num_rows, "row_groups": footer.num_row_groups, "bytes": path.stat().st_size})
-        self.rows += footer.num_rows
-        self._writer, self._shard_rows = None, 0
-
-    def _describe(self, table: pa.Table) -> None:
-        """Counts labels (up to a bound) and missing values."""
-        for column in table.schema:
-            self._columns.setdefault(column.name, _column_facts(column))["nulls"] += table[column.name].null_count
-        if "label" in table.column_names and len(self._labels) <= MAX_COUNTED_LABELS:
-            values, counts = np.unique(table["label"].to_numpy(), return_counts=True)
-            self._labels.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-
-
-def _row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Bytes of each row before compression, shape (rows,)."""
-    total = np.zeros(table.num_rows, np.int64)
-    for column in table.columns:
-        if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
-            total += pc.fill_null(pc.binary_length(column), 0).to_numpy()
-        else:
-            total += max(1, column.type.bit_width // 8)
-    return total
-
-
-def _column_facts(column: pa.Field) -> dict[str, Any]:
-    """Type, shape of one row and NumPy dtype of a column; the last two are None where a row is no array of numbers."""
-    if spec := spec_of(column):
-        return {"type": "array", "shape": list(spec.shape), "dtype": np.dtype(spec.dtype).name, "nulls": 0}
-    numeric = not (pa.types.is_binary(column.type) or pa.types.is_string(column.type))
-    dtype = np.dtype(column.type.to_pandas_dtype()).name if numeric else None
-    return {"type": str(column.type), "shape": [] if numeric else None, "dtype": dtype, "nulls": 0}
-
-
-def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Statistics and dictionaries only for plain columns; encoded images are not compressed twice."""
-    plain = [f.name for f in schema if spec_of(f) is None and not pa.types.is_binary(f.type)]
-    return pq.ParquetWriter(
-        path,
-        schema,
-        compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in schema},
-        use_dictionary=[name for name in plain if name != "row_id"],
-        write_statistics=plain,
-    )

@@ -127,7 +127,7 @@ class RunConsole:
     def _show_phase(self, phase: str) -> None:
         if not self._told_phase:
             self._told_phase = True
-            self._console.print(phase, markup=False)
+            self._console.print(phase, markup=False, highlight=False)
 
 
 def print_end(console: Console, job: Job, summary: dict[str, Any], tracking_uri: str | None) -> None:

@@ -141,7 +141,9 @@ class Step:
         flags = 0
         for row in table:
             flags |= row.flags
-        return StepResult(math.fsum(row.loss for row in table), 0.0, [row.rows for row in table], [row.row_hash for row in table], flags)
+        shares = [row.loss for row in table]
+        loss = math.fsum(shares) if all(map(math.isfinite, shares)) else sum(shares)  # fsum raises for infinities of both signs
+        return StepResult(loss, 0.0, [row.rows for row in table], [row.row_hash for row in table], flags)
 
     def _clip(self) -> float:
         """The gradient's norm; clips the gradient to the configured norm."""

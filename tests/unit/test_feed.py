@@ -77,6 +77,11 @@ def deliver(dataset: Dataset, plan: Plan, open_windows: Open, world_size: int, s
     return found
 
 
+def run_epoch(feed: Feed, plan: Plan) -> None:
+    for _ in range(plan.steps_per_epoch):
+        feed.next()
+
+
 def assert_same(some: dict[Place, MicroBatch], others: dict[Place, MicroBatch]) -> None:
     """Equal places have equal rows, pixels, keys and hashes."""
     assert some.keys() == others.keys()
@@ -262,9 +267,8 @@ def test_a_source_that_delivers_other_rows_is_refused(
             yield from fault(table) if i == at else [table]
 
     feed = Feed(plan, Cursor(), range(4), streamed(dataset, plan, Cursor(), range(4), faulty), CPU)
-    with pytest.raises(DataError, match="planned|too early"):
-        for _ in range(plan.steps_per_epoch):
-            feed.next()
+    with pytest.raises(DataError, match=r"planned|too early"):
+        run_epoch(feed, plan)
     feed.close()
     with pytest.raises(DataError, match=r"planned|Read \d+ rows of 103"):
         load_all(faulty, reader_of(dataset), plan.manifest, probe(dataset, COLUMNS, decode), 5)
@@ -301,8 +305,7 @@ def test_a_row_that_cannot_be_decoded_is_named_to_the_consumer(datasets: dict[st
     windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_here, reader, probe(dataset, COLUMNS, decode), 9)
     feed = Feed(plan, Cursor(), range(4), windows, CPU)
     with pytest.raises(BadRowError) as caught:
-        for _ in range(plan.steps_per_epoch):
-            feed.next()
+        run_epoch(feed, plan)
     feed.close()
     assert str(caught.value) == "part-1.parquet, row group 0, row 3: unreadable"
 
