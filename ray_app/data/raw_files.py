@@ -155,7 +155,7 @@ class Csv:
             raise DataError(f"{path}: two columns of one name in {names}. Give each column its own name.")
         if self.label and self.label not in names:
             raise DataError(f"{path}: no label column {self.label!r}; the columns are {names}. Name one of them.")
-        if self.label not in (None, "label") and "label" in names:
+        if self.label and self.label != "label" and "label" in names:
             raise DataError(f"{path}: {self.label!r} is to become 'label', but {names} has another column 'label'. Rename that one.")
 
     def _label_classes(self, types: dict[str, pa.DataType], found: set[str]) -> tuple[str, ...] | None:

@@ -1,0 +1,39 @@
+"""A task whose workers wait in the middle of a run until a test lets them go on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from ray_app.task.base import Batch
+from ray_app.task.image import ImageClassification
+
+_SLOW_S, _LOOK_S = 0.003, 0.02
+_losses = 0
+
+
+class Gated(ImageClassification):
+    """Digits, stopped before the given gradient of each process until `<gate>/open` exists; `<gate>/reached` says that one waits.
+
+    Args:
+        gate: Folder of the two files.
+        wait_before: Gradients that a process computes before it waits.
+        pixel_max: See `ImageClassification`.
+    """
+
+    def __init__(self, gate: str, wait_before: int = 20, pixel_max: float = 16.0) -> None:
+        super().__init__(pixel_max=pixel_max)
+        self.gate, self.wait_before = gate, wait_before
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Cross-entropy, slow enough that a request to stop arrives before the last step."""
+        global _losses
+        _losses += 1
+        time.sleep(_SLOW_S)
+        if _losses == self.wait_before:
+            Path(self.gate, "reached").touch()
+            while not Path(self.gate, "open").exists():
+                time.sleep(_LOOK_S)
+        return super().loss(outputs, batch)
