@@ -121,7 +121,8 @@ def main() -> None:
     parser.add_argument("--side", choices=["ddp"])
     options = parser.parse_args()
     if options.side:
-        return hand_written()
+        hand_written()
+        return
     import logging
 
     import ray

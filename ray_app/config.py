@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -315,6 +315,12 @@ _ABOVE_ZERO = ("scaling.resize_check_s", "data.read_task_mb", "train.grad_clip_n
 def _check_ranges(config: Config) -> list[str]:
     values = flatten(config.to_dict())
     problems = []
+    for section, made in SECTIONS.items():
+        for name, hint in get_type_hints(made).items():
+            allowed = [choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)]
+            value = values[f"{section}.{name}"]
+            if allowed and value is not None and value not in allowed:
+                problems.append(f"{section}.{name} is {value!r}; it must be one of {', '.join(allowed)}.")
     for name, least in _AT_LEAST.items():
         if values[name] is not None and not values[name] >= least:  # also NaN
             problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")

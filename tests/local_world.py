@@ -32,6 +32,7 @@ from ray_app.data.feed import CachedWindows, StreamedWindows, Windows
 from ray_app.data.source import fetch_here, load_all, probe
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
+from ray_app.record.journal import StepRecord
 from ray_app.strategy.base import World, collective
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
@@ -185,7 +186,7 @@ class LocalMembership:
         self._asked += 1
         return int(self._stop.get(self._world.rank) == self._asked)
 
-    def report(self, progress: dict[str, Any]) -> None:
+    def report(self, record: StepRecord) -> None:
         """See `Membership.report`."""
 
 

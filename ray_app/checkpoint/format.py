@@ -11,6 +11,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ray_app.errors import CheckpointError
+
 MODEL, TRAINING = "model.safetensors", "training.pt"
 
 
@@ -39,8 +41,15 @@ def pack(snapshot: Snapshot) -> dict[str, bytes]:
 
 
 def unpack(files: dict[str, bytes]) -> Snapshot:
-    """Reads what `pack` wrote; nothing is unpickled that could run code."""
-    rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
+    """Reads what `pack` wrote; nothing is unpickled that could run code.
+
+    Raises:
+        CheckpointError: The files hold something else, such as pickled code, which is not run.
+    """
+    try:
+        rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{TRAINING} is refused: {error}") from error
     return Snapshot(rest["step"], unpack_model(files), rest["optimizer"], rest["schedule"])
 
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ray_app.checkpoint.format import Snapshot, unpack
 from ray_app.checkpoint.retention import Hold, removable
 from ray_app.errors import CheckpointError
 from ray_app.record.files import put_atomic, put_json, read_json
@@ -124,7 +125,7 @@ class CheckpointStore:
             files[name] = data
         return files
 
-    def load_newest(self, on_fallback: Callable[[Fallback], None]) -> tuple[Commit, dict[str, bytes]] | None:
+    def load_newest(self, on_fallback: Callable[[Fallback], None]) -> tuple[Commit, Snapshot] | None:
         """The newest checkpoint that is intact, or None if none was ever committed.
 
         Args:
@@ -143,7 +144,7 @@ class CheckpointStore:
                     raise CheckpointError(commit)
                 if (folder / _BAD).exists():
                     raise CheckpointError(str(read_json(folder / _BAD)["reason"]))
-                return commit, self.load(commit)
+                return commit, unpack(self.load(commit))
             except CheckpointError as error:
                 refused.append(f"{folder.name}: {error}")
                 if _mark_bad(folder, str(error)):

@@ -45,6 +45,9 @@ def open_dataset(path: str) -> Dataset:
         raise DataError(f"data path {path!r} does not exist (looked at {target}); ingest the data first: python jobs/ingest.py --help.")
     root = target if target.is_dir() else target.parent
     files = sorted(target.rglob("*.parquet")) if target.is_dir() else [target]
+    nested = sorted(p.parent.name for p in root.glob("*/dataset.json")) if target.is_dir() else []
+    if nested:
+        raise DataError(f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as {path}/{nested[0]}.")
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file; ingest the data first: python jobs/ingest.py --help.")
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,8 @@ from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.order import EpochOrder, Plan
 
 _ROW, _AUGMENT = 11, 12  # salts: what a row's hash is for
+_TASKS_PER_EXECUTION = 64
+"""Read tasks of one Ray Data execution: starting one costs this process about half a second of CPU, whatever it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,16 @@ class CachedWindows:
         """Nothing to free: the memory belongs to the cache."""
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """A window to read, and the read tasks that do it."""
+
+    order: EpochOrder
+    logical_worker: int
+    window: int
+    specs: list[ReadSpec]
+
+
 class StreamedWindows:
     """Windows that are read and decoded ahead, in the order in which the feed will take them.
 
@@ -176,13 +189,29 @@ class StreamedWindows:
 
     def _run(self) -> None:
         try:
-            for epoch in range(self._cursor.epoch, self._epochs):
-                first = self._cursor.step // self._plan.steps_per_window if epoch == self._cursor.epoch else 0
-                for item in self._read_epoch(self._plan.epoch(epoch), first):
+            for wanted in self._executions():
+                for item in self._read(wanted):
                     if not self._put(item):
                         return
         except BaseException as error:  # handed to the consumer, who raises it
             self._put(error)
+
+    def _executions(self) -> Iterator[list[_Wanted]]:
+        """All windows from the cursor to the end of the run, in groups that are read by one execution each, across epochs."""
+        group: list[_Wanted] = []
+        tasks = 0
+        for epoch in range(self._cursor.epoch, self._epochs):
+            order = self._plan.epoch(epoch)
+            first = self._cursor.step // self._plan.steps_per_window if epoch == self._cursor.epoch else 0
+            for window, v in product(range(first, self._plan.windows_per_epoch), self._played):
+                specs = specs_of(self._plan.manifest, order.window_segments(v, window), self._task_rows)
+                group.append(_Wanted(order, v, window, specs))
+                tasks += len(specs)
+                if tasks >= _TASKS_PER_EXECUTION:
+                    yield group
+                    group, tasks = [], 0
+        if group:
+            yield group
 
     def _put(self, item: tuple[tuple[int, int, int], Window] | BaseException) -> bool:
         while not self._closed.is_set():
@@ -193,13 +222,11 @@ class StreamedWindows:
             return True
         return False
 
-    def _read_epoch(self, order: EpochOrder, first_window: int) -> Iterator[tuple[tuple[int, int, int], Window]]:
-        wanted = [(window, v) for window in range(first_window, self._plan.windows_per_epoch) for v in self._played]
-        specs: list[ReadSpec] = []
-        for window, v in wanted:
-            specs += specs_of(self._plan.manifest, order.window_segments(v, window), self._task_rows)
-        rows = _Rows(self._fetch(self._reader, specs))
-        for window, v in wanted:
+    def _read(self, wanted: list[_Wanted]) -> Iterator[tuple[tuple[int, int, int], Window]]:
+        """Reads a group of windows in their order."""
+        rows = _Rows(self._fetch(self._reader, [spec for item in wanted for spec in item.specs]))
+        for item in wanted:
+            order, v, window = item.order, item.logical_worker, item.window
             stored = order.stored_positions(v, window)
             fields = self._tensors(rows.take(len(stored)), stored)
             index = order.window_order(v, window)

@@ -65,8 +65,11 @@ class Reader:
         files: dict[str, pq.ParquetFile] = {}
         parts = []
         for piece in spec:
-            file = files.setdefault(piece.path, pq.ParquetFile(Path(self.root) / piece.path))
-            table = file.read_row_group(piece.row_group, columns=self.columns, use_threads=False).slice(piece.first, piece.rows)
+            if piece.path not in files:
+                files[piece.path] = pq.ParquetFile(Path(self.root) / piece.path)
+            table = (
+                files[piece.path].read_row_group(piece.row_group, columns=self.columns, use_threads=False).slice(piece.first, piece.rows)
+            )
             parts.append(self._decode(piece, rows_of(table)))
         fields = {name: np.concatenate([part[name] for part in parts]) if len(parts) > 1 else parts[0][name] for name in parts[0]}
         fields[POSITION] = np.concatenate([np.arange(p.position, p.position + p.rows) for p in spec])

@@ -75,6 +75,7 @@ def _parser(prog: str, exit_on_error: bool) -> ArgumentParser:
         usage=f"{prog} --config FILE [--SECTION.FIELD VALUE ...]",
         description="Trains a model on a Ray cluster of any size; the number of workers does not change the result.",
         exit_on_error=exit_on_error,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below; later ones win.")
     parser.add_subclass_arguments(

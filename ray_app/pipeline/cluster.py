@@ -39,6 +39,7 @@ def cluster(config: Config) -> Iterator[bool]:
         finally:
             ray.shutdown()
         return
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that our own cluster has a token is no warning
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.max_workers))),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -144,7 +147,16 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], tracking_uri:
     rows.append(("parameters", f"sha256 {summary['params_digest']}"))
     rows.append(("run directory", str(job.paths.root)))
     if tracking_uri:
-        rows.append(("MLflow page", f"mlflow ui --backend-store-uri {tracking_uri}"))
+        rows.append(("MLflow page", _mlflow_page(tracking_uri)))
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _mlflow_page(uri: str) -> str:
+    """Where the MLflow page is, or the command that opens it for a database."""
+    if uri.startswith("http"):
+        return uri
+    command = Path(sys.executable).parent / "mlflow"
+    shown = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else str(command)
+    return f"{shown} ui --backend-store-uri {uri}"

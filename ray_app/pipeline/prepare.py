@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from ray_app.config import Config, check, digest, from_yaml, refuse_other_config, result_fields
 from ray_app.data.dataset import open_dataset
 from ray_app.data.source import probe
@@ -77,6 +79,7 @@ def prepare(config: Config) -> Prepared:
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check(config)
+    _check_schedule(config)
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
     plan = _plan(config, dataset.manifest)
@@ -105,6 +108,14 @@ def make_task(config: Config) -> Task:
     if not isinstance(task, Task):
         raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it.")
     return task
+
+
+def _check_schedule(config: Config) -> None:
+    if config.schedule is not None and load_class(config.schedule) is ReduceLROnPlateau:
+        raise ConfigError(
+            "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
+            " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
+        )
 
 
 def _plan(config: Config, manifest: Manifest) -> Plan:

@@ -52,12 +52,16 @@ class Buffers:
     def begin(self) -> None:
         """Remembers the buffers at the start of a step."""
         self._kept = None
-        if self._buffers and len(self._world.played) > 1:
-            self._start = [b.clone() for b in self._buffers]
+        self._start = [b.clone() for b in self._buffers]
+
+    def roll_back(self) -> None:
+        """Returns to the buffers of the start of the step, which failed."""
+        self._pending = None
+        self._copy(self._start)
 
     def end_logical_worker(self, logical_worker: int) -> None:
         """Keeps the buffers of logical worker 0 and returns to those of the start for the next."""
-        if not self._buffers or len(self._world.played) == 1:
+        if len(self._world.played) == 1:
             return
         if logical_worker == 0:
             self._kept = [b.clone() for b in self._buffers]

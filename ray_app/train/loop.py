@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback
 from ray_app.data.feed import Feed, Windows
 from ray_app.plan.cursor import Cursor
@@ -78,8 +77,8 @@ def _restore(job: Job, state: TrainingState, world: World) -> None:
     if found is None:
         state.step = 0
         return
-    commit, files = found
-    state.load(unpack(files))
+    commit, snapshot = found
+    state.load(snapshot)
     put_event(job.paths, "resumed", job.fence, step=state.step, workers=world.size, checkpoint_fence=commit.fence)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ray_app.config import Config
 from ray_app.data.feed import MicroBatch
-from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import Strategy, World, collective
 from ray_app.task.base import Task
@@ -88,8 +88,22 @@ class Step:
             NonFiniteError: The loss or the gradient is NaN or infinite; the optimizer did not move.
             PeerLostError: A peer left; the state is that before the step.
         """
-        mine: list[_Row] = []
         self._buffers.begin()
+        try:
+            result = self._gather(cursor, batches, global_rows, flags)
+        except PeerLostError:
+            self._buffers.roll_back()
+            raise
+        norm = self._clip()
+        if not (math.isfinite(result.loss) and math.isfinite(norm)):
+            self._buffers.roll_back()
+            self._refuse(cursor, batches, global_rows, result)
+        self._state.advance()
+        return StepResult(result.loss, norm, result.rows, result.row_hash, result.flags)
+
+    def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: int) -> StepResult:
+        """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
+        mine: list[_Row] = []
         for batch in batches:
             mine.append(_Row(batch.logical_worker, batch.rows, batch.row_hash, self._play(cursor, batch, global_rows), flags))
             self._buffers.end_logical_worker(batch.logical_worker)
@@ -98,11 +112,7 @@ class Step:
         result = self._exchange(mine)
         self._strategy.finish()
         self._buffers.finish()
-        norm = self._clip()
-        if not (math.isfinite(result.loss) and math.isfinite(norm)):
-            self._refuse(cursor, batches, global_rows, result)
-        self._state.advance()
-        return StepResult(result.loss, norm, result.rows, result.row_hash, result.flags)
+        return result
 
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> float:
         """Forward and backward of one logical worker; returns its share of the mean loss."""

@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_result_is_the_same(
 def test_another_configuration_under_the_same_name_is_refused(short_run: ShortRun, tmp_path: Path) -> None:
     run_training(short_run(train__max_steps=2))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
-    with pytest.raises(RunExistsError, match=r"(?s)- seed.*|\+ seed: 5"):
+    with pytest.raises(RunExistsError, match=r"\+ seed: 5"):
         run_training(short_run(train__max_steps=2, seed=5))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")} == before
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +34,6 @@ ROWS = [[50, 1], [46]]
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("step") / "data", ROWS)
-
-
-@pytest.fixture
-def same_threads() -> Iterator[None]:
-    """Gives this process its settings back after a worker's code ran in it."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
