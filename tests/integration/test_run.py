@@ -113,6 +113,6 @@ def test_a_killed_evaluator_changes_nothing(short_run: ShortRun, reference: dict
 def test_the_failure_budget_ends_a_run(short_run: ShortRun, tmp_path: Path) -> None:
     kill = Kill(str(tmp_path / "killed"), step=3, rank=0)
     config = short_run(failure__max_failures=0, scaling__min_workers=1, scaling__max_workers=1)
-    with pytest.raises(BudgetSpentError, match="failure.max_failures allows 0"):
+    with pytest.raises(BudgetSpentError, match=r"failure\.max_failures allows 0"):
         run_training(config, faults=Faults(train=Hooks(after_step=kill)))
     assert kill.happened == 1

@@ -1,0 +1,72 @@
+"""The shipped configurations: they load, say how to run them, and their models, optimizers and schedules can be made."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ray_app import load_config
+from ray_app.config import Config
+from ray_app.errors import ConfigError
+from ray_app.pipeline.prepare import make_task
+from ray_app.plan.facts import ColumnFacts, DataFacts
+from ray_app.train.state import TrainingState
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "conf").glob("*.yaml"))
+
+FACTS = {
+    "digits": DataFacts(
+        "digits", 1438, {"image": ColumnFacts("array", "|u1", (8, 8)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)}
+    ),
+    "mlp_mnist": DataFacts(
+        "mnist", 60_000, {"image": ColumnFacts("array", "|u1", (28, 28)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)}
+    ),
+    "resnet50_imagenet": DataFacts(
+        "imagenet", 1_281_167, {"image": ColumnFacts("bytes"), "label": ColumnFacts("integer", "int64", (), 0, 999, 0)}
+    ),
+}
+PARAMETERS = {"digits": 21_482, "mlp_mnist": 269_322, "resnet50_imagenet": 25_557_032}
+
+
+def config_of(file: Path) -> Config:
+    return load_config(file)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_a_configuration_loads_and_its_parts_can_be_made(file: Path) -> None:
+    config = config_of(file)
+    task = make_task(config).prepare(FACTS[file.stem])
+    state = TrainingState(config, task, torch.device("cpu"))
+    assert sum(p.numel() for p in state.model.parameters()) == PARAMETERS[file.stem]
+    assert state.optimizer.defaults["lr"] == config.optimizer.init_args.get("lr", 0.001)
+    assert (state.schedule is None) == (config.schedule is None)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_a_header_says_command_hardware_and_expectation(file: Path) -> None:
+    header = [line for line in file.read_text().splitlines() if line.startswith("#")]
+    for word in ("command:", "hardware:", "expected:"):
+        assert any(word in line for line in header), word
+
+
+def test_the_imagenet_schedule_fits_its_epochs() -> None:
+    config = config_of(ROOT / "conf" / "resnet50_imagenet.yaml")
+    steps = -(-1_281_167 // config.data.global_batch_size)
+    assert config.schedule is not None
+    assert config.schedule.init_args["total_steps"] == config.train.epochs * steps
+
+
+def test_overrides_from_python_and_their_refusal() -> None:
+    config = load_config(
+        FILES[0], scaling__max_workers=4, train__epochs=3, data__eval_path=None, run__name="x", optimizer__init_args__lr=0.5
+    )
+    assert (config.scaling.max_workers, config.train.epochs, config.data.eval_path, config.run.name) == (4, 3, None, "x")
+    assert config.optimizer.init_args["lr"] == 0.5
+    for field, value, expected in [
+        ("train__epochz", 3, "epochz"),
+        ("train__epochs", "many", "train.epochs"),
+        ("optimizer__init_args__lrr", 1, "lrr"),
+    ]:
+        with pytest.raises(ConfigError, match=expected):
+            load_config(FILES[0], **{field: value})

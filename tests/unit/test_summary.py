@@ -1,0 +1,64 @@
+"""The summary's figures, from records and events made by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ray_app.config import Config
+from ray_app.errors import ConfigError
+from ray_app.pipeline.cluster import workers_that_fit
+from ray_app.pipeline.summary import goodput, recoveries, restarts, world_sizes
+from ray_app.record.evaluations import Evaluation, ranked
+from ray_app.record.journal import Event, StepRecord
+
+
+def record(step: int, time_s: float, workers: int = 2, step_ms: float = 1000.0) -> StepRecord:
+    return StepRecord(step, 0, time_s, 1.0, 0.1, 1.0, step_ms, 0.0, workers, [8, 8], [1, 2])
+
+
+def event(kind: str, time_s: float, **details: Any) -> Event:
+    return Event(kind, time_s, 1, details)
+
+
+def test_world_sizes_are_stretches() -> None:
+    records = [record(1, 1, 2), record(2, 2, 2), record(3, 3, 1), record(4, 4, 2)]
+    assert world_sizes(records) == [[0, 2], [2, 1], [3, 2]]
+
+
+def test_goodput_counts_what_was_lost() -> None:
+    steady = [record(step, float(step)) for step in range(1, 11)]
+    assert goodput(steady, []) == 1.0
+    late = [*steady[:5], *(replace(r, time_s=r.time_s + 9) for r in steady[5:])]
+    assert goodput(late, []) == 0.5
+    assert goodput(late, [record(4, 25.0)]) == pytest.approx(9 / 24, abs=1e-4)
+    assert goodput(steady[:1], []) is None
+
+
+def test_recovery_is_from_detection_to_the_next_finished_step() -> None:
+    events = [event("failed", 5.5), event("failed", 50.0)]
+    assert recoveries(events, [record(5, 5.0), record(6, 9.0), record(5, 8.0)]) == [2.5]
+
+
+def test_restarts_are_counted_by_cause() -> None:
+    workers = [event("workers", t, workers=w, before=b) for t, w, b in [(1, 2, 0), (3, 2, 2), (4, 4, 2)]]
+    events = [event("started", 0), *workers, event("failed", 2), event("started", 9), event("workers", 10, workers=4, before=0)]
+    assert restarts(events) == {"failures": 1, "preemptions": 0, "resizes": 1, "driver": 1}
+
+
+def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
+    values = [(8, 0.5), (16, float("nan")), (24, 0.9), (32, 0.9)]
+    found = [Evaluation(step, 0, "", {"accuracy": value}, 10, 0.1, 0.0) for step, value in values]
+    assert [e.step for e in ranked(found, "accuracy", "max")] == [24, 32, 8]
+    assert [e.step for e in ranked(found, "accuracy", "min")] == [8, 24, 32]
+    assert ranked(found, "f1", "max") == []
+
+
+def test_workers_leave_room_for_reading_and_evaluation() -> None:
+    config = Config().replace(scaling__min_workers=2, scaling__max_workers=8, data__eval_path="x")
+    assert workers_that_fit(config, {"CPU": 64.0}) == 8
+    assert workers_that_fit(config, {"CPU": 5.0}) == 3
+    with pytest.raises(ConfigError, match=r"need 4 CPU and 0 GPU; the cluster has 3 CPU and 0 GPU"):
+        workers_that_fit(config, {"CPU": 3.0})
+    with pytest.raises(ConfigError, match=r"2 GPU; the cluster has 16 CPU and 1 GPU"):
+        workers_that_fit(config.replace(scaling__gpus_per_worker=1), {"CPU": 16.0, "GPU": 1.0})
