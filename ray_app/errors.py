@@ -67,3 +67,17 @@ class PeerLostError(RayAppError):
 
 class BudgetSpentError(RayAppError):
     """The run failed more often than `failure.*` allows."""
+
+
+def own_error(error: BaseException) -> BaseException:
+    """The application's error inside whatever wrapped it on its way (Ray tasks, Ray Train, exception chains), or the error itself."""
+    seen: list[BaseException] = []
+    todo = [error]
+    while todo:
+        current = todo.pop()
+        if current not in seen:
+            seen.append(current)
+            inner = [current.__context__, current.__cause__, getattr(current, "controller_failure", None), getattr(current, "cause", None)]
+            todo += [e for e in inner if isinstance(e, BaseException)]
+    plain = [e for e in seen if isinstance(e, RayAppError) and not isinstance(getattr(e, "cause", None), RayAppError)]
+    return plain[0] if plain else error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ray
@@ -22,14 +23,22 @@ class MemoryCache:
     """
 
     def __init__(self, reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], task_rows: int) -> None:
-        arrays = load_all(fetch_ray, reader, manifest, fields, task_rows)
-        self._references = {name: ray.put(values) for name, values in arrays.items()}
+        self._load = partial(load_all, fetch_ray, reader, manifest, fields, task_rows)
+        self._references: dict[str, Any] = {}
 
     def arrays(self) -> dict[str, Any]:
-        """References to one array per field, each (rows, ...) in manifest order."""
+        """References to one array per field, each (rows, ...) in manifest order; decodes at the first call.
+
+        Raises:
+            BadRowError: A row cannot be decoded.
+        """
+        if not self._references:
+            self._references = {name: ray.put(values) for name, values in self._load().items()}
         return self._references
 
 
 def start_cache(reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], task_rows: int) -> Any:
     """Starts the actor and returns its handle; it decodes while the workers start."""
-    return ray.remote(MemoryCache).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(reader, manifest, fields, task_rows)
+    actor = ray.remote(MemoryCache).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(reader, manifest, fields, task_rows)
+    actor.arrays.remote()
+    return actor

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from ray_app.data.columns import ArraySpec, decode, encode, spec_of
 from ray_app.data.dataset import Dataset
-from ray_app.errors import BadRowError, DataError
+from ray_app.errors import BadRowError, DataError, own_error
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 
@@ -175,18 +175,7 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
     except Exception as error:
-        raise _cause(error) from error
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The application's own error inside Ray's wrappers, or the error itself."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, DataError):
-            return seen
-        cause = getattr(seen, "cause", None)
-        seen = cause if isinstance(cause, BaseException) else seen.__cause__
-    return error
+        raise own_error(error) from error
 
 
 def load_all(fetch: Fetch, reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], max_rows: int) -> dict[str, npt.NDArray]:

@@ -19,7 +19,7 @@ from ray_app.checkpoint.retention import Hold
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.cache import start_cache
-from ray_app.errors import ConfigError, DataError, RayAppError
+from ray_app.errors import ConfigError, DataError, own_error
 from ray_app.evaluate.actor import FOLLOWER, pending, start_evaluator
 from ray_app.pipeline.cluster import cluster, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
@@ -120,7 +120,7 @@ class _Run:
         put_event(job.paths, "started", job.fence, max_workers=self._max_workers)
         CheckpointStore(job.paths).clean(job.fence)
         tracker = self._start_tracker()
-        with ExitStack() as stack:
+        with _stopping_at_signals(self._interrupted), ExitStack() as stack:
             evaluator = self._start_evaluator(stack)
             if not self._is_complete():
                 self._train(stack)
@@ -166,7 +166,7 @@ class _Run:
             cache = start_cache(job.reader, job.plan.manifest, job.fields, job.task_rows)
             stack.callback(_end_actor, cache)
         thread = threading.Thread(target=self._fit, args=(Start(job, rendezvous, cache, self._faults.train),), name="fit", daemon=True)
-        with _stopping_at_signals(self._interrupted), RunConsole(job, self._max_workers, self._console) as shown:
+        with RunConsole(job, self._max_workers, self._console) as shown:
             thread.start()
             told = False
             while thread.is_alive():
@@ -183,7 +183,7 @@ class _Run:
         try:
             fit(start, self._max_workers)
         except BaseException as error:  # shown and raised by the main thread
-            self._error = _own_error(error)
+            self._error = own_error(error)
 
     def _wait_for_evaluator(self, evaluator: Any | None) -> None:
         """Waits until the evaluator has caught up, at most `drain_timeout_s`."""
@@ -239,21 +239,6 @@ def _ask(evaluator: Any) -> str | None:
         return ray.get(evaluator.error.remote(), timeout=_LOOK_S)
     except (ray.exceptions.RayError, TimeoutError):
         return None
-
-
-def _own_error(error: BaseException) -> BaseException:
-    """The application's error inside Ray Train's wrapping, or the error itself."""
-    seen, todo = set(), [error]
-    while todo:
-        current = todo.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        if isinstance(current, RayAppError):
-            return current
-        inner = [current.__cause__, getattr(current, "cause", None), getattr(current, "controller_failure", None), current.__context__]
-        todo += [e for e in inner if isinstance(e, BaseException)]
-    return error
 
 
 def main(arguments: list[str] | None = None) -> int:

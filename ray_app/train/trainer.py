@@ -14,6 +14,7 @@ from ray.train.torch import TorchTrainer, get_device
 
 from ray_app.data.feed import CachedWindows, StreamedWindows, Windows
 from ray_app.data.source import fetch_ray
+from ray_app.errors import own_error
 from ray_app.plan.cursor import Cursor
 from ray_app.train.job import Job
 from ray_app.train.loop import Hooks, train
@@ -87,7 +88,10 @@ def _work(arguments: dict[str, Any]) -> None:
 def _open_windows(start: Start) -> Any:
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
         if start.cache is not None:
-            references = ray.get(start.cache.arrays.remote())
+            try:
+                references = ray.get(start.cache.arrays.remote())
+            except ray.exceptions.RayTaskError as error:
+                raise own_error(error) from error
             return CachedWindows({name: ray.get(reference) for name, reference in references.items()})
         data, epochs = job.config.data, job.config.train.epochs
         return StreamedWindows(job.plan, cursor, played, epochs, fetch_ray, job.reader, job.fields, job.task_rows, data.prefetch_windows)
