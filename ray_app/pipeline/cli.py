@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None, prog: str = "train.py", exit_o
         parsed = parser.parse_args(arguments)
     except ArgumentError as error:
         raise ConfigError(f"The configuration is refused:\n{error}") from error
-    values = yaml.safe_load(parser.dump(parsed, skip_default=True)) or {}
+    values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False)) or {}
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
             values[name] = _as_set(values[name])

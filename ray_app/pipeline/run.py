@@ -126,7 +126,8 @@ class _Run:
                 self._train(stack)
             self._wait_for_evaluator(evaluator)
         status = self._status()
-        put_event(job.paths, status, job.fence, reason=str(self._error) if self._error else None)
+        kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
+        put_event(job.paths, kind, job.fence, reason=str(self._error) if self._error else None)
         put_json(job.paths.summary, summarize(job, status))
         if tracker is not None:
             tracker.close(_MLFLOW_STATUS.get(status, "FINISHED"), _TRACKING_END_S)
