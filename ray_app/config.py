@@ -305,6 +305,8 @@ _AT_LEAST: dict[str, float] = {
     "failure.max_failures": -1,
     "failure.max_preemptions": -1,
     "evaluate.batch_size": 1,
+    "evaluate.num_cpus": 0,
+    "evaluate.num_gpus": 0,
     "evaluate.threads": 1,
     "evaluate.drain_timeout_s": 0,
     "tracking.every_steps": 1,

@@ -66,7 +66,9 @@ class PeerLostError(RayAppError):
 
 
 class BudgetSpentError(RayAppError):
-    """The run failed more often than `failure.*` allows."""
+    """The run failed more often than `failure.*` allows; a new start has a new budget."""
+
+    retryable = True
 
 
 def own_error(error: BaseException) -> BaseException:

@@ -110,14 +110,18 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: A file is missing, cut short or changed.
+            FileNotFoundError: The whole checkpoint was removed meanwhile.
+            OSError: The storage does not answer; the checkpoint may be intact.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         files = {}
         for name, facts in commit.files.items():
             try:
                 data = (folder / name).read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"{folder.name}/{name} cannot be read: {error}") from error
+            except FileNotFoundError as error:
+                if not (folder / _COMMIT).exists():
+                    raise
+                raise CheckpointError(f"{folder.name}/{name} is missing") from error
             if len(data) != facts["bytes"]:
                 raise CheckpointError(f"{folder.name}/{name} has {len(data)} bytes, {facts['bytes']} were committed")
             if hashlib.sha256(data).hexdigest() != facts["sha256"]:

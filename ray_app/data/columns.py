@@ -28,10 +28,15 @@ class ArraySpec:
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
+def spec_like(values: Array) -> ArraySpec:
+    """What one row of `values`, an array of shape (rows, ...), holds."""
+    return ArraySpec(values.dtype.str, tuple(int(n) for n in values.shape[1:]))
+
+
 def encode(name: str, values: Array) -> tuple[pa.Field, pa.Array]:
     """Returns the field and the column of `values`, an array of shape (rows, ...), without copying it where it is contiguous."""
     values = np.ascontiguousarray(values)
-    spec = ArraySpec(values.dtype.str, tuple(int(n) for n in values.shape[1:]))
+    spec = spec_like(values)
     data = pa.FixedSizeBinaryArray.from_buffers(
         pa.binary(spec.row_bytes), len(values), [None, pa.py_buffer(values.reshape(-1).view(np.uint8))]
     )

@@ -96,7 +96,9 @@ def _column_facts(field: pa.Field, footers: list[pq.FileMetaData]) -> ColumnFact
 
 def _range(name: str, footers: list[pq.FileMetaData]) -> tuple[float | None, float | None, int | None]:
     """Least and greatest value and missing values of a column from the row groups' statistics; None where one does not say."""
-    low, high, nulls = [], [], 0
+    low: list[float | None] = []
+    high: list[float | None] = []
+    nulls = 0
     for footer in footers:
         for i in range(footer.num_row_groups):
             group = footer.row_group(i)
@@ -104,9 +106,11 @@ def _range(name: str, footers: list[pq.FileMetaData]) -> tuple[float | None, flo
             statistics = group.column(place).statistics if place is not None else None
             if not group.num_rows:
                 continue
-            if statistics is None or not statistics.has_min_max:
-                return None, None, None
-            low.append(float(statistics.min))
-            high.append(float(statistics.max))
-            nulls += statistics.null_count or 0
-    return min(low), max(high), nulls
+            if statistics is not None:
+                nulls += statistics.null_count or 0
+            known = statistics is not None and statistics.has_min_max
+            low.append(float(statistics.min) if known else None)  # type: ignore[union-attr]
+            high.append(float(statistics.max) if known else None)  # type: ignore[union-attr]
+    lows, highs = [v for v in low if v is not None], [v for v in high if v is not None]
+    complete = bool(lows) and len(lows) == len(low)
+    return (min(lows), max(highs), nulls) if complete else (None, None, nulls)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.columns import ArraySpec, decode, encode, spec_of
+from ray_app.data.columns import ArraySpec, decode, encode, spec_like, spec_of
 from ray_app.data.dataset import Dataset
 from ray_app.errors import BadRowError, DataError, own_error
 from ray_app.plan.manifest import Manifest
@@ -130,16 +130,20 @@ def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
     return specs_of(manifest, segments, max_rows)
 
 
-def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
-    """Decodes the first row of a data set to learn what a decoded row looks like.
+def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, npt.NDArray]:
+    """Decodes the first row of a data set, to learn what a decoded row looks like; each field is of shape (1, ...).
 
     Raises:
         BadRowError: It cannot be decoded.
     """
     first = next(i for i, rows in enumerate(dataset.manifest.rows) if rows)
     table = Reader(dataset.root, columns, decode_rows).read((_piece(dataset.manifest, first, 0, 1),))
-    specs = {field.name: spec_of(field) for field in table.schema if field.name != POSITION}
-    return {name: spec for name, spec in specs.items() if spec is not None}
+    return rows_of(table.drop_columns([POSITION]))
+
+
+def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
+    """What a decoded row of a data set looks like."""
+    return {name: spec_like(values) for name, values in first_row(dataset, columns, decode_rows).items()}
 
 
 def rows_per_task(fields: dict[str, ArraySpec], read_task_mb: float) -> int:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 FOLLOWER = "evaluator"
 HOLD_S = 300.0
 """Seconds that a hold outlives the evaluator; long enough for Ray to start it again."""
-_POLL_S = 0.5
+_POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _METRIC_ROWS = 8192
 
 
@@ -79,6 +79,10 @@ def pending(job: EvaluationJob) -> list[Commit]:
     if job.section.every == "latest":
         return [c for c in ordered[-1:] if c.step > max(done, default=-1)]
     return ordered
+
+
+def _last_evaluated(paths: RunPaths) -> int:
+    return max((e.step for e in read_evaluations(paths)), default=-1)
 
 
 def evaluate(job: EvaluationJob, model: torch.nn.Module, arrays: dict[str, npt.NDArray], device: torch.device) -> dict[str, float]:
@@ -126,8 +130,10 @@ class Evaluator:
         self._device = torch.device("cuda" if job.section.num_gpus else "cpu")
         self._model = job.task.build_model().to(self._device)
         self._arrays: dict[str, npt.NDArray] | None = None
-        self._thread = threading.Thread(target=self._follow, name="evaluator", daemon=True)
-        self._thread.start()
+        self._done_step = _last_evaluated(job.paths)
+        self._threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in (self._follow, self._renew)]
+        for thread in self._threads:
+            thread.start()
 
     def error(self) -> str | None:
         """Why the evaluator gave up, if it did."""
@@ -136,25 +142,39 @@ class Evaluator:
     def stop(self) -> None:
         """Ends after the evaluation at hand."""
         self._stopped.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _follow(self) -> None:
-        try:
-            while not self._stopped.is_set():
+        pause_s = _POLL_S
+        while not self._stopped.is_set():
+            try:
                 waiting = pending(self._job)
-                self._hold(waiting)
                 if waiting:
+                    self._hold(waiting[0].step - 1)
                     self._evaluate(waiting[0])
-                else:
-                    self._stopped.wait(_POLL_S)
-        except Exception as error:
-            logger.exception("The evaluator gives up")
-            self._error = f"{type(error).__name__}: {error}"
+                pause_s = 0.0 if waiting else _POLL_S
+            except (OSError, ray.exceptions.RayError) as error:  # storage or cluster; may pass
+                logger.warning("The evaluator will try again: %s", error)
+                pause_s = min(_LONGEST_PAUSE_S, 2 * max(pause_s, _POLL_S))
+            except Exception as error:
+                logger.exception("The evaluator gives up")
+                self._error = f"{type(error).__name__}: {error}"
+                return
+            self._stopped.wait(pause_s)
 
-    def _hold(self, waiting: list[Commit]) -> None:
-        """Says which checkpoints are still needed: those that wait."""
-        done = waiting[0].step - 1 if waiting else max((e.step for e in read_evaluations(self._job.paths)), default=-1)
-        self._store.hold(FOLLOWER, Hold(done, time.time() + HOLD_S))
+    def _renew(self) -> None:
+        """Keeps the hold alive, however long one evaluation takes."""
+        while not self._stopped.wait(HOLD_S / 5):
+            try:
+                self._hold(self._done_step)
+            except OSError as error:
+                logger.warning("The evaluator's hold could not be renewed, will try again: %s", error)
+
+    def _hold(self, done_step: int) -> None:
+        """Says which checkpoints are still needed: those after `done_step`."""
+        self._done_step = done_step
+        self._store.hold(FOLLOWER, Hold(done_step, time.time() + HOLD_S))
 
     def _evaluate(self, commit: Commit) -> None:
         job, began = self._job, time.perf_counter()
@@ -166,6 +186,8 @@ class Evaluator:
             put_event(job.paths, "evaluation_skipped", job.fence, step=commit.step, reason=str(error))
             self._store.mark_bad(commit, str(error))
             return
+        except FileNotFoundError:
+            return  # retention removed it meanwhile
         if self._arrays is None:
             reader = Reader(job.data_root, job.task.columns(), job.task.decode)
             self._arrays = load_all(self._fetch, reader, job.manifest, job.fields, rows_per_task(job.fields, job.read_task_mb))
@@ -181,8 +203,7 @@ def start_evaluator(job: EvaluationJob, before_evaluation: Callable[[Commit], No
 
     Ray starts it again whenever it dies; what it had not finished is then evaluated anew.
     """
-    done = max((e.step for e in read_evaluations(job.paths)), default=-1)
-    CheckpointStore(job.paths).hold(FOLLOWER, Hold(done, time.time() + HOLD_S))
+    CheckpointStore(job.paths).hold(FOLLOWER, Hold(_last_evaluated(job.paths), time.time() + HOLD_S))
     options = {"num_cpus": job.section.num_cpus, "num_gpus": job.section.num_gpus, "max_restarts": -1, "max_task_retries": -1}
     name = f"evaluator-{job.paths.name}-{job.fence}"
     return ray.remote(Evaluator).options(name=name, max_concurrency=4, **options).remote(job, fetch_ray, before_evaluation)

@@ -82,17 +82,17 @@ def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
     scaling = config.scaling
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     room = [float(scaling.max_workers)]
-    if scaling.cpus_per_worker:
-        room.append((cpus - _evaluator_cpus(config) - _READING_CPUS) // scaling.cpus_per_worker)
-    if scaling.gpus_per_worker:
-        taken = config.evaluate.num_gpus if config.data.eval_path else 0
-        room.append((gpus - taken) // scaling.gpus_per_worker)
+    free_cpus = cpus - _evaluator_cpus(config) - _READING_CPUS
+    evaluator_gpus = config.evaluate.num_gpus if config.data.eval_path else 0
+    for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
+        room.append(0 if free < 0 else free // each if each else float("inf"))
     workers = int(min(room))
     if workers < scaling.min_workers:
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"
-            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
-            f" {_wanted_cpus(config, scaling.min_workers):g} CPU and {scaling.min_workers * scaling.gpus_per_worker:g} GPU; the cluster has"
-            f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, lower scaling.min_workers or scaling.cpus_per_worker, or set evaluate.num_cpus: 0."
+            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus:g} GPU) and"
+            f" {_READING_CPUS} CPU for reading need {_wanted_cpus(config, scaling.min_workers):g} CPU and"
+            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus:g} GPU; the cluster has {cpus:g} CPU and {gpus:g} GPU. Add"
+            " nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
         )
     return workers

@@ -7,12 +7,15 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy.typing as npt
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ray_app.config import Config, check, digest, from_yaml, refuse_other_config, result_fields
+from ray_app.data.columns import spec_like
 from ray_app.data.dataset import open_dataset
-from ray_app.data.source import probe
-from ray_app.errors import ConfigError, DataError
+from ray_app.data.source import first_row, probe
+from ray_app.errors import ConfigError, DataError, RayAppError, RunExistsError
 from ray_app.evaluate.actor import EvaluationJob
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
@@ -20,7 +23,7 @@ from ray_app.record.files import put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
 from ray_app.train.job import Job
-from ray_app.train.state import load_class
+from ray_app.train.state import TrainingState, load_class
 
 _ADJECTIVES = (
     "amber",
@@ -79,16 +82,17 @@ def prepare(config: Config) -> Prepared:
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check(config)
-    _check_schedule(config)
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
     plan = _plan(config, dataset.manifest)
     if before is not None:
         stored = Manifest.from_json(paths.manifest.read_text()).digest
         refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
-    fields = probe(dataset, task.columns(), task.decode)
+    row = first_row(dataset, task.columns(), task.decode)
+    fields = {name: spec_like(values) for name, values in row.items()}
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
+    _rehearse(job, row)
     return Prepared(job, _prepare_evaluation(job), before is not None)
 
 
@@ -110,14 +114,6 @@ def make_task(config: Config) -> Task:
     return task
 
 
-def _check_schedule(config: Config) -> None:
-    if config.schedule is not None and load_class(config.schedule) is ReduceLROnPlateau:
-        raise ConfigError(
-            "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
-            " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
-        )
-
-
 def _plan(config: Config, manifest: Manifest) -> Plan:
     data = config.data
     plan = Plan(manifest, config.seed, config.logical_workers, data.global_batch_size, data.shuffle_window_rows, data.last_batch == "keep")
@@ -127,6 +123,40 @@ def _plan(config: Config, manifest: Manifest) -> Plan:
             " is drop: there is nothing to train on. Set data.last_batch: keep or lower data.global_batch_size."
         )
     return plan
+
+
+def _rehearse(job: Job, row: dict[str, npt.NDArray]) -> None:
+    """Makes model, optimizer and schedule once and takes one row through the loss, so that what cannot work is refused before the start.
+
+    Raises:
+        ConfigError: Something of it fails.
+    """
+    config, task = job.config, job.task
+    try:
+        with torch.random.fork_rng(devices=[]):
+            state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
+            batch = {name: torch.from_numpy(values.copy()) for name, values in row.items()}
+            with torch.inference_mode():
+                task.loss(task.forward(state.model.eval(), batch), batch)
+    except RayAppError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"A trial with one row failed: {type(error).__name__}: {error}. Check task.init_args, optimizer and schedule; tried were"
+            f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path} {config.optimizer.init_args}"
+            + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
+        ) from error
+    if isinstance(state.schedule, ReduceLROnPlateau):
+        raise ConfigError(
+            "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
+            " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
+        )
+    steps = getattr(state.schedule, "total_steps", job.total_steps)
+    if steps < job.total_steps:
+        raise ConfigError(
+            f"schedule.init_args.total_steps is {steps}, but the run has {job.total_steps} steps; leave it out to use these, or set at"
+            " least as many."
+        )
 
 
 def _prepare_evaluation(job: Job) -> EvaluationJob | None:
@@ -148,10 +178,17 @@ def _prepare_evaluation(job: Job) -> EvaluationJob | None:
 
 
 def claim(prepared: Prepared) -> Prepared:
-    """Writes the run's configuration and manifest if they are not there, and claims the next fence: the number of this start, from 1."""
+    """Claims the next fence, the number of this start, from 1. A new run's manifest is written first, its configuration last: with that it
+    exists.
+
+    Raises:
+        RunExistsError: Another start made the run since `prepare` looked.
+    """
     job = prepared.job
-    put_atomic(job.paths.config, job.config.to_yaml().encode(), if_absent=True)
-    put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode(), if_absent=True)
+    if not prepared.resumes:
+        put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
+        if not put_atomic(job.paths.config, job.config.to_yaml().encode(), if_absent=True):
+            raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
     fence = 1
     while not put_json(job.paths.fence(fence), {"time_s": time.time()}, if_absent=True):
         fence += 1

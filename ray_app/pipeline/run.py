@@ -15,19 +15,18 @@ from typing import Any, Literal
 import ray
 from rich.console import Console
 
-from ray_app.checkpoint.retention import Hold
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.cache import start_cache
 from ray_app.errors import ConfigError, DataError, own_error
-from ray_app.evaluate.actor import FOLLOWER, pending, start_evaluator
+from ray_app.evaluate.actor import pending, start_evaluator
 from ray_app.pipeline.cluster import cluster, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.record.files import put_json
-from ray_app.record.journal import put_event
+from ray_app.record.journal import put_event, read_events
 from ray_app.track.runs import Tracker, check_available, run_tags
 from ray_app.train.job import Job
 from ray_app.train.loop import Hooks
@@ -40,6 +39,7 @@ logger = logging.getLogger(__name__)
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
 _MLFLOW_STATUS: dict[str, Literal["KILLED", "FAILED"]] = {"interrupted": "KILLED", "failed": "FAILED"}
 _LOOK_S = 0.25
+_MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."
 _TRACKING_END_S = 60.0
 
 
@@ -95,6 +95,11 @@ def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
     job, config = prepared.job, prepared.job.config
     verb = "Continuing" if prepared.resumes else "Starting"
     console.print(f"{verb} run {job.paths.name} in {job.paths.root}", markup=False, highlight=False, soft_wrap=True)
+    if "_ray_pkg_" in str(job.paths.root):
+        console.print(
+            "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
+            " folder that all nodes share."
+        )
     capped = f" (of {config.scaling.max_workers} asked for, as many as fit)" if max_workers < config.scaling.max_workers else ""
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.plan.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch,"
@@ -120,11 +125,21 @@ class _Run:
         put_event(job.paths, "started", job.fence, max_workers=self._max_workers)
         CheckpointStore(job.paths).clean(job.fence)
         tracker = self._start_tracker()
-        with _stopping_at_signals(self._interrupted), ExitStack() as stack:
-            evaluator = self._start_evaluator(stack)
-            if not self._is_complete():
-                self._train(stack)
-            self._wait_for_evaluator(evaluator)
+        try:
+            with _stopping_at_signals(self._interrupted), ExitStack() as stack:
+                evaluator = self._start_evaluator(stack)
+                if not self._is_complete():
+                    self._train(stack)
+                self._wait_for_evaluator(evaluator)
+        except KeyboardInterrupt:
+            self._interrupted.set()
+        except Exception as error:
+            self._error = self._error or own_error(error)
+        return self._end(tracker)
+
+    def _end(self, tracker: Tracker | None) -> Result:
+        """Says, in all places, what came of the run."""
+        job = self._job
         status = self._status()
         kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
         put_event(job.paths, kind, job.fence, reason=str(self._error) if self._error else None)
@@ -133,6 +148,9 @@ class _Run:
             tracker.close(_MLFLOW_STATUS.get(status, "FINISHED"), _TRACKING_END_S)
         summary = summarize(job, status)
         put_json(job.paths.summary, summary)
+        for event in read_events(job.paths, "environment_changed"):
+            if event.fence == job.fence:
+                self._console.print(_MIX.format(**event.details), markup=False, highlight=False)
         print_end(self._console, job, summary, default_tracking_uri(self._config) if tracker is not None else None)
         if self._error is not None:
             raise self._error
@@ -201,8 +219,6 @@ class _Run:
                 self._console.print(f"The evaluator gave up: {error}", markup=False)
                 return
             time.sleep(_LOOK_S)
-        if not pending(self._evaluation):
-            CheckpointStore(self._job.paths).hold(FOLLOWER, Hold(self._job.total_steps, time.time()))
 
     def _status(self) -> Status:
         if self._error is not None:
@@ -238,6 +254,8 @@ def _ask(evaluator: Any) -> str | None:
     """Why the evaluator gave up, or None while it works or is being started again."""
     try:
         return ray.get(evaluator.error.remote(), timeout=_LOOK_S)
+    except ray.exceptions.ActorDiedError as error:  # it will not be started again
+        return str(error)
     except (ray.exceptions.RayError, TimeoutError):
         return None
 
@@ -260,6 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(error, (ConfigError, DataError)) and not started:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
-        print(f"The run failed: {type(error).__name__}: {error}\nStarting it again continues from its newest checkpoint.", file=sys.stderr)
+        print(f"The run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        if getattr(error, "retryable", True) and started:
+            print("Starting it again continues from its newest checkpoint.", file=sys.stderr)
         return 1
     return EXIT_CODES[result.status]

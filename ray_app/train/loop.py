@@ -56,16 +56,16 @@ def train(job: Job, membership: Membership, open_windows: OpenWindows, device: t
         RayAppError: Something that starting again cannot mend.
     """
     environment.set_up_torch(job.config, device)
-    state = TrainingState(job.config, job.task, device)
+    state = TrainingState(job.config, job.task, device, job.total_steps)
     with membership.generation() as world:
         if world.rank == 0:
-            _restore(job, state, world)
+            _restore(job, state, world, device)
         state.share(world)
         with closing(_Recorder(job, world, state, membership, device, hooks)) as recorder:
             _run(job, world, state, membership, open_windows, recorder, device, hooks)
 
 
-def _restore(job: Job, state: TrainingState, world: World) -> None:
+def _restore(job: Job, state: TrainingState, world: World, device: torch.device) -> None:
     """Gives rank 0 the newest intact checkpoint, or the state of step 0."""
     fallbacks: list[Fallback] = []
 
@@ -80,6 +80,9 @@ def _restore(job: Job, state: TrainingState, world: World) -> None:
     commit, snapshot = found
     state.load(snapshot)
     put_event(job.paths, "resumed", job.fence, step=state.step, workers=world.size, checkpoint_fence=commit.fence)
+    now = environment.describe(device)
+    if now != commit.environment:
+        put_event(job.paths, "environment_changed", job.fence, step=state.step, before=commit.environment, now=now)
 
 
 def _run(
@@ -112,7 +115,8 @@ def _run(
             if hooks.after_step is not None:
                 hooks.after_step(world.rank, state.step)
             if stop:
-                return
+                break
+    recorder.check()
 
 
 class _Recorder:
@@ -174,13 +178,16 @@ class _Recorder:
         best = ranked(read_evaluations(self._job.paths), self._job.best_metric, self._job.best_mode)
         return [e.step for e in best[: self._job.config.checkpoint.keep_best]]
 
+    def check(self) -> None:
+        """Raises if the last checkpoint, which is the run's result, could not be written."""
+        if self._active:
+            self._saver.check()
+
     def close(self) -> None:
-        """Writes what is left; raises if the last checkpoint could not be written."""
+        """Writes what is left."""
         if not self._active:
             return
-        try:
-            self._saver.close()
-        finally:
-            self._metrics.close()
-            stalls = [s * 1e3 for s in self._saver.stall_s]
-            put_event(self._job.paths, "left", self._job.fence, step=self._state.step, stalls_ms=stalls)
+        self._saver.wait()
+        self._metrics.close()
+        stalls = [s * 1e3 for s in self._saver.stall_s]
+        put_event(self._job.paths, "left", self._job.fence, step=self._state.step, stalls_ms=stalls)

@@ -85,11 +85,12 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
         """Ends the run if it must end; otherwise Ray Train starts the workers again."""
         del failure_decision
-        if not self._errors:
-            return  # the controller's own trouble, such as workers that cannot be placed; Ray tries again
+        errors, self._errors = self._errors, {}
+        if not errors:
+            return  # the controller's own trouble, such as workers that cannot be placed yet; Ray tries again
         self._failures += 1
-        final = next((e for e in self._errors.values() if isinstance(e, RayAppError) and not e.retryable), None)
-        reasons = {str(rank): f"{type(e).__name__}: {e}"[:2000] for rank, e in self._errors.items()}
+        final = next((e for e in errors.values() if isinstance(e, RayAppError) and not e.retryable), None)
+        reasons = {str(rank): f"{type(e).__name__}: {e}"[:2000] for rank, e in errors.items()}
         put_event(self._paths, "failed", self._fence, number=self._failures, errors=reasons, final=final is not None)
         if final is not None:
             raise final

@@ -64,7 +64,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
 
-    def close(self) -> None:
+    def check(self) -> None:
         """Waits for the last commit.
 
         Raises:

@@ -35,15 +35,16 @@ class TrainingState:
         config: Names optimizer and schedule.
         task: Makes the model.
         device: Where it lives.
+        total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
     """
 
-    def __init__(self, config: Config, task: Task, device: torch.device) -> None:
+    def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         seed_init(config.seed, device)
         self.model: nn.Module = task.build_model().to(device).train()
         self.optimizer = _optimizer(config.optimizer, self.model)
         self.schedule: LRScheduler | None = None
         if config.schedule is not None:
-            self.schedule = load_class(config.schedule)(self.optimizer, **config.schedule.init_args)
+            self.schedule = _schedule(config.schedule, self.optimizer, total_steps)
         self.step = NOTHING
 
     @property
@@ -95,6 +96,14 @@ def _optimizer(spec: ClassSpec, model: nn.Module) -> Optimizer:
     if "fused" in inspect.signature(made).parameters and not {"fused", "foreach"} & args.keys():
         args["fused"] = True  # on CPU it must be asked for
     return made([p for p in model.parameters() if p.requires_grad], **args)
+
+
+def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    made = load_class(spec)
+    args = dict(spec.init_args)
+    if "total_steps" in inspect.signature(made).parameters:
+        args.setdefault("total_steps", total_steps)
+    return made(optimizer, **args)
 
 
 def _copied(value: Any) -> Any:

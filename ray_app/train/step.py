@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ray_app.config import Config
 from ray_app.data.feed import MicroBatch
-from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
+from ray_app.errors import ConfigError, DataError, NonFiniteError, PeerLostError
 from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import Strategy, World, collective
 from ray_app.task.base import Task
@@ -112,6 +112,8 @@ class Step:
         result = self._exchange(mine)
         self._strategy.finish()
         self._buffers.finish()
+        if sum(result.rows) != global_rows:
+            raise DataError(f"Step {cursor} consumed {sum(result.rows)} rows, {global_rows} were planned; please report this.")
         return result
 
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> float:

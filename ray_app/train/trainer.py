@@ -65,7 +65,7 @@ def fit(start: Start, max_workers: int) -> None:
         run_config=RunConfig(
             name=job.paths.ray_storage(job.fence).name,
             storage_path=str(job.paths.root),
-            failure_config=FailureConfig(max_failures=-1),
+            failure_config=FailureConfig(max_failures=-1, max_preemption_failures=job.config.failure.max_preemptions),
             callbacks=[FailureBudget(job.run_root, job.fence, job.config.failure)],
         ),
     ).fit()

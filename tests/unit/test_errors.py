@@ -28,8 +28,8 @@ def test_a_bad_row_is_named() -> None:
     assert (error.path, error.row_group, error.row, error.reason) == error.args
 
 
-def test_only_a_lost_peer_is_worth_another_start() -> None:
-    assert [kind for kind in ALL if kind.retryable] == [errors.PeerLostError]
+def test_what_is_worth_another_start() -> None:
+    assert [kind for kind in ALL if kind.retryable] == [errors.PeerLostError, errors.BudgetSpentError]
 
 
 def test_the_tree_in_the_docstring_names_every_exception() -> None:

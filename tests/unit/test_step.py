@@ -56,7 +56,7 @@ class Stepped:
 def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Stepped:
     """Runs the first steps of a run on one rank, until one raises."""
     set_up_torch(job.config, CPU)
-    state = TrainingState(job.config, job.task, CPU)
+    state = TrainingState(job.config, job.task, CPU, 100)
     state.step = 0
     plan, results = job.plan, []
     with LocalMembership(World(rank, size, plan.logical_workers), store).generation() as world:
@@ -165,7 +165,7 @@ def test_clipping_bounds_what_the_optimizer_sees(pool: Pool, data: Path, tmp_pat
 def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float]:
     """The gradient norm of a step and how far the parameters moved."""
     set_up_torch(job.config, CPU)
-    state = TrainingState(job.config, job.task, CPU)
+    state = TrainingState(job.config, job.task, CPU, 100)
     state.step = 0
     world = World(rank, 1, job.plan.logical_workers)
     before = [p.detach().clone() for p in state.model.parameters()]
@@ -183,7 +183,7 @@ def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=Plain(), optimizer=sgd)
     stepped = run_steps(0, tmp_path, job, 1, 9)
-    state = TrainingState(job.config, job.task, CPU)
+    state = TrainingState(job.config, job.task, CPU, 100)
     arrays = cached(job, Cursor(), range(4))
     feed = Feed(job.plan, Cursor(), range(4), arrays, CPU)
     for i in range(9):
@@ -299,7 +299,7 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
         return rates
 
     def made() -> TrainingState:
-        state = TrainingState(config, dataclasses.replace(TASK), CPU)
+        state = TrainingState(config, dataclasses.replace(TASK), CPU, 100)
         state.step = 0
         return state
 
@@ -307,7 +307,7 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
     rates = advanced(undisturbed, 11)
     assert len(set(rates)) > 2
     for done in (0, 1, 4, 10):
-        first, second = made(), TrainingState(config, TASK, CPU)
+        first, second = made(), TrainingState(config, TASK, CPU, 100)
         seen = advanced(first, done)
         second.load(unpack(pack(first.snapshot())))
         assert second.step == done
@@ -327,7 +327,7 @@ TASK: Any = OneLayer()
 
 
 def test_a_snapshot_is_memory_of_its_own() -> None:
-    state = TrainingState(Config(), TASK, CPU)
+    state = TrainingState(Config(), TASK, CPU, 100)
     state.step = 0
     snapshot = state.snapshot()
     before = params_digest(snapshot.model)
@@ -347,7 +347,7 @@ def test_the_highest_step_is_shared(pool: Pool, highest: int) -> None:
 
 def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
     """Shares the state of the rank that is at step 5; the others are behind or have nothing."""
-    state = TrainingState(Config(seed=rank), TASK, CPU)
+    state = TrainingState(Config(seed=rank), TASK, CPU, 100)
     if rank != 1:
         state.step = 5 if rank == highest else 4
         for _ in range(state.step):

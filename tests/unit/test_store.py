@@ -97,10 +97,10 @@ def change_commit(folder: Path, **values: Any) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "model cut": (lambda f: truncate(f, MODEL), f"{MODEL} has "),
     "model flipped": (lambda f: flip(f, MODEL), f"{MODEL} differs from what was committed (SHA-256)"),
-    "model missing": (lambda f: remove(f, MODEL), f"{MODEL} cannot be read"),
+    "model missing": (lambda f: remove(f, MODEL), f"{MODEL} is missing"),
     "training cut": (lambda f: truncate(f, TRAINING), f"{TRAINING} has "),
     "training flipped": (lambda f: flip(f, TRAINING), f"{TRAINING} differs"),
-    "training missing": (lambda f: remove(f, TRAINING), f"{TRAINING} cannot be read"),
+    "training missing": (lambda f: remove(f, TRAINING), f"{TRAINING} is missing"),
     "commit cut": (lambda f: truncate(f, "COMMIT.json"), "COMMIT.json is damaged"),
     "commit empty": (lambda f: (f / "COMMIT.json").write_bytes(b"") and None, "COMMIT.json is damaged"),
     "commit binary": (lambda f: (f / "COMMIT.json").write_bytes(b"\xff\xfe") and None, "COMMIT.json is damaged"),
@@ -154,7 +154,7 @@ def test_none_intact_names_each_and_deletes_nothing(store: CheckpointStore, path
     for _ in range(2):
         with pytest.raises(CheckpointError) as caught:
             store.load_newest(lambda _: None)
-        for text in ("step-00000003-0001", "SHA-256", "step-00000002-0001", "cannot be read", "step-00000001-0001", "COMMIT.json"):
+        for text in ("step-00000003-0001", "SHA-256", "step-00000002-0001", "is missing", "step-00000001-0001", "COMMIT.json"):
             assert text in str(caught.value)
         assert "Nothing was deleted" in str(caught.value)
     assert {p for p in paths.checkpoints.rglob("*") if p.is_file() and p.name != "BAD.json"} == before
@@ -421,7 +421,7 @@ def test_a_failed_write_is_tried_again(paths: RunPaths) -> None:
     disk = FailingDisk({1: 3})
     saver = Saver(paths, CheckpointSection(), list, disk)
     saver.save(lambda: snapshot_of(1), commit_of(1))
-    saver.close()
+    saver.check()
     assert disk.raised == 3
     [commit] = CheckpointStore(paths).commits()
     assert commit.params_digest == params_digest(snapshot_of(1).model)
@@ -434,8 +434,8 @@ def test_a_follower_with_a_damaged_hold_fails_no_write(paths: RunPaths) -> None:
     saver = Saver(paths, CheckpointSection(), list)
     for step in (1, 2, 3):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
-    saver.close()
-    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2, 3], "nothing is removed while a hold cannot be read"
+    saver.check()
+    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2, 3], "nothing is removed while a hold is missing"
     assert [e.kind for e in read_events(paths)] == ["checkpointed"] * 3
 
 
@@ -454,7 +454,7 @@ def test_the_saver_waits_for_the_write_before(paths: RunPaths) -> None:
     assert CheckpointStore(paths).commits() == [], "the step waits for the write"
     threading.Timer(0.05, may_write.set).start()
     saver.save(take, commit_of(2))
-    saver.close()
+    saver.check()
     assert taken == [False, True]
     assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2]
 
