@@ -17,7 +17,6 @@ from typing import Any
 import numpy.typing as npt
 import ray
 import torch
-from torchmetrics import MeanMetric, MetricCollection
 
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.retention import Hold
@@ -97,8 +96,10 @@ def evaluate(job: EvaluationJob, model: torch.nn.Module, arrays: dict[str, npt.N
     Returns:
         The task's metrics and the mean loss.
     """
+    from torchmetrics import MeanMetric
+
     task, size = job.task, job.section.batch_size
-    metrics: MetricCollection = task.metrics().to(device)
+    metrics = task.metrics().to(device)
     losses = MeanMetric().to(device)
     fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
     model.eval()

@@ -171,9 +171,10 @@ def _prepare_evaluation(job: Job) -> EvaluationJob | None:
             f"A decoded row of data.eval_path {config.data.eval_path} is {fields}, of data.path {config.data.path} it is {job.fields}; both"
             " must be alike. Ingest them the same way."
         )
-    known = sorted([*map(str, job.task.metrics().keys()), "loss"])
-    if job.best_metric not in known:
-        raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task has {', '.join(known)}.")
+    if config.evaluate.metric is not None:
+        known = sorted([*map(str, job.task.metrics().keys()), "loss"])
+        if job.best_metric not in known:
+            raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task has {', '.join(known)}.")
     return EvaluationJob(config.evaluate, job.task, job.run_root, 0, dataset.root, dataset.manifest, fields, config.data.read_task_mb)
 
 

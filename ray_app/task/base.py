@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torchmetrics import MetricCollection
 
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.keyed import hash_array, key
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection  # three seconds of imports that only evaluation needs
 
 Batch = dict[str, Tensor]
 Rows = dict[str, Any]

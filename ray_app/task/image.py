@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
-from torchvision.transforms.v2 import functional as transforms
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.base import Batch, Rows, Task, count_classes, need_column, uniform
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 
@@ -56,9 +55,8 @@ class ImageClassification(Task):
         flip: bool = False,
         crop_padding: int = 0,
     ) -> None:
-        known = ["small_cnn", *torchvision.models.list_models(module=torchvision.models)]
-        if model not in known:
-            raise ConfigError(f"task.init_args.model is {model!r}; it must be one of {', '.join(known)}.")
+        if model != "small_cnn" and model not in _classifiers():
+            raise ConfigError(f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}.")
         self.model, self.model_args, self.num_classes = model, dict(model_args or {}), num_classes
         self.image, self.label, self.size = image, label, size
         self.pixel_max, self.mean, self.std = pixel_max, mean or [0.0], std or [1.0]
@@ -99,6 +97,9 @@ class ImageClassification(Task):
         return {"image": pixels, "label": labels}
 
     def _decode_file(self, data: bytes) -> npt.NDArray:
+        import torchvision
+        from torchvision.transforms.v2 import functional as transforms
+
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         image = torchvision.io.decode_image(raw, mode=torchvision.io.ImageReadMode.RGB)
         assert self.size is not None
@@ -109,6 +110,8 @@ class ImageClassification(Task):
         assert self.num_classes is not None, "prepare() comes first"
         if self.model == "small_cnn":
             return small_cnn(self.channels, self.num_classes, **self.model_args)
+        import torchvision
+
         return torchvision.models.get_model(self.model, num_classes=self.num_classes, **self.model_args)
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
@@ -135,12 +138,21 @@ class ImageClassification(Task):
 
     def metrics(self) -> MetricCollection:
         """The share of rows whose highest score is their class."""
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy
+
         assert self.num_classes is not None, "prepare() comes first"
         return MetricCollection({"accuracy": MulticlassAccuracy(self.num_classes, average="micro")})
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
         """See `Task.update`."""
         metrics.update(outputs, batch["label"])
+
+
+def _classifiers() -> list[str]:
+    import torchvision
+
+    return torchvision.models.list_models(module=torchvision.models)
 
 
 def _shift(images: Tensor, keys: Tensor, padding: int) -> Tensor:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
-from torchmetrics.classification import MulticlassAccuracy
 
 from ray_app.errors import DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.base import Batch, Rows, Task, count_classes, need_column
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
 
 _NUMBERS = ("number", "integer")
 
@@ -139,6 +140,9 @@ class TabularClassification(_Tabular):
 
     def metrics(self) -> MetricCollection:
         """The share of rows whose highest score is their class."""
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy
+
         return MetricCollection({"accuracy": MulticlassAccuracy(self._outputs(), average="micro")})
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
@@ -187,6 +191,8 @@ class TabularRegression(_Tabular):
 
     def metrics(self) -> MetricCollection:
         """Mean absolute error, root of the mean squared error, and R2."""
+        from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
+
         return MetricCollection({"mae": MeanAbsoluteError(), "rmse": MeanSquaredError(squared=False), "r2": R2Score()})
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ray_app import run_training
-from ray_app.config import Config
+from ray_app.config import Config, default_tracking_uri
 from ray_app.errors import BudgetSpentError, NonFiniteError, RunExistsError
 from ray_app.pipeline.run import Faults
 from ray_app.record.journal import MetricsReader, read_events
@@ -37,6 +37,18 @@ def record_of(run: Path) -> list[tuple[int, float, list[int], list[int]]]:
     return [(step, r.loss, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
 
 
+def assert_tracked_once(config: Config, summary: dict[str, Any], steps: int) -> None:
+    """One finished MLflow run, with each step of the record as one point."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(default_tracking_uri(config))
+    [experiment] = [e for e in client.search_experiments() if e.name == config.tracking.experiment]
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.status) == (summary["mlflow_run_id"], "FINISHED")
+    points = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted(point.step for point in points) == list(range(1, steps + 1))
+
+
 @pytest.mark.parametrize(("workers", "cache"), [(2, "none"), (3, "memory"), (4, "none")])
 def test_the_number_of_workers_does_not_matter(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, workers: int, cache: str
@@ -52,10 +64,11 @@ def test_the_number_of_workers_does_not_matter(
 
 def test_a_killed_worker_changes_nothing(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, tracking__enabled=True, tracking__every_steps=1)
     summary = run_training(config, faults=Faults(train=Hooks(after_step=kill))).summary
     assert kill.happened == 1
     assert summary["restarts"]["failures"] == 1
+    assert_tracked_once(config, summary, steps=30)
     assert summary["redone_steps"] <= 13 - 8
     assert len(summary["recovery_s"]) == 1
     assert summary["params_digest"] == reference["params_digest"]

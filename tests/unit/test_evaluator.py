@@ -1,0 +1,123 @@
+"""The evaluator without Ray: it holds what it reads for as long as it needs, and each checkpoint is evaluated once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from local_world import make_job, write_images
+
+from ray_app.checkpoint.format import Snapshot, pack, params_digest
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.config import EvaluateSection
+from ray_app.data.source import fetch_here
+from ray_app.evaluate import actor
+from ray_app.evaluate.actor import EvaluationJob, Evaluator, pending
+from ray_app.record.evaluations import read_evaluations
+from ray_app.record.journal import read_events
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> EvaluationJob:
+    data = write_images(tmp_path / "data", [[20, 11]])
+    made = make_job(tmp_path / "run", data, logical_workers=1, batch=8)
+    return EvaluationJob(EvaluateSection(batch_size=7), made.task, made.run_root, 1, made.data_root, made.plan.manifest, made.fields, 64.0)
+
+
+def commit(job: EvaluationJob, step: int) -> None:
+    model = job.task.build_model().state_dict()
+    snapshot = Snapshot(step, {name: tensor.clone() for name, tensor in model.items()}, {}, None)
+    made = Commit(step, 1, 0, step, "cadence", "", "", 1, params_digest(snapshot.model), {}, time.time())
+    CheckpointStore(job.paths).write(pack(snapshot), made)
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.01)
+
+
+@contextmanager
+def following(job: EvaluationJob, before: Callable[[Commit], None] | None = None) -> Iterator[Evaluator]:
+    evaluator = Evaluator(job, fetch_here, before)
+    try:
+        yield evaluator
+    finally:
+        evaluator.stop()
+
+
+def test_what_waits_is_held_however_long_an_evaluation_takes(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "HOLD_S", 0.5)
+    for step in (1, 2, 3):
+        commit(job, step)
+    go, started = threading.Event(), threading.Event()
+
+    def slow(_: Commit) -> None:
+        started.set()
+        go.wait(30)
+
+    with following(job, slow):
+        assert started.wait(30)
+        began = time.time()
+        wait_until(lambda: time.time() > began + 3 * 0.5, "three times the life of a hold")
+        assert CheckpointStore(job.paths).retain(1, []) == []
+        go.set()
+        wait_until(lambda: not pending(job), "all evaluated")
+    assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
+    assert CheckpointStore(job.paths).retain(1, []) == [1, 2]
+
+
+def test_a_damaged_checkpoint_is_marked_and_passed_over_and_one_that_went_is_not(job: EvaluationJob) -> None:
+    for step in (1, 2, 3):
+        commit(job, step)
+    data = bytearray((job.paths.checkpoint(1, 1) / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (job.paths.checkpoint(1, 1) / "model.safetensors").write_bytes(data)
+
+    def remove(found: Commit) -> None:
+        if found.step == 2:
+            folder = job.paths.checkpoint(2, 1)
+            for path in [folder / "COMMIT.json", *folder.iterdir()]:
+                path.unlink(missing_ok=True)
+            folder.rmdir()
+
+    with following(job, remove):
+        wait_until(lambda: not pending(job), "all evaluated")
+    assert [e.step for e in read_evaluations(job.paths)] == [3]
+    [skipped] = read_events(job.paths, "evaluation_skipped")
+    assert skipped.details["step"] == 1
+    assert not job.paths.checkpoint(2, 1).exists()
+
+
+def test_storage_that_fails_for_a_while_is_asked_again(job: EvaluationJob) -> None:
+    commit(job, 1)
+    calls = []
+
+    def failing(found: Commit) -> None:
+        calls.append(found.step)
+        if len(calls) < 3:
+            raise OSError("storage does not answer")
+
+    with following(job, failing) as evaluator:
+        wait_until(lambda: not pending(job), "evaluated at last")
+        assert evaluator.error() is None
+    assert calls == [1, 1, 1]
+    assert [e.step for e in read_evaluations(job.paths)] == [1]
+
+
+def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> None:
+    from dataclasses import replace
+
+    from ray_app.data.source import Reader, load_all
+
+    arrays = load_all(fetch_here, Reader(job.data_root, job.task.columns(), job.task.decode), job.manifest, job.fields, 10)
+    model = job.task.build_model()
+    cpu = actor.torch.device("cpu")
+    found = [actor.evaluate(replace(job, section=EvaluateSection(batch_size=size)), model, arrays, cpu) for size in (1, 7, 31, 1000)]
+    assert {values["accuracy"] for values in found} == {found[0]["accuracy"]}
+    assert all(values["loss"] == pytest.approx(found[0]["loss"], rel=1e-5) for values in found)
