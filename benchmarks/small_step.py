@@ -61,8 +61,10 @@ def bare() -> None:
     print((time.perf_counter() - wall) / steps * 1e3, (time.process_time() - cpu) / steps * 1e3)
 
 
-def keras() -> None:
-    """Keras `fit` of the same network on `tf.data`."""
+def keras(distributed: bool = False) -> None:
+    """Keras `fit` of the same network on `tf.data`, alone or under `MirroredStrategy`."""
+    from contextlib import nullcontext
+
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -71,9 +73,10 @@ def keras() -> None:
     data = tf.data.Dataset.from_tensor_slices((pixels.reshape(ROWS, 784).astype("float32") / 255, labels)).cache()
     data = data.shuffle(10_000).batch(BATCH).prefetch(2)
     layers = tf.keras.layers
-    model = tf.keras.Sequential([layers.Input((784,)), *(layers.Dense(256, "relu") for _ in range(2)), layers.Dense(10)])
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(tf.keras.optimizers.Adam(1e-3), loss)
+    with tf.distribute.MirroredStrategy().scope() if distributed else nullcontext():
+        model = tf.keras.Sequential([layers.Input((784,)), *(layers.Dense(256, "relu") for _ in range(2)), layers.Dense(10)])
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(tf.keras.optimizers.Adam(1e-3), loss)
     model.fit(data, epochs=1, verbose=0)
     wall, cpu = time.perf_counter(), time.process_time()
     model.fit(data, epochs=2, verbose=0)
@@ -156,10 +159,10 @@ def main() -> None:
     """Measures all sides."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--side", choices=["bare", "keras"])
+    parser.add_argument("--side", choices=["bare", "keras", "mirrored"])
     options = parser.parse_args()
     if options.side:
-        {"bare": bare, "keras": keras}[options.side]()
+        {"bare": bare, "keras": keras, "mirrored": lambda: keras(distributed=True)}[options.side]()
         return
     report("Evaluation of 50,000 rows, batch 256", evaluations(options.rounds), {"evaluator": 1.25})
     import logging
@@ -176,12 +179,14 @@ def main() -> None:
         }
         if KERAS.exists():
             sides["Keras fit"] = lambda: run_side([str(KERAS), __file__, "--side", "keras"])
+            sides["Keras MirroredStrategy"] = lambda: run_side([str(KERAS), __file__, "--side", "mirrored"])
         else:
             print(f"Keras is left out: {KERAS} is not there, see benchmarks/requirements.txt", file=sys.stderr)
         found = alternate(sides, options.rounds)
     report("Time per step, 784-256-256-10, batch 32, one thread", found, {"cache: memory": 1.25, "cache: none": 1.6})
     if "Keras fit" in found:
-        report("Against Keras", {name: found[name] for name in ("Keras fit", "cache: memory")}, {"cache: memory": 0.5})
+        for name in ("Keras fit", "Keras MirroredStrategy"):
+            report(f"Against {name}", {side: found[side] for side in (name, "cache: memory")}, {"cache: memory": 0.5})
     ray.shutdown()
 
 

@@ -159,11 +159,11 @@ class Step:
 
     def _clip(self) -> float:
         """The gradient's norm; clips the gradient to the configured norm."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # get_total_norm without its 30 us of grouping
+        norms = torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])  # get_total_norm costs 30 us more
+        norm = math.sqrt(math.fsum(n * n for n in torch.stack(norms).tolist()))
         if self._config.train.grad_clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.train.grad_clip_norm, norm)
-        return norm.item()
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.train.grad_clip_norm, torch.tensor(norm))
+        return norm
 
     def _refuse(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, result: StepResult) -> None:
         """Finds out which logical workers' rows gave the NaN or infinity, and raises on every rank alike."""
