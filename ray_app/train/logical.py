@@ -95,14 +95,11 @@ class Buffers:
 
 
 @contextmanager
-def single_values(model: nn.Module, rows: int) -> Iterator[None]:
+def single_values(model: nn.Module) -> Iterator[None]:
     """Lets batch-norm layers that see one value per channel use their running statistics and leave them alone.
 
     In training such a layer raises, since one value has no variance. It can happen only in a micro-batch of one row.
     """
-    if rows != 1:
-        yield
-        return
 
     def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]

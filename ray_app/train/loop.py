@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,7 +101,7 @@ def _run(
     plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
     strategy = build_strategy(job.config.train, state.model, world)
     step = Step(job.config, job.task, state, strategy, world, device)
-    with closing(strategy), closing(Feed(plan, cursor, world.played, open_windows(job, cursor, world.played), device)) as feed:
+    with _settled(), closing(strategy), closing(Feed(plan, cursor, world.played, open_windows(job, cursor, world.played), device)) as feed:
         while state.step < job.total_steps:
             waited, lr = feed.wait_s, state.lr
             batches = feed.next()
@@ -117,6 +118,16 @@ def _run(
             if stop:
                 break
     recorder.check()
+
+
+@contextmanager
+def _settled() -> Iterator[None]:
+    """Tells Python's garbage collector not to look again and again through what lives as long as the run."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Recorder:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ATTEMPT = "RAY_APP_ATTEMPT"
 """Environment variable that Ray Train's hook sets alike in all workers of one attempt."""
 
-_BEAT_S = 0.25
+_BEAT_S = 0.5
 
 
 class Membership(Protocol):

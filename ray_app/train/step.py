@@ -6,6 +6,7 @@ import math
 import struct
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class Step:
         self._config, self._task, self._state = config, task, state
         self._strategy, self._world, self._device = strategy, world, device
         self._buffers = Buffers(state.model, world)
+        self._bf16 = config.train.precision == "bf16"
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: int) -> StepResult:
@@ -122,16 +124,20 @@ class Step:
             self._strategy.skip(batch.logical_worker)
             return 0.0
         losses = self._losses(cursor, batch)
-        self._strategy.backward(losses, losses.new_full((), 1 / global_rows).expand(batch.rows), batch.logical_worker)
+        self._strategy.backward(losses, self._weights(batch.rows, global_rows), batch.logical_worker)
         return losses.detach().sum().item() / global_rows
+
+    @lru_cache(maxsize=8)  # noqa: B019 - lives as long as its generation
+    def _weights(self, rows: int, global_rows: int) -> Tensor:
+        """One over the global number of rows for every row of a micro-batch, shape (rows,)."""
+        return torch.full((rows,), 1 / global_rows, device=self._device)
 
     def _losses(self, cursor: Cursor, batch: MicroBatch) -> Tensor:
         """The losses of a micro-batch's rows, shape (rows,)."""
         seed_step(self._config.seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
         fields = self._task.augment(batch.fields, batch.keys)
-        bf16 = self._config.train.precision == "bf16"
-        autocast: Any = torch.autocast(self._device.type, torch.bfloat16) if bf16 else nullcontext()
-        with autocast, single_values(self._state.model, batch.rows):
+        single = single_values(self._state.model) if batch.rows == 1 else nullcontext()
+        with torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext(), single:
             losses = self._task.loss(self._task.forward(self._state.model, fields), fields)
         if losses.shape != (batch.rows,):
             raise ConfigError(

@@ -215,7 +215,7 @@ def test_batch_norm_over_one_value_uses_the_running_statistics_and_leaves_them()
     model(torch.randn(8, 6) * 3 + 1)  # statistics unlike those of the start
     before = {name: value.clone() for name, value in model.state_dict().items()}
     row = torch.randn(1, 6)
-    with single_values(model, 1):
+    with single_values(model):
         found = model(row)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "statistics moved"
     assert all(layer.training for layer in model.modules())
@@ -227,7 +227,7 @@ def test_batch_norm_over_more_values_is_left_alone() -> None:
         twin = nn.Sequential(*model)
         twin.load_state_dict(model.state_dict())
         statistics = [b.clone() for b in model.buffers()]
-        with single_values(model, len(rows)):
+        with single_values(model):
             found = model(rows)
         assert not torch.equal(statistics[0], next(model.buffers())), "the statistics do not move"
         assert torch.equal(found, model.train()(rows)), "it is not what training gives"
@@ -235,7 +235,7 @@ def test_batch_norm_over_more_values_is_left_alone() -> None:
 
 def test_batch_norm_is_in_training_again_after_an_error() -> None:
     model = batch_norms()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), single_values(model, 1):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), single_values(model):
         nn.Sequential(model[1], nn.Linear(7, 1))(torch.randn(1, 6))
     assert all(layer.training for layer in model.modules())
     with pytest.raises(ValueError, match="more than 1 value"):
