@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -61,6 +63,14 @@ class Stopwatch:
             walls.append((end["wall_s"] - start["wall_s"]) / steps * 1e3)
             cpus.append((end["cpu_s"] - start["cpu_s"]) / steps * 1e3)
         return Sample(walls[0], sum(cpus))
+
+
+def ingest_rows(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
+    """Makes the data set `folder/rows` of images and labels."""
+    from ray_app.data.ingest import IngestOptions, ingest
+
+    np.savez(folder / "rows.npz", x=pixels, y=labels)
+    ingest(IngestOptions(source="numpy", input=str(folder / "rows.npz"), out=str(folder / "rows")))
 
 
 def run_side(command: Sequence[str]) -> Sample:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report, run_side
+from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, ingest_rows, report, run_side
 
 ROWS, BATCH, WARM_UP, STEPS = 50_000, 32, 1563, 4689
 KERAS = ROOT / ".venv-keras" / "bin" / "python"
@@ -88,11 +88,7 @@ class Ours:
     """Runs of the application on one local Ray cluster."""
 
     def __init__(self, folder: Path) -> None:
-        from ray_app.data.ingest import IngestOptions, ingest
-
-        pixels, labels = make_rows()
-        np.savez(folder / "rows.npz", x=pixels, y=labels)
-        ingest(IngestOptions(source="numpy", input=str(folder / "rows.npz"), out=str(folder / "rows")))
+        ingest_rows(folder, *make_rows())
         self._folder, self._number = folder, 0
 
     def measure(self, cache: str, tracking: bool = True) -> Sample:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST_HELD = 32
-"""Checkpoints that a follower can keep alive; the oldest beyond it go."""
+"""Checkpoints that followers can keep alive; the oldest beyond it go, and are recorded as skipped."""
 
 
 @dataclass(frozen=True)
@@ -38,3 +38,9 @@ def removable(steps: Iterable[int], keep_last: int, best: Iterable[int], holds: 
     if live:
         kept |= set([step for step in ordered if step > min(live)][-MOST_HELD:])
     return set(ordered) - kept
+
+
+def skipped(gone: Iterable[int], holds: Iterable[Hold], now_s: float) -> list[int]:
+    """Which of the removed checkpoints a live follower was still waiting for, because it lags behind by more than `MOST_HELD`."""
+    live = [hold.done_step for hold in holds if hold.expires_s > now_s]
+    return sorted(step for step in gone if live and step > min(live))

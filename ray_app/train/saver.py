@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
+from ray_app.checkpoint.retention import skipped
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import CheckpointSection
 from ray_app.errors import CheckpointError
@@ -97,11 +98,14 @@ class Saver:
         self._store.write(pack(snapshot), made)
         duration_s = time.perf_counter() - began
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
-        self._tidy()
+        self._tidy(commit.fence)
 
-    def _tidy(self) -> None:
+    def _tidy(self, fence: int) -> None:
         """Removes what nobody needs; what goes wrong here is no failed write, and is tried again after the next."""
         try:
-            self._store.retain(self._section.keep_last, self._best_steps())
+            holds = self._store.holds()
+            gone = self._store.retain(self._section.keep_last, self._best_steps())
+            for step in skipped(gone, holds, time.time()):
+                put_event(self._paths, "evaluation_skipped", fence, step=step, reason="the evaluator lags too far behind")
         except Exception as error:
             logger.warning("Old checkpoints could not be removed, will try again: %s", error)

@@ -574,3 +574,14 @@ def test_events_come_back_in_order(paths: RunPaths) -> None:
         ("started", 0, {"step": 0}), ("checkpointed", 1, {"step": 10}), ("resumed", 2, {"step": 20}), ("checkpointed", 3, {"step": 30}),
     ]  # fmt: skip
     assert [e.details["step"] for e in read_events(paths, "checkpointed", "started")] == [0, 10, 30]
+
+
+def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths: RunPaths) -> None:
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(2, time.time() + 1000))
+    saver = Saver(paths, CheckpointSection(keep_last=2), lambda: [])
+    for step in range(1, MOST_HELD + 6):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.check()
+    assert [c.step for c in store.commits()] == list(range(6, MOST_HELD + 6))
+    assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
