@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.harness import Sample, Stopwatch, alternate, ingest_rows, report, run_side
 
-ROWS, ROWS_PER_WORKER, WORKERS, WARM_UP, STEPS = 2048, 32, 2, 5, 30
+ROWS, ROWS_PER_WORKER, WORKERS, WARM_UP, STEPS = 2048, 32, 2, 5, 65
 
 
 def make_rows() -> tuple[np.ndarray, np.ndarray]:
@@ -103,6 +103,7 @@ class Ours:
             scaling__min_workers=WORKERS,
             scaling__max_workers=WORKERS,
             train__reduction=reduction,
+            train__epochs=3,
             train__max_steps=STEPS,
             tracking__enabled=False,
         )
