@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config import Config, check, digest
+from ray_app.checks import check
+from ray_app.config import Config, digest
 from ray_app.data.columns import encode
 from ray_app.data.dataset import open_dataset
 from ray_app.data.feed import CachedWindows, StreamedWindows, Windows

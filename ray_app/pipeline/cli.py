@@ -15,7 +15,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config import SECTIONS, Config, check, from_dict
+from ray_app.checks import check
+from ray_app.config import SECTIONS, Config, from_dict
 from ray_app.errors import ConfigError
 from ray_app.task.base import Task
 

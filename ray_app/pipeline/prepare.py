@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ray_app.config import Config, check, digest, from_yaml, refuse_other_config, result_fields
+from ray_app.checks import check
+from ray_app.config import Config, digest, from_yaml, refuse_other_config, result_fields
 from ray_app.data.columns import spec_like
 from ray_app.data.dataset import open_dataset
 from ray_app.data.source import first_row, probe

@@ -11,11 +11,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_app.checks import check
 from ray_app.config import (
     SECTIONS,
     ClassSpec,
     Config,
-    check,
     default_tracking_uri,
     digest,
     flatten,

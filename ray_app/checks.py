@@ -1,0 +1,103 @@
+"""What a configuration must fulfil before anything else looks at it: ranges, choices and combinations, refused all at once."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from ray_app.config import SECTIONS, Config, flatten
+from ray_app.errors import ConfigError
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check(config: Config) -> None:
+    """Refuses impossible values and combinations.
+
+    Raises:
+        ConfigError: All that is wrong, a line each: what was given, what is allowed and what to do.
+    """
+    problems = [*_check_ranges(config), *_check_scaling(config), *_check_run(config)]
+    if problems:
+        raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+_AT_LEAST: dict[str, float] = {
+    "scaling.min_workers": 1,
+    "scaling.max_workers": 1,
+    "scaling.logical_workers": 1,
+    "scaling.threads_per_worker": 1,
+    "scaling.cpus_per_worker": 0,
+    "scaling.gpus_per_worker": 0,
+    "data.global_batch_size": 1,
+    "data.shuffle_window_rows": 1,
+    "data.prefetch_windows": 1,
+    "train.epochs": 1,
+    "train.max_steps": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.every_epochs": 1,
+    "checkpoint.keep_last": 2,
+    "checkpoint.keep_best": 0,
+    "failure.max_failures": -1,
+    "failure.max_preemptions": -1,
+    "evaluate.batch_size": 1,
+    "evaluate.num_cpus": 0,
+    "evaluate.num_gpus": 0,
+    "evaluate.threads": 1,
+    "evaluate.drain_timeout_s": 0,
+    "tracking.every_steps": 1,
+}
+_ABOVE_ZERO = ("scaling.resize_check_s", "data.read_task_mb", "train.grad_clip_norm", "failure.step_timeout_s")
+
+
+def _check_ranges(config: Config) -> list[str]:
+    values = flatten(config.to_dict())
+    problems = []
+    for section, made in SECTIONS.items():
+        for name, hint in get_type_hints(made).items():
+            allowed = [choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)]
+            value = values[f"{section}.{name}"]
+            if allowed and value is not None and value not in allowed:
+                problems.append(f"{section}.{name} is {value!r}; it must be one of {', '.join(allowed)}.")
+    for name, least in _AT_LEAST.items():
+        if values[name] is not None and not values[name] >= least:  # also NaN
+            problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")
+    for name in _ABOVE_ZERO:
+        if values[name] is not None and not values[name] > 0:
+            problems.append(f"{name} is {values[name]}; it must be greater than 0.")
+    return problems
+
+
+def _check_scaling(config: Config) -> list[str]:
+    scaling, batch, logical = config.scaling, config.data.global_batch_size, config.logical_workers
+    problems = []
+    if scaling.min_workers > scaling.max_workers:
+        problems.append(
+            f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower the one or"
+            " raise the other."
+        )
+    if scaling.max_workers > logical >= 1:
+        problems.append(
+            f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without a logical"
+            f" worker has nothing to do. Set max_workers to at most {logical}, or start a new run with more logical workers."
+        )
+    if logical >= 1 and batch >= 1 and batch % logical:
+        below, above = batch // logical * logical, -(-batch // logical) * logical
+        valid = " or ".join(str(n) for n in (below, above) if n > 0)
+        problems.append(
+            f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid values are {valid}."
+        )
+    return problems
+
+
+def _check_run(config: Config) -> list[str]:
+    problems = []
+    if config.run.name is not None and not _RUN_NAME.fullmatch(config.run.name):
+        problems.append(
+            f"run.name is {config.run.name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
+        )
+    if not config.task.class_path:
+        problems.append("task.class_path is missing; name a task such as ray_app.task.image.ImageClassification.")
+    if not config.data.path:
+        problems.append("data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one).")
+    return problems
