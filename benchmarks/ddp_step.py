@@ -85,7 +85,7 @@ class Ours:
 
         from ray_app import load_config, run_training
         from ray_app.pipeline.run import Faults
-        from ray_app.train.loop import Hooks
+        from ray_app.train.hooks import Hooks
 
         self._number += 1
         watch = Stopwatch(str(self._folder / f"watch-{self._number}"), WARM_UP, STEPS)

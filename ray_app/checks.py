@@ -37,6 +37,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.every_steps": 1,
     "checkpoint.every_epochs": 1,
     "checkpoint.keep_last": 2,
+    "checkpoint.snapshot_every_steps": 1,
     "checkpoint.keep_best": 0,
     "failure.max_failures": -1,
     "failure.max_preemptions": -1,
@@ -47,7 +48,13 @@ _AT_LEAST: dict[str, float] = {
     "evaluate.drain_timeout_s": 0,
     "tracking.every_steps": 1,
 }
-_ABOVE_ZERO = ("scaling.resize_check_s", "data.read_task_mb", "train.grad_clip_norm", "failure.step_timeout_s")
+_ABOVE_ZERO = (
+    "scaling.resize_check_s",
+    "data.read_task_mb",
+    "train.grad_clip_norm",
+    "failure.step_timeout_s",
+    "failure.heartbeat_timeout_s",
+)
 
 
 def _check_ranges(config: Config) -> list[str]:

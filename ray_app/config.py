@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ray_app.errors import RunExistsError
+from ray_app.errors import ConfigError, RunExistsError
 
 
 def _result(default: Any) -> Any:
@@ -44,7 +44,8 @@ class RunSection:
     Args:
         name: Directory of the run below `storage_path` and its name in MLflow; starting the same name again resumes it. Made up when
             not given.
-        storage_path: Folder that every node of the cluster sees under the same path.
+        storage_path: Folder that every node of the cluster sees under the same path, or `s3://bucket/prefix`. How S3 is reached comes from
+            the usual `AWS_*` variables, on every node, or from the path: `?endpoint_override=host:port&scheme=http&region=...`.
         ray_address: Ray cluster to join (`auto` or an address). Not given: `RAY_ADDRESS` if that is set (as in a Ray job), otherwise
             a local cluster of this machine's own, stopped at the end.
     """
@@ -135,12 +136,15 @@ class CheckpointSection:
         every_epochs: Epochs between two checkpoints; not given: none by epochs. The end of training always makes one.
         keep_last: Newest checkpoints to keep, at least 2.
         keep_best: Best checkpoints by `evaluate.metric` to keep besides.
+        snapshot_every_steps: Optimizer steps between two copies of the state to memory outside the workers, from which a run goes on that
+            loses all its workers at once; not given: none, such a run goes on from its newest checkpoint.
     """
 
     every_steps: int | None = None
     every_epochs: int | None = 1
     keep_last: int = 2
     keep_best: int = 1
+    snapshot_every_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,14 +152,20 @@ class FailureSection:
     """How much may go wrong.
 
     Args:
-        max_failures: Worker-group restarts because of failures before the run gives up; -1: any number.
-        max_preemptions: Restarts because of preempted nodes before it gives up; -1: any number.
-        step_timeout_s: Seconds that a collective of one step may take before it counts as failed.
+        max_failures: Failures of workers before the run gives up; -1: any number.
+        max_preemptions: Nodes taken away (announced or not) before it gives up; -1: any number.
+        step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended and replaced; not given: 50
+            times the median step, at least 60.
+        heartbeat_timeout_s: Seconds without a sign of life after which the others go on without a worker.
+        recovery: `in_place`: the others keep their state and go on when a worker is lost, and a new one joins them. `restart`: all
+            workers start again from the newest checkpoint, as in stock Ray Train.
     """
 
     max_failures: int = 5
     max_preemptions: int = -1
-    step_timeout_s: float = 300.0
+    step_timeout_s: float | None = None
+    heartbeat_timeout_s: float = 5.0
+    recovery: Literal["in_place", "restart"] = "in_place"
 
 
 @dataclass(frozen=True)
@@ -189,7 +199,7 @@ class TrackingSection:
 
     Args:
         enabled: Whether MLflow gets the record.
-        uri: MLflow tracking URI; not given: a SQLite file `mlflow.db` in `run.storage_path`.
+        uri: MLflow tracking URI; not given: a SQLite file `mlflow.db` in `run.storage_path`, which must then be a folder.
         experiment: Name of the MLflow experiment.
         every_steps: Optimizer steps that are combined into one point of each metric (the run's own record has every step).
     """
@@ -326,5 +336,15 @@ def refuse_other_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> 
 
 
 def default_tracking_uri(config: Config) -> str:
-    """The MLflow tracking URI of a run."""
+    """The MLflow tracking URI of a run.
+
+    Raises:
+        ConfigError: None is given and the run is stored on S3, where no database can be.
+    """
+    if not config.tracking.uri and "://" in config.run.storage_path:
+        raise ConfigError(
+            f"run.storage_path is {config.run.storage_path!r}, where MLflow's SQLite file cannot be, and tracking.uri is not given. Set"
+            " tracking.uri to an MLflow server (http://host:5000) or to a file of this machine (sqlite:////folder/mlflow.db), or set"
+            " tracking.enabled to false."
+        )
     return config.tracking.uri or f"sqlite:///{Path(config.run.storage_path).resolve() / 'mlflow.db'}"

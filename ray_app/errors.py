@@ -4,12 +4,16 @@
 
     RayAppError
     ├── ConfigError          refused before anything started (exit code 2)
-    │   └── RunExistsError   the run name is taken by another configuration
+    │   ├── RunExistsError   the run name is taken by another configuration
+    │   └── RunHeldError     another driver writes this run
     ├── DataError            the data set cannot be used (exit code 2 before the start)
     │   └── BadRowError      one row cannot be used: file, row group and row
     ├── CheckpointError      no checkpoint can be returned to
+    ├── LeaseLostError       another driver has taken the run over: write nothing more
     ├── NonFiniteError       a loss or a gradient is NaN or infinite
     ├── PeerLostError        a collective failed because a worker left: form a new generation
+    ├── PreemptedError       the nodes of all workers are about to go away
+    ├── RepeatedFailureError the same failure at the same step again and again
     └── BudgetSpentError     more failures than `failure.*` allows
 """
 
@@ -27,6 +31,10 @@ class ConfigError(RayAppError):
 
 class RunExistsError(ConfigError):
     """A run of this name exists with another configuration."""
+
+
+class RunHeldError(ConfigError):
+    """Another driver writes this run; the message says who, since when, and when its lease ends."""
 
 
 class DataError(RayAppError):
@@ -55,6 +63,10 @@ class CheckpointError(RayAppError):
     """No checkpoint can be loaded; the message names each one that was tried and why it was refused."""
 
 
+class LeaseLostError(RayAppError):
+    """A later start of the driver has taken the run over; this one must not write it any more."""
+
+
 class NonFiniteError(RayAppError):
     """The loss or a gradient is NaN or infinite; the optimizer did not move."""
 
@@ -63,6 +75,16 @@ class PeerLostError(RayAppError):
     """A collective failed because another worker left or a new generation forms."""
 
     retryable = True
+
+
+class PreemptedError(RayAppError):
+    """All workers have to leave their nodes; they made a checkpoint and start again where there is room."""
+
+    retryable = True
+
+
+class RepeatedFailureError(RayAppError):
+    """Workers failed at the same step with the same error several times in a row."""
 
 
 class BudgetSpentError(RayAppError):

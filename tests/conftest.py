@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+pytest_plugins = ["tests.cluster"]
+
 if TYPE_CHECKING:
     from local_world import Pool
+
+    from ray_app.record.s3 import S3Path
+    from tests.s3_server import S3Server
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +25,27 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     made = Pool(4, tmp_path_factory.mktemp("stores"))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A server that speaks S3, with one empty bucket."""
+    from tests.s3_server import CREDENTIALS, S3Server
+
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in CREDENTIALS.items():
+            environment.setenv(name, value)
+        server = S3Server()
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def s3_folder(s3_server: S3Server) -> Iterator[S3Path]:
+    """A place on it for one test, which begins and ends without faults."""
+    s3_server.reset()
+    yield s3_server.path(uuid.uuid4().hex)
+    s3_server.reset()
 
 
 @pytest.fixture

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ray_app.checkpoint.store import Commit
 from ray_app.errors import NonFiniteError
+from ray_app.record.files import location
+from ray_app.record.journal import read_events
+from ray_app.record.paths import RunPaths
 
 
 @dataclass(frozen=True)
@@ -67,3 +74,124 @@ class KillEvaluator:
         if commit.step == self.step and not Path(self.proof).exists():
             Path(self.proof).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class KillAt:
+    """SIGKILL of a worker when it begins a phase, see `Hooks.at`."""
+
+    proof: str
+    phase: str
+    rank: int
+    step: int
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        if phase == self.phase and Kill(self.proof, self.step, self.rank).is_due(rank, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def happened(self) -> int:
+        """To how many it happened."""
+        return Kill(self.proof, self.step).happened
+
+
+@dataclass(frozen=True)
+class Several:
+    """Several hooks, one after the other."""
+
+    hooks: tuple[Callable[..., None], ...]
+
+    def __call__(self, *arguments: Any) -> None:
+        for hook in self.hooks:
+            hook(*arguments)
+
+
+@dataclass(frozen=True)
+class Freeze(At):
+    """SIGSTOP of a worker after a step; the proof holds its pid."""
+
+    def __call__(self, rank: int, step: int) -> None:
+        if self.is_due(rank, step):
+            Path(f"{self.proof}-{rank}").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Linger:
+    """Holds every step up, at most for a while each, until the events of the run say that something happened.
+
+    Args:
+        run: The run's directory.
+        kind: Kind of the event to wait for.
+        details: What it must say.
+        after: First step to hold up.
+        each_s: Most seconds to hold up a step.
+    """
+
+    run: str
+    kind: str
+    details: dict[str, Any]
+    after: int
+    each_s: float = 1.5
+
+    def __call__(self, rank: int, step: int) -> None:
+        deadline_s = time.monotonic() + self.each_s
+        while step >= self.after and not self._is_there() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+    def _is_there(self) -> bool:
+        events = read_events(RunPaths(location(self.run)), self.kind)
+        return any(self.details.items() <= event.details.items() for event in events)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A worker that does not go on when it begins a phase, as when a reader is stuck."""
+
+    proof: str
+    phase: str
+    rank: int
+    step: int
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        if phase == self.phase and Kill(self.proof, self.step, self.rank).is_due(rank, step):
+            threading.Event().wait()
+
+    @property
+    def happened(self) -> int:
+        """To how many it happened."""
+        return Kill(self.proof, self.step).happened
+
+
+@dataclass(frozen=True)
+class Fail:
+    """An error of user code after a step, every time."""
+
+    step: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        if step == self.step:
+            raise OSError("flaky")
+
+
+class Spare:
+    """Removes a proof, so that its fault can happen from now on."""
+
+    def __init__(self, proof: str) -> None:
+        self.proof = proof
+
+    def __call__(self, rank: int, step: int) -> None:
+        if step == 1:
+            Path(f"{self.proof}-1").unlink(missing_ok=True)
+
+
+class WaitFor:
+    """Holds a step up, for a while, until a file is there."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step = path, step
+
+    def __call__(self, rank: int, step: int) -> None:
+        deadline_s = time.monotonic() + 20
+        while step == self.step and not Path(self.path).exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)

@@ -29,7 +29,7 @@ from ray_app.checks import check
 from ray_app.config import Config, digest
 from ray_app.data.columns import encode
 from ray_app.data.dataset import open_dataset
-from ray_app.data.feed import CachedWindows, StreamedWindows, Windows
+from ray_app.data.feed import CachedWindows, Feed, StreamedWindows, Windows
 from ray_app.data.source import fetch_here, load_all, probe
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
@@ -37,8 +37,10 @@ from ray_app.record.journal import StepRecord
 from ray_app.strategy.base import World, collective
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
+from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.loop import Hooks, OpenWindows, train
+from ray_app.train.loop import OpenWindows, train
+from ray_app.train.rendezvous import Flags, Formed, Phase
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -154,6 +156,13 @@ def cached(job: Job, cursor: Cursor, played: range) -> Windows:
     return CachedWindows(load_all(fetch_here, job.reader, job.plan.manifest, job.fields, 10))
 
 
+def feed_of(plan: Plan, cursor: Cursor, played: range, windows: Windows) -> Feed:
+    """A feed that plays windows which are open already."""
+    feed = Feed(plan, lambda _cursor, _played: windows, CPU)
+    feed.play(cursor, played)
+    return feed
+
+
 class LocalMembership:
     """The membership of plain processes that share a file.
 
@@ -163,32 +172,48 @@ class LocalMembership:
         stop: Ranks that ask to stop, and in which of their steps (from 1).
     """
 
+    recovers = False
+
     def __init__(self, world: World, store: Path, stop: dict[int, int] | None = None) -> None:
         self._world, self._store, self._stop = world, store, stop or {}
         self._asked = 0
 
     @contextmanager
-    def generation(self) -> Iterator[World]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
         """See `Membership.generation`."""
+        del step, lost
+        formed = Formed(1, self._world.rank, self._world.size, "", 0)
         if self._world.size == 1:
-            yield self._world
+            yield self._world, formed
             return
         with collective():
             store = dist.FileStore(str(self._store), self._world.size)
             timeout = timedelta(seconds=_TIMEOUT_S / 2)
             dist.init_process_group("gloo", store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout)
+            dist.barrier()  # nobody leaves while another still connects
         try:
-            yield self._world
+            yield self._world, formed
         finally:
             dist.destroy_process_group()
 
-    def flags(self) -> int:
+    def flags(self) -> Flags:
         """See `Membership.flags`; asked once a step."""
         self._asked += 1
-        return int(self._stop.get(self._world.rank) == self._asked)
+        return Flags.STOP if self._stop.get(self._world.rank) == self._asked else Flags(0)
 
-    def report(self, record: StepRecord) -> None:
+    def is_leaving(self) -> bool:
+        """See `Membership.is_leaving`."""
+        return False
+
+    def enter(self, phase: Phase) -> None:
+        """See `Membership.enter`."""
+
+    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """See `Membership.report`."""
+
+    def recorded(self) -> int:
+        """See `Membership.recorded`."""
+        return 0
 
 
 class KilledError(Exception):

@@ -1,7 +1,8 @@
 """The checkpoint store: a directory per step and fence, its files, and `COMMIT.json` last.
 
 A directory without a valid `COMMIT.json` does not exist. Loading verifies the digest of every file, takes the newest step and its
-highest fence, and walks back over bad ones, marking them. Nothing is moved or appended to.
+highest fence, and walks back over bad ones, marking them. Nothing is moved or appended to. A writer that a later start has taken the run
+over from commits nothing; should both happen at the same moment, the commit is still one that the run can go on from, under its own fence.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ray_app.checkpoint.format import Snapshot, unpack
 from ray_app.checkpoint.retention import Hold, removable
-from ray_app.errors import CheckpointError
-from ray_app.record.files import put_atomic, put_json, read_json
+from ray_app.errors import CheckpointError, LeaseLostError
+from ray_app.record.files import Location, listing, put_atomic, put_json, read_all, read_json, remove_temporary, remove_tree
+from ray_app.record.lease import refuse_if_lost
 from ray_app.record.paths import RunPaths
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 _COMMIT, _BAD = "COMMIT.json", "BAD.json"
 _NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
+
+_Folders = dict[str, dict[str, Location]]
+"""The files of every checkpoint folder by their names, by the folder's name."""
 
 
 @dataclass(frozen=True)
@@ -83,26 +87,45 @@ class CheckpointStore:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
 
-    def write(self, files: dict[str, bytes], commit: Commit) -> Path:
+    def write(self, files: dict[str, bytes], commit: Commit) -> Location:
         """Writes and commits a checkpoint; one that is committed already is left alone, unless it is marked bad.
 
         Raises:
-            OSError: The storage refused; nothing was committed.
+            LeaseLostError: A later start has taken the run over; nothing was committed.
+            OSError: The storage refused; nothing was committed, and what was written is removed as far as possible.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if (folder / _COMMIT).exists() and not (folder / _BAD).exists():
             return folder
-        (folder / _COMMIT).unlink(missing_ok=True)
-        digests = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
-        for name, data in files.items():
-            put_atomic(folder / name, data)
-        (folder / _BAD).unlink(missing_ok=True)
-        put_json(folder / _COMMIT, asdict(commit) | {"files": digests})
+        try:
+            (folder / _COMMIT).unlink(missing_ok=True)
+            remove_temporary(folder)
+            digests = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
+            for name, data in files.items():
+                put_atomic(folder / name, data)
+            (folder / _BAD).unlink(missing_ok=True)
+            refuse_if_lost(self._paths, commit.fence)
+            put_json(folder / _COMMIT, _sealed(asdict(commit) | {"files": digests}))
+        except (OSError, LeaseLostError):
+            with suppress(OSError):
+                self.discard(commit)
+            raise
         return folder
+
+    def discard(self, commit: Commit) -> None:
+        """Removes what a failed write left of a checkpoint, unless it was committed after all.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        folder = self._paths.checkpoint(commit.step, commit.fence)
+        if not (folder / _COMMIT).exists():
+            remove_tree(folder)
 
     def commits(self) -> list[Commit]:
         """Every committed checkpoint that is not marked bad, by step and then fence."""
-        found = [self._commit(folder) for folder in self._folders() if not (folder / _BAD).exists()]
+        good = {name: files[_COMMIT] for name, files in self._folders().items() if _COMMIT in files and _BAD not in files}
+        found = [_parsed(name, data) for name, data in zip(good, read_all(good.values(), missing=b""), strict=True)]
         return sorted((c for c in found if isinstance(c, Commit)), key=lambda c: (c.step, c.fence))
 
     def load(self, commit: Commit) -> dict[str, bytes]:
@@ -139,20 +162,20 @@ class CheckpointStore:
             CheckpointError: There are checkpoints, but not one is intact; nothing is deleted.
         """
         refused = []
-        for folder in sorted(self._folders(), key=_key, reverse=True):
-            if not (folder / _COMMIT).exists():
+        for name, files in sorted(self._folders().items(), key=lambda item: _key(item[0]), reverse=True):
+            if _COMMIT not in files:
                 continue
-            commit = self._commit(folder)
             try:
+                if _BAD in files:
+                    raise CheckpointError(str(read_json(files[_BAD])["reason"]))
+                commit = _parsed(name, files[_COMMIT].read_bytes())
                 if isinstance(commit, str):
                     raise CheckpointError(commit)
-                if (folder / _BAD).exists():
-                    raise CheckpointError(str(read_json(folder / _BAD)["reason"]))
                 return commit, unpack(self.load(commit))
             except CheckpointError as error:
-                refused.append(f"{folder.name}: {error}")
-                if _mark_bad(folder, str(error)):
-                    on_fallback(Fallback(folder.name, str(error)))
+                refused.append(f"{name}: {error}")
+                if _mark_bad(self._paths.checkpoints / name, str(error)):
+                    on_fallback(Fallback(name, str(error)))
         if refused:
             raise CheckpointError(
                 f"No checkpoint of {self._paths.root} can be returned to:\n"
@@ -166,10 +189,14 @@ class CheckpointStore:
         _mark_bad(self._paths.checkpoint(commit.step, commit.fence), reason)
 
     def clean(self, fence: int) -> None:
-        """Removes leftovers of earlier starts that were never committed."""
-        for folder in self._folders():
-            if not (folder / _COMMIT).exists() and _key(folder)[1] < fence:
-                shutil.rmtree(folder, ignore_errors=True)
+        """Removes leftovers of earlier starts that were never committed.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        for name, files in (self._folders(temporary=True) | self._folders()).items():
+            if _COMMIT not in files and _key(name)[1] < fence:
+                remove_tree(self._paths.checkpoints / name)
 
     def retain(self, keep_last: int, best: list[int]) -> list[int]:
         """Removes checkpoints that nobody needs any more; the newest intact ones stay.
@@ -187,52 +214,69 @@ class CheckpointStore:
             if commit.step in gone:
                 folder = self._paths.checkpoint(commit.step, commit.fence)
                 (folder / _COMMIT).unlink(missing_ok=True)
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
         return sorted(gone)
 
     def holds(self) -> list[Hold]:
         """What the followers of this run say."""
-        if not self._paths.holds.is_dir():
-            return []
-        return [Hold(**json.loads(path.read_bytes())) for path in sorted(self._paths.holds.glob("*.json"))]
+        return [Hold(**json.loads(data)) for data in read_all(listing(self._paths.holds).values())]
 
     def hold(self, follower: str, hold: Hold) -> None:
         """Says for a follower what it still needs."""
         put_json(self._paths.holds / f"{follower}.json", asdict(hold))
 
-    def _folders(self) -> list[Path]:
-        if not self._paths.checkpoints.is_dir():
-            return []
-        return [path for path in self._paths.checkpoints.iterdir() if _NAME.fullmatch(path.name)]
-
-    def _commit(self, folder: Path) -> Commit | str:
-        """The commit of a folder, or why it has none."""
-        try:
-            values = read_json(folder / _COMMIT)
-            if values is None:
-                return "not committed"
-            commit = Commit(**values)
-        except (ValueError, TypeError) as error:
-            return f"{_COMMIT} is damaged: {error}"
-        if commit.schema_version != SCHEMA_VERSION:
-            return f"{_COMMIT} has schema version {commit.schema_version}; this version reads {SCHEMA_VERSION}"
-        if (commit.step, commit.fence) != _key(folder) or not _is_complete(commit.files):
-            return f"{_COMMIT} is damaged: it does not describe the files of {folder.name}"
-        return commit
+    def _folders(self, temporary: bool = False) -> _Folders:
+        """What there is; with `temporary` what writers that were stopped in the middle have left. On S3 that is one request."""
+        found: _Folders = {}
+        for path, file in listing(self._paths.checkpoints, temporary=temporary).items():
+            folder, _, name = path.rpartition("/")
+            if _NAME.fullmatch(folder):
+                found.setdefault(folder, {})[name] = file
+        return found
 
 
-def _key(folder: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(folder.name)
+def _sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of `COMMIT.json` with a digest of their own, so that a change of any of them is found."""
+    return values | {"sha256": _digest(values)}
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _parsed(name: str, data: bytes) -> Commit | str:
+    """The commit in a `COMMIT.json`, or what is wrong with it.
+
+    Args:
+        name: The checkpoint's folder.
+        data: Content of the file.
+    """
+    try:
+        values: dict[str, Any] = dict(json.loads(data))
+    except (ValueError, TypeError) as error:
+        return f"{_COMMIT} is damaged: {error}"
+    version = values.get("schema_version")
+    if version != SCHEMA_VERSION:
+        return f"{_COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}"
+    digest = values.pop("sha256", None)
+    if digest != _digest(values):
+        return f"{_COMMIT} is damaged: it differs from what was committed (SHA-256)"
+    commit = Commit(**values)
+    if (commit.step, commit.fence) != _key(name):
+        return f"{_COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}"
+    return commit
+
+
+def _key(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2])
 
 
-def _is_complete(files: Any) -> bool:
-    """Whether digest and size of at least one file are there, and of every one."""
-    known = isinstance(files, dict) and all(isinstance(facts, dict) and {"sha256", "bytes"} <= facts.keys() for facts in files.values())
-    return known and bool(files)
-
-
-def _mark_bad(folder: Path, reason: str) -> bool:
-    """Marks a folder as bad; returns whether it was not marked before."""
-    return put_json(folder / _BAD, {"reason": reason, "time_s": time.time()}, if_absent=True)
+def _mark_bad(folder: Location, reason: str) -> bool:
+    """Marks a folder as bad; returns whether it was not marked before, as far as the storage says."""
+    try:
+        return put_json(folder / _BAD, {"reason": reason, "time_s": time.time()}, if_absent=True)
+    except OSError as error:
+        logger.warning("%s could not be marked as bad and will be looked at again: %s", folder, error)
+        return True

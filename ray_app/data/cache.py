@@ -39,6 +39,10 @@ class MemoryCache:
 
 def start_cache(reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], task_rows: int) -> Any:
     """Starts the actor and returns its handle; it decodes while the workers start."""
-    actor = ray.remote(MemoryCache).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(reader, manifest, fields, task_rows)
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # a lost node must not take it along
+    made = ray.remote(MemoryCache).options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+    actor = made.remote(reader, manifest, fields, task_rows)
     actor.arrays.remote()
     return actor

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
@@ -262,42 +262,78 @@ class _Rows:
         return parts
 
 
+@dataclass
+class _Stream:
+    """Windows of some logical workers, which are taken in turn."""
+
+    played: range
+    windows: Windows
+
+
 class Feed:
-    """Micro-batches of the played logical workers, step by step from a cursor.
+    """Micro-batches of the logical workers that this rank plays, step by step.
 
     Args:
         plan: The order.
-        cursor: The first step to deliver.
-        played: Logical workers of this rank.
-        windows: Where rows come from.
+        open_windows: Opens the data at a cursor for some logical workers.
         device: Where the tensors go.
     """
 
-    def __init__(self, plan: Plan, cursor: Cursor, played: range, windows: Windows, device: torch.device) -> None:
-        self._plan, self._cursor, self._played = plan, cursor, played
-        self._windows, self._device = windows, device
-        self._current: list[Window] = []
-        self._order = plan.epoch(cursor.epoch)
-        self._fresh = True
+    def __init__(self, plan: Plan, open_windows: Callable[[Cursor, range], Windows], device: torch.device) -> None:
+        self._plan, self._open, self._device = plan, open_windows, device
+        self._cursor, self._played = Cursor(0, 0), range(0)
+        self._streams: list[_Stream] = []
+        self._current: dict[int, tuple[tuple[int, int], Window]] = {}
+        self._order = plan.epoch(0)
         self.wait_s = 0.0
+
+    def play(self, cursor: Cursor, played: range) -> None:
+        """Goes on at a cursor, not before the present one, with these logical workers; what is read already for them is kept."""
+        kept = [s for s in self._streams if s.played[0] in played and s.played[-1] in played]
+        for stream in self._streams:
+            if stream not in kept:
+                stream.windows.close()
+        have = {v for s in kept for v in s.played}
+        self._current = {v: held for v, held in self._current.items() if v in have}
+        self._streams = kept + [_Stream(part, self._open(cursor, part)) for part in _runs([v for v in played if v not in have])]
+        self._cursor, self._played = cursor, played
 
     def next(self) -> list[MicroBatch]:
         """The micro-batches of the next step, one per played logical worker; `wait_s` grows by the time it took."""
         began = time.perf_counter()
         cursor = self._cursor
-        if cursor.step % self._plan.steps_per_window == 0 or self._fresh:
-            if self._order.epoch != cursor.epoch:
-                self._order = self._plan.epoch(cursor.epoch)
-            window = cursor.step // self._plan.steps_per_window
-            self._current = []  # frees the old windows before the new ones are waited for
-            self._current = [self._windows.take(self._order, v, window) for v in self._played]
-            self._fresh = False
-        batches = [window.micro_batch(cursor.step, self._device) for window in self._current]
+        if self._order.epoch != cursor.epoch:
+            self._order = self._plan.epoch(cursor.epoch)
+        wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
+        for stream in self._streams:
+            self._advance(stream, wanted)
+        batches = [self._current[v][1].micro_batch(cursor.step, self._device) for v in self._played]
         self._cursor = cursor.next(self._plan.steps_per_epoch)
         self.wait_s += time.perf_counter() - began
         return batches
 
+    def _advance(self, stream: _Stream, wanted: tuple[int, int]) -> None:
+        """Takes the wanted windows of a stream, if they are not the current ones."""
+        if all(v in self._current and self._current[v][0] == wanted for v in stream.played):
+            return
+        for v in stream.played:
+            self._current.pop(v, None)  # frees the old windows before the new ones are waited for
+        for v in stream.played:
+            self._current[v] = wanted, stream.windows.take(self._order, v, wanted[1])
+
     def close(self) -> None:
         """Frees threads and memory."""
-        self._windows.close()
-        self._current = []
+        for stream in self._streams:
+            stream.windows.close()
+        self._streams, self._current = [], {}
+
+
+def _runs(numbers: list[int]) -> list[range]:
+    """Ascending numbers as ranges without gaps."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found

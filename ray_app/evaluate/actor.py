@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -26,7 +25,8 @@ from ray_app.data.columns import ArraySpec
 from ray_app.data.source import Fetch, Reader, fetch_ray, load_all, rows_per_task
 from ray_app.errors import CheckpointError
 from ray_app.plan.manifest import Manifest
-from ray_app.record.evaluations import Evaluation, put_evaluation, read_evaluations
+from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
+from ray_app.record.files import location, poll_s
 from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 FOLLOWER = "evaluator"
 HOLD_S = 300.0
 """Seconds that a hold outlives the evaluator; long enough for Ray to start it again."""
-_POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_LONGEST_PAUSE_S = 10.0
 _METRIC_ROWS = 8192
 
 
@@ -67,12 +67,12 @@ class EvaluationJob:
     @property
     def paths(self) -> RunPaths:
         """The run directory."""
-        return RunPaths(Path(self.run_root))
+        return RunPaths(location(self.run_root))
 
 
 def pending(job: EvaluationJob) -> list[Commit]:
     """The checkpoints that wait for an evaluation, oldest first; with `every: latest` at most the newest."""
-    done = {e.step for e in read_evaluations(job.paths)}
+    done = evaluated_steps(job.paths)
     waiting = {c.step: c for c in CheckpointStore(job.paths).commits() if c.step not in done}
     ordered = [waiting[step] for step in sorted(waiting)]
     if job.section.every == "latest":
@@ -81,7 +81,7 @@ def pending(job: EvaluationJob) -> list[Commit]:
 
 
 def _last_evaluated(paths: RunPaths) -> int:
-    return max((e.step for e in read_evaluations(paths)), default=-1)
+    return max(evaluated_steps(paths), default=-1)
 
 
 def evaluate(job: EvaluationJob, model: torch.nn.Module, arrays: dict[str, npt.NDArray], device: torch.device) -> dict[str, float]:
@@ -147,17 +147,18 @@ class Evaluator:
             thread.join()
 
     def _follow(self) -> None:
-        pause_s = _POLL_S
+        look_s = poll_s(self._job.paths.root)
+        pause_s = look_s
         while not self._stopped.is_set():
             try:
                 waiting = pending(self._job)
                 if waiting:
                     self._hold(waiting[0].step - 1)
                     self._evaluate(waiting[0])
-                pause_s = 0.0 if waiting else _POLL_S
+                pause_s = 0.0 if waiting else look_s
             except (OSError, ray.exceptions.RayError) as error:  # storage or cluster; may pass
                 logger.warning("The evaluator will try again: %s", error)
-                pause_s = min(_LONGEST_PAUSE_S, 2 * max(pause_s, _POLL_S))
+                pause_s = min(_LONGEST_PAUSE_S, 2 * max(pause_s, look_s))
             except Exception as error:
                 logger.exception("The evaluator gives up")
                 self._error = f"{type(error).__name__}: {error}"

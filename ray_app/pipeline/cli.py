@@ -49,8 +49,25 @@ def parse(arguments: Sequence[str] | None = None, prog: str = "train.py", exit_o
     Raises:
         ConfigError: Values do not fit together, or any other error with `exit_on_error=False`.
     """
+    return parse_more(arguments, {}, prog, exit_on_error)[0]
+
+
+def parse_more(
+    arguments: Sequence[str] | None, more: dict[str, type], prog: str, exit_on_error: bool = True
+) -> tuple[Config, dict[str, Any]]:
+    """`parse` with sections that are not part of a run's configuration, such as a command's own options.
+
+    Args:
+        arguments: See `parse`.
+        more: A dataclass for every further section, by name.
+        prog: See `parse`.
+        exit_on_error: See `parse`.
+
+    Returns:
+        The configuration, and the further sections by name.
+    """
     importable_from_here()
-    parser = _parser(prog, exit_on_error)
+    parser = _parser(prog, exit_on_error, SECTIONS | more)
     try:
         parsed = parser.parse_args(arguments)
     except ArgumentError as error:
@@ -59,9 +76,10 @@ def parse(arguments: Sequence[str] | None = None, prog: str = "train.py", exit_o
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
             values[name] = _as_set(values[name])
+    made = {name: section(**values.pop(name, {})) for name, section in more.items()}
     config = from_dict(values)
     check(config)
-    return config
+    return config, made
 
 
 def importable_from_here() -> None:
@@ -70,7 +88,7 @@ def importable_from_here() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def _parser(prog: str, exit_on_error: bool) -> ArgumentParser:
+def _parser(prog: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         usage=f"{prog} --config FILE [--SECTION.FIELD VALUE ...]",
@@ -90,7 +108,7 @@ def _parser(prog: str, exit_on_error: bool) -> ArgumentParser:
     )
     parser.set_defaults({"optimizer": {"class_path": "torch.optim.Adam"}})
     parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
-    for name, section in SECTIONS.items():
+    for name, section in sections.items():
         parser.add_class_arguments(section, name)
     return parser
 

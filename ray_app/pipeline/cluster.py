@@ -46,7 +46,7 @@ def cluster(config: Config) -> Iterator[bool]:
         include_dashboard=False,
         logging_level=logging.WARNING,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+        runtime_env={"env_vars": {"PYTHONPATH": python_path()}},
     )
     try:
         yield True
@@ -54,7 +54,7 @@ def cluster(config: Config) -> Iterator[bool]:
         ray.shutdown()
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """Where workers on this machine find the application and the user's own classes."""
     package = str(Path(__file__).resolve().parents[2])
     found = [package, str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
@@ -65,8 +65,13 @@ def _evaluator_cpus(config: Config) -> float:
     return config.evaluate.num_cpus if config.data.eval_path else 0
 
 
+def reserved_cpus(config: Config) -> float:
+    """Logical CPUs that are not for training workers: the evaluator's and one for reading."""
+    return _evaluator_cpus(config) + _READING_CPUS
+
+
 def _wanted_cpus(config: Config, workers: int) -> float:
-    return workers * config.scaling.cpus_per_worker + _evaluator_cpus(config) + _READING_CPUS
+    return workers * config.scaling.cpus_per_worker + reserved_cpus(config)
 
 
 def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
@@ -82,7 +87,7 @@ def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
     scaling = config.scaling
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     room = [float(scaling.max_workers)]
-    free_cpus = cpus - _evaluator_cpus(config) - _READING_CPUS
+    free_cpus = cpus - reserved_cpus(config)
     evaluator_gpus = config.evaluate.num_gpus if config.data.eval_path else 0
     for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
         room.append(0 if free < 0 else free // each if each else float("inf"))

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ray_app.record.evaluations import read_evaluations
-from ray_app.record.journal import StepRecord, read_events
+from ray_app.record.files import poll_s
+from ray_app.record.journal import StepRecord
+from ray_app.train.budget import spent
 from ray_app.train.job import Job
 
 _PLAIN_EVERY_S = 5.0
@@ -50,7 +52,7 @@ class RunConsole:
         self._job, self._max_workers, self._console = job, max_workers, console
         self._live = console.is_terminal
         self._rate, self._line_s = _Rate(), 0.0
-        self._evaluated, self._restarts, self._looked_s = "", 0, 0.0
+        self._evaluated, self._spent, self._looked_s = "", "", 0.0
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(bar_width=24),
@@ -60,7 +62,7 @@ class RunConsole:
         )
         self._bar: TaskID | None = None
         self._epoch = -1
-        self._told_phase = False
+        self._told_phase = ""
 
     def __enter__(self) -> RunConsole:
         if self._live:
@@ -71,15 +73,16 @@ class RunConsole:
         if self._live:
             self._progress.stop()
 
-    def show(self, newest: StepRecord | None, phase: str) -> None:
+    def show(self, newest: StepRecord | None, phase: str, waits: bool = False) -> None:
         """Shows how far the run is.
 
         Args:
             newest: The newest step that rank 0 told of; None before the first.
-            phase: What the run is waiting for until then.
+            phase: What the run is waiting for until then, or again.
+            waits: Whether it waits for capacity now.
         """
         self._look_at_record()
-        if newest is None:
+        if newest is None or waits:
             self._show_phase(phase)
         elif self._live:
             self._update_bar(newest)
@@ -96,14 +99,14 @@ class RunConsole:
         return True
 
     def _look_at_record(self) -> None:
-        if time.monotonic() - self._looked_s < 1.0:
+        if time.monotonic() - self._looked_s < max(1.0, poll_s(self._job.paths.root)):
             return
         self._looked_s = time.monotonic()
         evaluations = read_evaluations(self._job.paths)
         if evaluations:
             metric = self._job.best_metric
             self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step})"
-        self._restarts = len(read_events(self._job.paths, "failed"))
+        self._spent = spent(self._job.paths, self._job.config.failure)
 
     def _text(self, newest: StepRecord) -> str:
         rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)
@@ -111,8 +114,8 @@ class RunConsole:
         parts = [f"loss {newest.loss:.4f}", speed, f"{newest.workers} of {self._max_workers} workers"]
         if self._evaluated:
             parts.append(self._evaluated)
-        if self._restarts:
-            parts.append(f"{self._restarts} restarts")
+        if self._spent:
+            parts.append(self._spent)
         return "  ".join(parts)
 
     def _update_bar(self, newest: StepRecord) -> None:
@@ -128,8 +131,8 @@ class RunConsole:
         self._progress.update(self._bar, completed=newest.step - newest.epoch * per_epoch, text=text)
 
     def _show_phase(self, phase: str) -> None:
-        if not self._told_phase:
-            self._told_phase = True
+        if phase != self._told_phase:
+            self._told_phase = phase
             self._console.print(phase, markup=False, highlight=False)
 
 
@@ -142,8 +145,7 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], tracking_uri:
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
-    restarts = ", ".join(f"{count} {name}" for name, count in summary["restarts"].items() if count)
-    rows.append(("restarts", restarts or "none"))
+    rows.append(("disturbances", spent(job.paths, job.config.failure) or "none"))
     rows.append(("parameters", f"sha256 {summary['params_digest']}"))
     rows.append(("run directory", str(job.paths.root)))
     if tracking_uri:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy.typing as npt
 import torch
@@ -20,7 +19,7 @@ from ray_app.errors import ConfigError, DataError, RayAppError, RunExistsError
 from ray_app.evaluate.actor import EvaluationJob
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
-from ray_app.record.files import put_atomic, put_json
+from ray_app.record.files import location, put_atomic
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
 from ray_app.train.job import Job
@@ -78,8 +77,8 @@ def prepare(config: Config) -> Prepared:
     """
     check(config)
     config = config if config.run.name else config.replace(run__name=new_run_name())
-    paths = RunPaths(Path(config.run.storage_path).resolve() / str(config.run.name))
-    before = from_yaml(paths.config.read_text()) if paths.config.exists() else None
+    paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
+    before = _stored_config(paths)
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check(config)
@@ -95,6 +94,23 @@ def prepare(config: Config) -> Prepared:
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
     _rehearse(job, row)
     return Prepared(job, _prepare_evaluation(job), before is not None)
+
+
+def _stored_config(paths: RunPaths) -> Config | None:
+    """The configuration of the run as it is, if it exists.
+
+    Raises:
+        ConfigError: The storage does not answer.
+    """
+    try:
+        return from_yaml(paths.config.read_text())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint (AWS_ENDPOINT_URL,"
+            " or ?endpoint_override=... in the path), the region and the credentials."
+        ) from error
 
 
 def make_task(config: Config) -> Task:
@@ -179,20 +195,21 @@ def _prepare_evaluation(job: Job) -> EvaluationJob | None:
     return EvaluationJob(config.evaluate, job.task, job.run_root, 0, dataset.root, dataset.manifest, fields, config.data.read_task_mb)
 
 
-def claim(prepared: Prepared) -> Prepared:
-    """Claims the next fence, the number of this start, from 1. A new run's manifest is written first, its configuration last: with that it
-    exists.
+def claim(prepared: Prepared, fence: int) -> Prepared:
+    """Makes the run this start's. A new run's manifest is written first, its configuration last: with that it exists.
+
+    Args:
+        prepared: What may start.
+        fence: Number of the start, from the lease that it holds.
 
     Raises:
         RunExistsError: Another start made the run since `prepare` looked.
     """
     job = prepared.job
     if not prepared.resumes:
-        put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
-        if not put_atomic(job.paths.config, job.config.to_yaml().encode(), if_absent=True):
+        if job.paths.config.exists():
             raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
-    fence = 1
-    while not put_json(job.paths.fence(fence), {"time_s": time.time()}, if_absent=True):
-        fence += 1
+        put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
+        put_atomic(job.paths.config, job.config.to_yaml().encode())
     evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
     return Prepared(replace(job, fence=fence), evaluation, prepared.resumes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.errors import CheckpointError
 from ray_app.record.evaluations import Evaluation, read_evaluations
+from ray_app.record.files import Location
 from ray_app.record.journal import MetricsReader, StepRecord
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
@@ -27,7 +27,7 @@ class Result:
         task: The prepared task; its `forward` runs the model on decoded fields.
     """
 
-    path: Path
+    path: Location
     summary: dict[str, Any]
     task: Task
 
@@ -37,7 +37,7 @@ class Result:
         return str(self.summary["status"])
 
     @property
-    def best_checkpoint(self) -> Path | None:
+    def best_checkpoint(self) -> Location | None:
         """Folder of the best checkpoint by the evaluation metric, or the newest if nothing was evaluated."""
         commit = self._commit("best")
         return RunPaths(self.path).checkpoint(commit.step, commit.fence) if commit else None

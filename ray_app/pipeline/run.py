@@ -18,20 +18,22 @@ from rich.console import Console
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.cache import start_cache
-from ray_app.errors import ConfigError, DataError, own_error
+from ray_app.errors import ConfigError, DataError, LeaseLostError, own_error
 from ray_app.evaluate.actor import pending, start_evaluator
-from ray_app.pipeline.cluster import cluster, workers_that_fit
+from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.record.files import put_json
 from ray_app.record.journal import put_event, read_events
+from ray_app.record.lease import Lease, acquire
 from ray_app.track.runs import Tracker, check_available, run_tags
+from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.loop import Hooks
-from ray_app.train.membership import start_rendezvous
-from ray_app.train.step import STOP
+from ray_app.train.rendezvous import Flags, start_rendezvous
+from ray_app.train.rendezvous import Status as Gathering
+from ray_app.train.snapshots import start_keepers
 from ray_app.train.trainer import Start, fit
 
 logger = logging.getLogger(__name__)
@@ -86,9 +88,10 @@ def _opened(config: Config, console: Console, faults: Faults = Faults()) -> Iter
     prepared = prepare(config)
     with cluster(config):
         max_workers = workers_that_fit(config, ray.cluster_resources())
-        prepared = claim(prepared)
-        _announce(console, prepared, max_workers)
-        yield _Run(prepared, max_workers, console, faults)
+        with acquire(prepared.job.paths) as lease:
+            prepared = claim(prepared, lease.fence)
+            _announce(console, prepared, max_workers)
+            yield _Run(prepared, lease, max_workers, console, faults)
 
 
 def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
@@ -113,12 +116,14 @@ def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
 class _Run:
     """The parts of one start of a run and how they end."""
 
-    def __init__(self, prepared: Prepared, max_workers: int, console: Console, faults: Faults) -> None:
+    def __init__(self, prepared: Prepared, lease: Lease, max_workers: int, console: Console, faults: Faults) -> None:
         self._job, self._evaluation = prepared.job, prepared.evaluation
         self._config = prepared.job.config
         self._max_workers, self._console, self._faults = max_workers, console, faults
         self._interrupted = threading.Event()
         self._error: BaseException | None = None
+        self._lease = lease
+        lease.on_lost(self._interrupted.set)
 
     def go(self) -> Result:
         job = self._job
@@ -138,8 +143,13 @@ class _Run:
         return self._end(tracker)
 
     def _end(self, tracker: Tracker | None) -> Result:
-        """Says, in all places, what came of the run."""
+        """Says, in all places, what came of the run; nothing at all if it belongs to another driver by now."""
         job = self._job
+        self._error = self._lease.lost or self._error
+        if isinstance(self._error, LeaseLostError):
+            if tracker is not None:
+                tracker.abandon()
+            raise self._error
         status = self._status()
         kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
         put_event(job.paths, kind, job.fence, reason=str(self._error) if self._error else None)
@@ -178,29 +188,36 @@ class _Run:
     def _train(self, stack: ExitStack) -> None:
         """Runs `fit` in a thread; the main thread is for signals and the console."""
         job = self._job
-        rendezvous = start_rendezvous()
-        stack.callback(_end_actor, rendezvous)
+        failure = self._config.failure
+        rendezvous = start_rendezvous(f"rendezvous-{job.paths.name}-{job.fence}", failure.heartbeat_timeout_s, failure.step_timeout_s)
+        keepers = start_keepers() if self._config.checkpoint.snapshot_every_steps else []
+        for actor in (rendezvous, *keepers):
+            stack.callback(_end_actor, actor)
         cache = None
         if self._config.data.cache == "memory":
             cache = start_cache(job.reader, job.plan.manifest, job.fields, job.task_rows)
             stack.callback(_end_actor, cache)
-        thread = threading.Thread(target=self._fit, args=(Start(job, rendezvous, cache, self._faults.train),), name="fit", daemon=True)
+        thread = threading.Thread(
+            target=self._fit, args=(Start(job, rendezvous, cache, tuple(keepers), self._faults.train),), name="fit", daemon=True
+        )
         with RunConsole(job, self._max_workers, self._console) as shown:
             thread.start()
             told = False
             while thread.is_alive():
-                if self._interrupted.is_set() and not told:
-                    self._console.print("Stopping after this step, with a checkpoint ...")
-                    ray.get(rendezvous.raise_flags.remote(STOP))
+                if self._interrupted.is_set():
+                    if not told:
+                        self._console.print("Stopping after this step, with a checkpoint ...")
                     told = True
-                shown.show(ray.get(rendezvous.newest.remote()), "waiting for the workers to start ...")
+                    ray.get(rendezvous.raise_flags.remote(Flags.STOP))  # again and again: the rendezvous may have been started anew
+                seen: Gathering = ray.get(rendezvous.status.remote())
+                shown.show(seen.record, seen.waiting or "waiting for the workers to start ...", seen.waiting is not None)
                 if self._faults.watch is not None:
                     self._faults.watch(job)
                 thread.join(_LOOK_S)
 
     def _fit(self, start: Start) -> None:
         try:
-            fit(start, self._max_workers)
+            fit(start, self._max_workers, reserved_cpus(self._config))
         except BaseException as error:  # shown and raised by the main thread
             self._error = own_error(error)
 

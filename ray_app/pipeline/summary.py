@@ -68,25 +68,20 @@ def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
 
 def restarts(events: list[Event]) -> dict[str, int]:
     """How often the workers or the driver were started again, by cause."""
-    resized = [e for e in events if e.kind == "workers" and e.details["before"] not in (0, e.details["workers"])]
     return {
         "failures": _count(events, "failed"),
         "preemptions": _count(events, "preempted"),
-        "resizes": len(resized),
+        "resizes": _count(events, "resized"),
         "driver": max(0, _count(events, "started") - 1),
     }
 
 
 def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
-    """Seconds from each failure's detection to the next finished step."""
+    """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next finished step."""
     times = sorted(record.time_s for record in records)
-    found = []
-    for event in events:
-        if event.kind == "failed":
-            later = next((t for t in times if t > event.time_s), None)
-            if later is not None:
-                found.append(round(later - event.time_s, 3))
-    return found
+    noticed = [e.time_s for e in events if e.kind in ("failed", "preempted") and not e.details["left"]]
+    noticed += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
+    return [round(later - t, 3) for t in sorted(noticed) for later in [next((done for done in times if done > t), None)] if later]
 
 
 def goodput(records: list[StepRecord], repeated: list[StepRecord]) -> float | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from ray_app.record.files import put_json, read_json
+from ray_app.record.files import listing, names, put_json, read_all
 from ray_app.record.paths import RunPaths
 
 
@@ -39,10 +40,12 @@ def put_evaluation(paths: RunPaths, evaluation: Evaluation) -> bool:
 
 def read_evaluations(paths: RunPaths) -> list[Evaluation]:
     """The run's evaluations by step."""
-    if not paths.evaluations.is_dir():
-        return []
-    found: list[Any] = [read_json(path) for path in sorted(paths.evaluations.glob("step-*.json"))]
-    return [Evaluation(**values) for values in found]
+    return [Evaluation(**json.loads(data)) for data in read_all(listing(paths.evaluations).values())]
+
+
+def evaluated_steps(paths: RunPaths) -> set[int]:
+    """The steps that have an evaluation, without reading them."""
+    return {int(name.removeprefix("step-").removesuffix(".json")) for name in names(paths.evaluations)}
 
 
 def ranked(evaluations: list[Evaluation], metric: str, mode: Literal["max", "min"] | str) -> list[Evaluation]:

@@ -1,16 +1,52 @@
-"""The one primitive for everything small: a file is there whole or not at all."""
+"""Where files are, a disk or S3, and the one primitive for writing them: a file is there whole or not at all.
+
+Nothing here renames a folder, appends, or needs a folder to exist. A path is a `pathlib.Path` or an `S3Path`; both have `/`, `name`,
+`exists`, `read_bytes`, `read_text` and `unlink`, and the functions below do the rest.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ray_app.errors import ConfigError
+from ray_app.record.s3 import S3Path, s3_path
 
-def put_atomic(path: Path, data: bytes, *, if_absent: bool = False) -> bool:
-    """Writes `data` to `path` so that every reader sees the old file, the new one, or none.
+Location = Path | S3Path
+"""A file or a folder, on a disk or on S3."""
+
+_READERS = 16
+
+
+def location(text: str) -> Location:
+    """The place that a path or URI names; `location(str(place))` is the same place, in any process.
+
+    Raises:
+        ConfigError: It is neither a path nor an S3 URI.
+    """
+    scheme, is_uri, _ = text.partition("://")
+    if not is_uri:
+        return Path(text).resolve()
+    if scheme != "s3":
+        raise ConfigError(f"{text!r} is on {scheme}://; a run can be stored in a folder that all nodes see, or on s3://bucket/prefix.")
+    return s3_path(text)
+
+
+def poll_s(place: Location) -> float:
+    """Seconds between two looks for something new; each look at S3 costs time and money."""
+    return 0.5 if isinstance(place, Path) else 5.0
+
+
+def put_atomic(path: Location, data: bytes, *, if_absent: bool = False) -> bool:
+    """Writes `data` to `path` so that every reader sees the old file, the new one, or none, also when the writer is stopped in the middle.
+
+    On a disk a temporary file is synced, then renamed or linked into place; on S3 it is one put, or one upload in parts if it is big.
 
     Args:
         path: Where to; its folder is made.
@@ -19,7 +55,12 @@ def put_atomic(path: Path, data: bytes, *, if_absent: bool = False) -> bool:
 
     Returns:
         Whether it was written; False only with `if_absent`.
+
+    Raises:
+        OSError: The storage refused; what was written of it is removed.
     """
+    if isinstance(path, S3Path):
+        return path.put(data, if_absent)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
@@ -32,21 +73,88 @@ def put_atomic(path: Path, data: bytes, *, if_absent: bool = False) -> bool:
             return True
         try:
             os.link(temporary, path)
+            return True
         except FileExistsError:
-            return False
-        return True
+            return temporary.stat().st_nlink == 2  # NFS repeats a link whose answer was lost; then it is ours
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def put_json(path: Path, value: Any, *, if_absent: bool = False) -> bool:
+def put_json(path: Location, value: Any, *, if_absent: bool = False) -> bool:
     """`put_atomic` of JSON; NaN and infinity are written as JavaScript writes them."""
     return put_atomic(path, json.dumps(value, indent=1).encode(), if_absent=if_absent)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Location) -> Any:
     """The JSON value of a file, or None if there is no such file."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+
+
+def names(folder: Location) -> list[str]:
+    """Names of the files in a folder, in no order and without temporary ones; none if there is no such folder."""
+    if isinstance(folder, S3Path):
+        return [name for name in folder.listing() if "/" not in name]
+    try:
+        return [name for name in os.listdir(folder) if not name.startswith(".")]
+    except FileNotFoundError:
+        return []
+
+
+def listing(folder: Location, *, temporary: bool = False) -> dict[str, Location]:
+    """The files in a folder and in the folders in it, by their path relative to it and in its order. On S3 that is one request.
+
+    Args:
+        folder: Where to look; it need not exist.
+        temporary: Tell instead what writers that were stopped in the middle have left.
+    """
+    if isinstance(folder, S3Path):
+        return dict(sorted(folder.listing(temporary).items()))
+    start = len(str(folder)) + 1
+    found = [os.path.join(root, name)[start:] for root, _, files in os.walk(folder) for name in files if name.startswith(".") is temporary]
+    return {name: folder / name for name in sorted(found)}
+
+
+def read_all(paths: Iterable[Location], missing: bytes | None = None) -> list[bytes]:
+    """The contents of many small files, on S3 several at a time.
+
+    Args:
+        paths: The files.
+        missing: What counts as the content of a file that was removed meanwhile.
+
+    Raises:
+        FileNotFoundError: There is no such file, and nothing was said to count instead.
+    """
+
+    def read(place: Location) -> bytes:
+        try:
+            return place.read_bytes()
+        except FileNotFoundError:
+            if missing is None:
+                raise
+            return missing
+
+    places = list(paths)
+    if not any(isinstance(place, S3Path) for place in places):
+        return [read(place) for place in places]
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(read, places))
+
+
+def remove_temporary(folder: Location) -> None:
+    """Removes what writers of a folder's files that were stopped in the middle have left."""
+    if isinstance(folder, S3Path):
+        folder.end_uploads()
+        return
+    for file in listing(folder, temporary=True).values():
+        file.unlink(missing_ok=True)
+
+
+def remove_tree(folder: Location) -> None:
+    """Removes a folder with all that is in it, as far as the storage lets us; nobody may rely on the order."""
+    if isinstance(folder, S3Path):
+        folder.remove_tree()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)

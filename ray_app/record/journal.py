@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ray_app.record.files import put_atomic, put_json, read_json
+from ray_app.record.files import listing, names, poll_s, put_atomic, put_json, read_all
 from ray_app.record.paths import RunPaths
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ class StepRecord:
         workers: World size.
         rows: Rows of every logical worker.
         row_hash: For every logical worker, the sum of its rows' 64-bit hashes, modulo 2**64.
+        generation: Which set of workers did it: number of the driver's start, a dot, number of the generation. When rank 0 is lost
+            another rank may write the same execution of a step; it is told by this from one that was done again.
     """
 
     step: int
@@ -50,6 +52,7 @@ class StepRecord:
     workers: int
     rows: list[int]
     row_hash: list[int]
+    generation: str
 
 
 _COLUMNS = [field.name for field in fields(StepRecord)]
@@ -61,12 +64,13 @@ class MetricsWriter:
     Args:
         paths: The run.
         fence: Number of the driver's start.
-        flush_s: Seconds between two segments.
+        flush_s: Seconds between two segments; not given: as the storage likes it.
     """
 
-    def __init__(self, paths: RunPaths, fence: int, flush_s: float = 1.0) -> None:
-        self._paths, self._fence, self._flush_s = paths, fence, flush_s
+    def __init__(self, paths: RunPaths, fence: int, flush_s: float | None = None) -> None:
+        self._paths, self._fence, self._flush_s = paths, fence, flush_s or max(1.0, poll_s(paths.metrics))
         self._pending: list[StepRecord] = []
+        self.written_step = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-writer", daemon=True)
@@ -90,6 +94,7 @@ class MetricsWriter:
                 logger.warning("The metrics of %d steps could not be written, will try again: %s", len(records), error)
                 return
             del self._pending[: len(records)]
+            self.written_step = max(self.written_step, records[-1].step)
 
     def close(self) -> None:
         """Writes the rest and ends the thread."""
@@ -119,19 +124,17 @@ class MetricsReader:
 
     def poll(self) -> list[StepRecord]:
         """Reads what is new; returns the steps that were not known before, in the order of their segments."""
-        if not self._paths.metrics.is_dir():
-            return []
         new = []
-        names = [n for n in os.listdir(self._paths.metrics) if n.endswith(".json") and not n.startswith(".")]
-        for name in sorted(set(names) - self._seen, key=lambda n: n.rsplit("-", 1)[1]):
-            segment = json.loads((self._paths.metrics / name).read_bytes())
+        unseen = sorted(set(names(self._paths.metrics)) - self._seen, key=lambda n: n.rsplit("-", 1)[1])
+        for name, segment in zip(unseen, read_all(self._paths.metrics / name for name in unseen), strict=True):
             self._seen.add(name)
-            for record in _read_segment(segment):
-                if record.step in self.records:
-                    self.repeated.append(record)
-                else:
+            for record in _read_segment(json.loads(segment)):
+                known = self.records.get(record.step)
+                if known is None:
                     self.records[record.step] = record
                     new.append(record)
+                elif known.generation != record.generation:
+                    self.repeated.append(record)
         return new
 
 
@@ -145,7 +148,8 @@ class Event:
     """Something that happened to the run.
 
     Args:
-        kind: `started`, `resumed`, `resized`, `failed`, `checkpointed`, `evaluated`, `fallback`, `write_failed`, `finished`, ...
+        kind: `started`, `resumed`, `resized`, `failed`, `checkpointed`, `evaluated`, `fallback`, `write_retried`,
+            `write_failed`, `finished`, ...
         time_s: When, seconds since 1970 (UTC).
         fence: Number of the driver's start.
         details: More about it: step, workers, reason.
@@ -168,7 +172,5 @@ def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> None:
 
 def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
     """The run's events in the order of time, all or those of some kinds."""
-    if not paths.events.is_dir():
-        return []
-    names = sorted(n for n in os.listdir(paths.events) if n.endswith(".json") and not n.startswith("."))
-    return [Event(**read_json(paths.events / name)) for name in names if not kinds or name.split("-")[1] in kinds]
+    wanted = [file for name, file in listing(paths.events).items() if not kinds or name.split("-")[1] in kinds]
+    return [Event(**json.loads(data)) for data in read_all(wanted)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from ray_app.record.files import Location
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,7 @@ class RunPaths:
         root: `<storage_path>/<run_name>`.
     """
 
-    root: Path
+    root: Location
 
     @property
     def name(self) -> str:
@@ -22,67 +26,70 @@ class RunPaths:
         return self.root.name
 
     @property
-    def config(self) -> Path:
+    def config(self) -> Location:
         """The resolved configuration of the run's first start."""
         return self.root / "config.yaml"
 
     @property
-    def manifest(self) -> Path:
+    def manifest(self) -> Location:
         """The row groups that the run trains on."""
         return self.root / "manifest.json"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Location:
         """Folder of committed checkpoints."""
         return self.root / "checkpoints"
 
     @property
-    def holds(self) -> Path:
+    def holds(self) -> Location:
         """Folder with one file per follower of the checkpoints."""
         return self.root / "holds"
 
     @property
-    def evaluations(self) -> Path:
+    def evaluations(self) -> Location:
         """Folder with one file per evaluated step."""
         return self.root / "evaluations"
 
     @property
-    def metrics(self) -> Path:
+    def metrics(self) -> Location:
         """Folder of rank 0's metrics by step."""
         return self.root / "metrics"
 
     @property
-    def events(self) -> Path:
+    def events(self) -> Location:
         """Folder with one file per event."""
         return self.root / "events"
 
     @property
-    def summary(self) -> Path:
+    def summary(self) -> Location:
         """What came of the run."""
         return self.root / "summary.json"
 
     @property
-    def tracking(self) -> Path:
+    def tracking(self) -> Location:
         """The MLflow run and how far it has been fed."""
         return self.root / "tracking.json"
 
     @property
-    def fences(self) -> Path:
-        """Folder with one file per driver start; the highest number may write."""
+    def fences(self) -> Location:
+        """Folder with one file per start of the driver, its lease; the highest number may write."""
         return self.root / "fences"
 
-    def fence(self, number: int) -> Path:
+    def fence(self, number: int) -> Location:
         """The file that claims a fence."""
         return self.fences / f"{number:04d}.json"
 
-    def checkpoint(self, step: int, fence: int) -> Path:
+    def checkpoint(self, step: int, fence: int) -> Location:
         """Folder of one checkpoint."""
         return self.checkpoints / f"step-{step:08d}-{fence:04d}"
 
-    def evaluation(self, step: int) -> Path:
+    def evaluation(self, step: int) -> Location:
         """The evaluation of the checkpoint at a step."""
         return self.evaluations / f"step-{step:08d}.json"
 
     def ray_storage(self, fence: int) -> Path:
-        """What Ray Train writes for itself during one `fit()`."""
-        return self.root / f"ray-{fence}"
+        """What Ray Train writes for itself during one `fit()`; for a run on S3 in a temporary folder of the driver's machine."""
+        if isinstance(self.root, Path):
+            return self.root / f"ray-{fence}"
+        place = hashlib.sha256(str(self.root).encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / "ray_app" / f"{self.name}-{place}" / f"ray-{fence}"

@@ -6,11 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.errors import PeerLostError
 from ray_app.plan.assign import logical_workers_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,20 @@ def collective() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerLostError(f"a collective failed: {error}") from error
+
+
+def gather(value: T, world: World) -> list[T]:
+    """Every rank's value, in the order of the ranks.
+
+    Raises:
+        PeerLostError: A peer left meanwhile.
+    """
+    if world.size == 1:
+        return [value]
+    values: list[Any] = [None] * world.size
+    with collective():
+        dist.all_gather_object(values, value)
+    return values
 
 
 class Strategy(ABC):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.errors import ConfigError
+from ray_app.record.files import Location
 from ray_app.track.points import Point
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,15 @@ class MlflowRun:
     Args:
         uri: Tracking URI.
         experiment: Name of the experiment, made when it is not there.
-        artifacts: Folder for artifacts where MLflow has no server to keep them.
+        artifacts: Folder for artifacts where MLflow has no server to keep them; None: MLflow chooses.
     """
 
-    def __init__(self, uri: str, experiment: str, artifacts: Path) -> None:
+    def __init__(self, uri: str, experiment: str, artifacts: Path | None) -> None:
         self._uri, self._experiment, self._artifacts = uri, experiment, artifacts
         self._client: Any = None
         self.run_id = ""
 
-    def open(self, run_id: str | None, run_uuid: str, root: Path, start_ms: int) -> str:
+    def open(self, run_id: str | None, run_uuid: str, root: Location, start_ms: int) -> str:
         """Finds the run or creates it.
 
         Args:
@@ -93,11 +94,11 @@ class MlflowRun:
         for some in _chunks(metrics, METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=some, synchronous=True)
 
-    def finish(self, status: str, files: list[Path]) -> None:
+    def finish(self, status: str, files: list[Location]) -> None:
         """Logs files as artifacts, those that exist and without credentials, and ends the run, also where that fails."""
         try:
             for file in files:
-                if file.is_file():
+                if file.exists():
                     self._client.log_text(self.run_id, redact(file.read_text()), file.name)
         finally:
             self._client.set_terminated(self.run_id, status)
@@ -115,8 +116,8 @@ class MlflowRun:
     def _experiment_id(self) -> str:
         found = self._client.get_experiment_by_name(self._experiment)
         if found is None:
-            at_server = self._uri.startswith("http")
-            return str(self._client.create_experiment(self._experiment, None if at_server else self._artifacts.as_uri()))
+            artifacts = None if self._artifacts is None or self._uri.startswith("http") else self._artifacts.as_uri()
+            return str(self._client.create_experiment(self._experiment, artifacts))
         if found.lifecycle_stage != "active":
             raise ConfigError(
                 f"The MLflow experiment {self._experiment!r} is deleted. Restore it (mlflow experiments restore --experiment-id"

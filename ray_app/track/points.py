@@ -6,18 +6,17 @@ MLflow's SQL stores drop it.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ray_app.record.evaluations import Evaluation, read_evaluations
+from ray_app.record.files import Location, names
 from ray_app.record.journal import MetricsReader, StepRecord, read_events
 from ray_app.record.paths import RunPaths
 
 _LOST_AFTER_S = 60.0
-_TAKEN = StepRecord(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, [], [])
+_TAKEN = StepRecord(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, [], [], "")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Backlog:
         self._paths, self._every_steps = paths, every_steps
         self._evaluations: list[Evaluation] = []
         self._failed_at_s: list[float] = []
-        self._files: dict[Path, int] = {}
+        self._files: dict[Location, int] = {}
         self.rewind()
 
     def rewind(self) -> None:
@@ -126,9 +125,9 @@ class Backlog:
         behind = next((step for step in range(last + 1, newest + 1) if step in self._steps), newest)
         return self._steps[newest].time_s - self._steps[behind].time_s >= _LOST_AFTER_S
 
-    def _has_changed(self, folder: Path) -> bool:
+    def _has_changed(self, folder: Location) -> bool:
         """Whether a folder of files that are never changed has more of them than before."""
-        files = sum(not name.startswith(".") for name in os.listdir(folder)) if folder.is_dir() else 0
+        files = len(names(folder))
         before, self._files[folder] = self._files.get(folder, 0), files
         return files != before
 

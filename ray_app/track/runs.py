@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -72,7 +73,7 @@ class Tracker:
     def __init__(self, paths: RunPaths, config: Config, tags: dict[str, str], every_steps: int = 10) -> None:
         self._paths, self._config, self._tags = paths, config, tags
         self._uri = default_tracking_uri(config)
-        self._mlflow = MlflowRun(self._uri, config.tracking.experiment, paths.root.resolve().parent / "mlartifacts")
+        self._mlflow = MlflowRun(self._uri, config.tracking.experiment, _artifacts(paths, self._uri))
         self._backlog = Backlog(paths, every_steps)
         self._cursor: _Cursor | None = None
         self._connected = self._done = False
@@ -116,6 +117,11 @@ class Tracker:
                 logger.warning("%s", self._missing(status, timeout_s))
         return self._done
 
+    def abandon(self) -> None:
+        """Ends without sending or writing anything more: the run belongs to another driver now."""
+        self._abandoned.set()
+        self._wake.set()
+
     def _run(self) -> None:
         pause_s = _POLL_S
         while not self._abandoned.is_set():
@@ -156,7 +162,7 @@ class Tracker:
 
     def _connect(self, cursor: _Cursor) -> None:
         """Finds or creates the MLflow run, and notes its id before anything else is logged."""
-        run_id = self._mlflow.open(cursor.run_id, cursor.run_uuid, self._paths.root.resolve(), self._start_ms)
+        run_id = self._mlflow.open(cursor.run_id, cursor.run_uuid, self._paths.root, self._start_ms)
         if run_id != cursor.run_id:
             if cursor.run_id is not None:
                 logger.warning("MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self._uri), cursor.run_id)
@@ -250,6 +256,13 @@ def packed(points: Iterable[Point]) -> Iterator[list[Point]]:
         group.append(point)
     if group:
         yield group
+
+
+def _artifacts(paths: RunPaths, uri: str) -> Path | None:
+    """Folder for the artifacts of an MLflow without a server: beside the run, or beside the SQLite file if the run is on S3."""
+    if isinstance(paths.root, Path):
+        return paths.root.resolve().parent / "mlartifacts"
+    return Path(sqlite_file(uri)).resolve().parent / "mlartifacts" if uri.startswith("sqlite") else None
 
 
 def _load(paths: RunPaths) -> _Cursor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ray_app.config import Config
 from ray_app.data.columns import ArraySpec
 from ray_app.data.source import Reader, rows_per_task
 from ray_app.plan.order import Plan
+from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
 
@@ -44,7 +44,7 @@ class Job:
     @property
     def paths(self) -> RunPaths:
         """The run directory."""
-        return RunPaths(Path(self.run_root))
+        return RunPaths(location(self.run_root))
 
     @property
     def reader(self) -> Reader:
@@ -61,6 +61,11 @@ class Job:
         """Steps of the whole run."""
         steps = self.config.train.epochs * self.plan.steps_per_epoch
         return min(steps, self.config.train.max_steps or steps)
+
+    def is_snapshot_due(self, step: int) -> bool:
+        """Whether a snapshot goes to memory outside the workers after `step` finished steps of the run."""
+        every = self.config.checkpoint.snapshot_every_steps
+        return every is not None and step % every == 0
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Whether the cadence asks for a checkpoint after `step` finished steps of the run."""

@@ -1,108 +1,86 @@
-"""Who steps together: a process group of our own, formed in generations through a small rendezvous actor.
+"""Who steps together, as a worker sees it: a process group of our own, formed again whenever the set of workers changes.
 
-Ray Train starts and ends the worker processes; which of them form a group, and when, is decided here.
+Ray Train starts and ends the worker processes; which of them form a group, and when, is decided by the rendezvous.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
+import socket
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
+import psutil
 import ray
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from ray_app.record.journal import StepRecord
+from ray_app.record.journal import StepRecord, put_event
+from ray_app.record.paths import RunPaths
 from ray_app.strategy.base import World, collective
+from ray_app.train.rendezvous import Beat, Flags, Formed, Orders, Phase
 
 logger = logging.getLogger(__name__)
 
-ATTEMPT = "RAY_APP_ATTEMPT"
-"""Environment variable that Ray Train's hook sets alike in all workers of one attempt."""
+_BEAT_S = 0.25
+_LOOK_S = 0.1
+_FORM_TIMEOUT = timedelta(seconds=60)
+_COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""The rendezvous ends what stands still, much earlier; a collective's own time-out would only add another opinion."""
 
-_BEAT_S = 0.5
+
+class LeavingError(Exception):
+    """This worker has to leave while it waits for a generation."""
 
 
 class Membership(Protocol):
     """What the loop needs to know about the other workers."""
 
-    def generation(self) -> Any:
-        """A context that yields the `World` of a new generation and leaves its process group at the end."""
+    recovers: bool
+    """Whether a lost peer leads to another generation; otherwise the group is started again from outside."""
+
+    def generation(self, step: int, lost: bool) -> Any:
+        """A context that yields the `World` of a new generation and what formed it, and leaves its process group at the end.
+
+        Args:
+            step: Finished steps of this worker, -1 without a state.
+            lost: Whether the last generation broke.
+        """
         ...
 
-    def flags(self) -> int:
-        """What the driver has to say to all workers, see `train.step`."""
+    def flags(self) -> Flags:
+        """What is to be said to all workers in the next exchange."""
         ...
 
-    def report(self, record: StepRecord) -> None:
-        """Shows the driver how far this worker is; returns at once."""
+    def is_leaving(self) -> bool:
+        """Whether this worker has to end when its generation does."""
         ...
 
+    def enter(self, phase: Phase) -> None:
+        """Says what this worker is doing now."""
+        ...
 
-@dataclass
-class _Forming:
-    """An attempt whose workers gather."""
+    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
+        """Says how far this worker is; returns at once.
 
-    members: dict[int, str] = field(default_factory=dict)
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
-    address: asyncio.Future[tuple[str, int]] = field(default_factory=asyncio.Future)
+        Args:
+            step: Its finished steps.
+            record: Rank 0: the newest of them.
+            recorded: Rank 0: the last step whose record is on storage.
+        """
+        ...
 
-
-class Rendezvous:
-    """Brings the workers of an attempt together and passes words between driver and workers. An actor, see `start_rendezvous`."""
-
-    def __init__(self) -> None:
-        self._attempts: dict[tuple[str, int], _Forming] = {}
-        self._flags = 0
-        self._record: StepRecord | None = None
-
-    async def join(self, attempt: str, generation: int, rank: int, size: int, node: str) -> None:
-        """Waits until all `size` workers of the attempt are here."""
-        forming = self._attempts.setdefault((attempt, generation), _Forming())
-        forming.members[rank] = node
-        if len(forming.members) == size:
-            forming.complete.set()
-        await forming.complete.wait()
-
-    async def publish(self, attempt: str, generation: int, host: str, port: int) -> None:
-        """Rank 0 says where its store listens."""
-        forming = self._attempts[attempt, generation]
-        if not forming.address.done():
-            forming.address.set_result((host, port))
-
-    async def address(self, attempt: str, generation: int) -> tuple[str, int]:
-        """Where rank 0's store listens, as soon as it says so."""
-        return await asyncio.shield(self._attempts[attempt, generation].address)
-
-    async def beat(self, record: StepRecord | None) -> int:
-        """A worker's sign of life; rank 0 adds its newest step. Returns the driver's flags."""
-        self._record = record or self._record
-        return self._flags
-
-    async def raise_flags(self, flags: int) -> None:
-        """The driver has something to say to all workers."""
-        self._flags |= flags
-
-    async def newest(self) -> StepRecord | None:
-        """The newest step that rank 0 told of."""
-        return self._record
-
-
-def start_rendezvous() -> Any:
-    """Starts the rendezvous actor on this node, so that it lives as long as the driver, and returns its handle."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Rendezvous)
-    return actor.options(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=256, scheduling_strategy=here).remote()
+    def recorded(self) -> int:
+        """The last step whose record is on storage, as far as is known here."""
+        ...
 
 
 class RayMembership:
@@ -112,68 +90,193 @@ class RayMembership:
         rendezvous: Handle of the rendezvous actor.
         logical_workers: L.
         device: Decides the backend: NCCL for GPUs, gloo for CPUs.
-        timeout_s: Seconds that a collective may take.
+        paths: The run, for the stacks of a standstill.
+        fence: Number of the driver's start.
+        recovers: See `Membership`.
     """
 
-    def __init__(self, rendezvous: Any, logical_workers: int, device: torch.device, timeout_s: float) -> None:
-        context = ray.train.get_context()
-        self._rendezvous, self._logical_workers = rendezvous, logical_workers
-        self._device, self._timeout = device, timedelta(seconds=timeout_s)
-        self._rank, self._size = context.get_world_rank(), context.get_world_size()
-        self._attempt, self._generation = os.environ[ATTEMPT], 0
-        self._flags = 0
-        self._record: StepRecord | None = None
+    def __init__(self, rendezvous: Any, logical_workers: int, device: torch.device, paths: RunPaths, fence: int, recovers: bool) -> None:
+        self.recovers = recovers
+        self._rendezvous, self._logical_workers, self._device = rendezvous, logical_workers, device
+        self._paths, self._fence = paths, fence
+        context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
+        _use_interface_of(host)
+        self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._beat = Beat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port)
+        self._orders = Orders()
+        self._group: _Group | None = None
+        self._line: socket.socket | None = None
         self._closed = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._beats = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._beats.start()
 
     @contextmanager
-    def generation(self) -> Iterator[World]:
-        """See `Membership.generation`."""
-        self._generation += 1
-        me = (self._attempt, self._generation)
-        ray.get(self._rendezvous.join.remote(*me, self._rank, self._size, ray.util.get_node_ip_address()))
-        if self._size == 1:
-            yield World(0, 1, self._logical_workers)
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+        """See `Membership.generation`.
+
+        Raises:
+            LeavingError: This worker has to leave.
+            PeerLostError: Another one left meanwhile.
+        """
+        self._beat = replace(self._beat, step=step, phase="waiting")
+        formed = self._join(lost)
+        self._beat = replace(self._beat, generation=formed.number, rank=formed.rank)
+        world = World(formed.rank, formed.size, self._logical_workers)
+        if formed.size == 1:
+            yield world, formed
             return
-        with collective():
-            store = self._open_store(me)
-            backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
+        self._group = _Group()
         try:
-            yield World(self._rank, self._size, self._logical_workers)
+            with collective():
+                self._group.open(formed, self._device)
+            yield world, formed
         finally:
-            dist.destroy_process_group()
+            group, self._group = self._group, None
+            group.close()
 
-    def _open_store(self, me: tuple[str, int]) -> Store:
-        if self._rank == 0:
-            host = ray.util.get_node_ip_address()
-            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-            ray.get(self._rendezvous.publish.remote(*me, host, store.port))
-        else:
-            host, port = ray.get(self._rendezvous.address.remote(*me))
-            store = TCPStore(host, port, is_master=False, timeout=self._timeout)
-        return PrefixStore(f"generation-{self._generation}", store)
+    def _join(self, lost: bool) -> Formed:
+        while True:
+            waiting = self._rendezvous.join.remote(self._beat, lost)
+            try:
+                while not ray.wait([waiting], timeout=_LOOK_S)[0]:
+                    if self._orders.leave:
+                        raise LeavingError
+                return ray.get(waiting)
+            except (ConnectionError, ray.exceptions.RayActorError) as error:
+                logger.warning("Joining again: %s", error)
 
-    def flags(self) -> int:
+    def flags(self) -> Flags:
         """See `Membership.flags`."""
-        return self._flags
+        orders = self._orders
+        if orders.generation != self._beat.generation:
+            return orders.flags & ~Flags.REFORM
+        return orders.flags | (Flags.REFORM if orders.abort else Flags(0))
 
-    def report(self, record: StepRecord) -> None:
+    def is_leaving(self) -> bool:
+        """See `Membership.is_leaving`."""
+        return self._orders.leave
+
+    def enter(self, phase: Phase) -> None:
+        """See `Membership.enter`."""
+        self._beat = replace(self._beat, phase=phase)
+
+    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """See `Membership.report`."""
-        self._record = record
+        self._beat = replace(self._beat, step=step, record=record, recorded=recorded)
+
+    def recorded(self) -> int:
+        """See `Membership.recorded`."""
+        return self._orders.recorded
 
     def close(self) -> None:
-        """Ends the heartbeat, after a last one."""
+        """Takes leave."""
         self._closed.set()
         self._beats.join()
+        with suppress(ray.exceptions.RayError):
+            ray.get([self._rendezvous.beat.remote(self._beat), self._rendezvous.leave.remote(self._beat.worker)], timeout=5)
 
-    def _beat(self) -> None:
-        while True:
-            last = self._closed.wait(_BEAT_S)
+    def _run(self) -> None:
+        while not self._closed.wait(_BEAT_S):
             try:
-                self._flags |= ray.get(self._rendezvous.beat.remote(self._record))
-            except ray.exceptions.RayError as error:
+                self._keep_line()
+                self._obey(ray.get(self._rendezvous.beat.remote(self._beat)))
+            except (ray.exceptions.RayError, OSError) as error:
                 logger.warning("The rendezvous does not answer, will try again: %s", error)
-            if last:
+
+    def _keep_line(self) -> None:
+        """Keeps a connection to the rendezvous, whose end says that this process has ended."""
+        if self._line is not None:
+            try:
+                if self._line.recv(1):
+                    return
+            except BlockingIOError:
                 return
+            self._line.close()
+            self._line = None
+        line = socket.create_connection(ray.get(self._rendezvous.lifeline.remote()), timeout=5)
+        line.sendall(self._beat.worker.encode())
+        line.setblocking(False)
+        self._line = line
+
+    def _obey(self, orders: Orders) -> None:
+        self._orders = orders
+        if orders.dump:
+            put_event(
+                self._paths, "stacks", self._fence, rank=self._beat.rank, step=self._beat.step, doing=self._beat.phase, stacks=_stacks()
+            )
+        if orders.exit:
+            logger.error("The rendezvous ends this process: it holds the others up, or was given up")
+            os._exit(1)
+        group = self._group
+        if orders.abort and group is not None and orders.generation == self._beat.generation:
+            group.abort()
+
+
+class _Group:
+    """torch's default process group for one generation, which another thread can break while this one waits in it."""
+
+    def __init__(self) -> None:
+        self._before: set[tuple[int, str]] = set()
+        self._sockets: list[tuple[int, str]] | None = None
+        self._nccl = False
+
+    def open(self, formed: Formed, device: torch.device) -> None:
+        self._nccl = device.type == "cuda"
+        self._before = set(_sockets())
+        store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
+            store=PrefixStore(f"generation-{formed.number}", store),
+            rank=formed.rank,
+            world_size=formed.size,
+            timeout=_COLLECTIVE_TIMEOUT,
+        )
+        self._sockets = [s for s in _sockets() if s not in self._before]
+
+    def abort(self) -> None:
+        """Breaks what the members wait for. NCCL can; gloo cannot, so its connections are shut down, which its waits notice."""
+        if self._nccl and dist.is_initialized():
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+        for number, name in self._sockets if self._sockets is not None else [s for s in _sockets() if s not in self._before]:
+            _shut_down(number, name)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _sockets() -> list[tuple[int, str]]:
+    """Descriptor and identity of every socket of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found.append((int(name), target))
+    return found
+
+
+def _shut_down(number: int, name: str) -> None:
+    """Shuts down a socket if it is still the same one and a TCP connection."""
+    with suppress(OSError):
+        if os.readlink(f"/proc/self/fd/{number}") != name:
+            return
+        with socket.socket(fileno=os.dup(number)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                found.getpeername()  # raises for one that listens
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _use_interface_of(host: str) -> None:
+    """Lets collectives go through the network interface that Ray uses, unless the user has chosen one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _stacks() -> str:
+    """The stacks of all threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items()]
+    return "\n".join(parts)

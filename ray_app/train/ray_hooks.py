@@ -1,4 +1,4 @@
-"""The one place that knows Ray Train's private parts (Ray 2.60): a backend that leaves process groups alone, and the failure budgets.
+"""Ray Train's private parts (Ray 2.60) that every way of recovery needs: a backend that leaves process groups alone, and the budgets.
 
 - `ray.train.torch.config._TorchBackend`: the public `TorchConfig` always makes this backend, which starts a process group for the life
   of the workers. Ours is formed in generations, so its hooks are replaced.
@@ -7,37 +7,52 @@
 
 from __future__ import annotations
 
-import os
-import uuid
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.train.torch import TorchConfig
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
-from ray_app.config import FailureSection
-from ray_app.errors import BudgetSpentError, RayAppError
-from ray_app.record.journal import put_event
-from ray_app.record.paths import RunPaths
-from ray_app.train.membership import ATTEMPT
+from ray_app.config import Config
+from ray_app.train.budget import Budget
 
 
-def _set_attempt(attempt: str) -> None:
-    os.environ[ATTEMPT] = attempt
+@dataclass(frozen=True)
+class Control:
+    """What the controller needs to know of the run.
+
+    Args:
+        run_root: The run's directory.
+        fence: Number of this start.
+        config: Its configuration.
+        rendezvous: Handle of the rendezvous actor.
+        reading_cpus: Logical CPUs to leave to the evaluator and to reading.
+        in_place: Whether the others go on when a worker is lost.
+    """
+
+    run_root: str
+    fence: int
+    config: Config
+    rendezvous: Any
+    reading_cpus: float
+    in_place: bool
 
 
-class _OwnGroupBackend(_TorchBackend):
-    """Tells the workers of an attempt that they belong together; groups are formed by `train.membership`."""
+class OwnGroupBackend(_TorchBackend):
+    """Leaves process groups to `train.membership`."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        del backend_config
-        worker_group.execute(_set_attempt, uuid.uuid4().hex)
+        """See `Backend`."""
+        del worker_group, backend_config
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+        """See `Backend`."""
         del worker_group, backend_config
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """See `Backend`."""
         del worker_group, backend_config
 
 
@@ -45,58 +60,39 @@ class OwnGroupConfig(TorchConfig):
     """Torch workers without Ray's process group."""
 
     @property
-    def backend_cls(self) -> type[_OwnGroupBackend]:
+    def backend_cls(self) -> type[OwnGroupBackend]:
         """See `TorchConfig`."""
-        return _OwnGroupBackend
+        return OwnGroupBackend
 
 
 class FailureBudget(ControllerCallback, WorkerGroupCallback):
-    """Counts what fails, records it in the run's events, and ends the run when a budget is spent or trying again is pointless.
-
-    Ray's own limits are set to unlimited; raising from the hook is how a callback ends a run. Lives in the controller's process.
+    """Charges failures to the budget; raising from the hook is how a callback ends a run. Lives in the controller's process.
 
     Args:
-        run_root: The run's directory.
-        fence: Number of this start.
-        limits: The budgets.
+        control: The run.
     """
 
-    def __init__(self, run_root: str, fence: int, limits: FailureSection) -> None:
-        self._run_root, self._fence, self._limits = run_root, fence, limits
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self.budget = Budget(control.run_root, control.fence, control.config.failure)
         self._errors: dict[int, BaseException] = {}
-        self._failures = 0
         self._workers = 0
-
-    @property
-    def _paths(self) -> RunPaths:
-        return RunPaths(Path(self._run_root))
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Records how many workers start."""
-        workers = len(worker_group.get_workers())
-        put_event(self._paths, "workers", self._fence, workers=workers, before=self._workers)
-        self._workers = workers
-        self._errors = {}
+        self._errors, self._workers = {}, len(worker_group.get_workers())
+        self.budget.note("workers", workers=self._workers)
+        ray.get(self._control.rendezvous.expect.remote(self._workers))
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Remembers why workers failed."""
         self._errors = dict(worker_group_status.errors) or self._errors
+        self._workers = len(worker_group_status.worker_statuses)
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-        """Ends the run if it must end; otherwise Ray Train starts the workers again."""
+        """Ends the run if it must end; otherwise Ray Train goes on."""
         del failure_decision
         errors, self._errors = self._errors, {}
-        if not errors:
-            return  # the controller's own trouble, such as workers that cannot be placed yet; Ray tries again
-        self._failures += 1
-        final = next((e for e in errors.values() if isinstance(e, RayAppError) and not e.retryable), None)
-        reasons = {str(rank): f"{type(e).__name__}: {e}"[:2000] for rank, e in errors.items()}
-        put_event(self._paths, "failed", self._fence, number=self._failures, errors=reasons, final=final is not None)
-        if final is not None:
-            raise final
-        allowed = self._limits.max_failures
-        if 0 <= allowed < self._failures:
-            raise BudgetSpentError(
-                f"The workers failed {self._failures} times; failure.max_failures allows {allowed}. The last time: {reasons}. Start the"
-                " same run again to continue it, or raise failure.max_failures."
-            )
+        if errors:  # otherwise it is the controller's own trouble, such as workers that cannot be placed yet
+            status = ray.get(self._control.rendezvous.status.remote())
+            self.budget.failed(errors, status.step, self._workers - len(errors) if self._control.in_place else 0)

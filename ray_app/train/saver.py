@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -12,18 +14,21 @@ from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.retention import skipped
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import CheckpointSection
-from ray_app.errors import CheckpointError
+from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 5
+_ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5
+"""Doubles with each attempt: up to 16 s in all, besides what the storage takes to refuse. The next checkpoint waits as long."""
 
 
 class Saver:
     """Commits snapshots one after the other; a failed write is retried, reported, and never stops training.
+
+    A lost lease does: nothing is written any more, and the next call says so.
 
     Args:
         paths: The run.
@@ -44,6 +49,8 @@ class Saver:
         self._before_commit = before_commit
         self._thread: threading.Thread | None = None
         self._failed: str | None = None
+        self._lost: LeaseLostError | None = None
+        self._abandoned: list[Commit] = []
         self.stall_s: list[float] = []
 
     def save(self, take: Callable[[], Snapshot], commit: Commit) -> None:
@@ -52,9 +59,13 @@ class Saver:
         Args:
             take: Makes the snapshot.
             commit: What is known of it; the parameters' digest is filled in.
+
+        Raises:
+            LeaseLostError: A later start of the driver has taken the run over.
         """
         began = time.perf_counter()
         self.wait()
+        self.raise_if_lost()
         snapshot = take()
         self._thread = threading.Thread(target=self._write, args=(snapshot, commit), name="saver", daemon=True)
         self._thread.start()
@@ -65,30 +76,49 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
 
+    def raise_if_lost(self) -> None:
+        """Looks at a variable, so it can be called after every step.
+
+        Raises:
+            LeaseLostError: The last write found that a later start of the driver has taken the run over.
+        """
+        if self._lost is not None:
+            raise self._lost
+
     def check(self) -> None:
         """Waits for the last commit.
 
         Raises:
             CheckpointError: It failed, so the run's result is not on storage.
+            LeaseLostError: A later start of the driver has taken the run over.
         """
         self.wait()
+        self.raise_if_lost()
         if self._failed is not None:
             raise CheckpointError(f"The last checkpoint could not be written: {self._failed}. Free or repair the storage and start again.")
 
     def _write(self, snapshot: Snapshot, commit: Commit) -> None:
-        pause_s = _FIRST_PAUSE_S
+        reason: str | None = None
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 self._write_once(snapshot, commit)
+                if reason is not None:
+                    put_event(self._paths, "write_retried", commit.fence, step=commit.step, attempts=attempt, reason=reason)
                 self._failed = None
                 return
+            except LeaseLostError as error:
+                self._lost = error
+                logger.error("Checkpoint of step %d is not written: %s", commit.step, error)
+                return
             except Exception as error:
-                self._failed = str(error)
-                logger.warning("Checkpoint of step %d, attempt %d of %d failed: %s", commit.step, attempt, _ATTEMPTS, error)
-                if attempt < _ATTEMPTS:
-                    time.sleep(pause_s)
-                    pause_s *= 2
-        put_event(self._paths, "write_failed", commit.fence, step=commit.step, reason=self._failed)
+                self._failed = reason = f"{type(error).__name__}: {error}"
+                logger.warning("Checkpoint of step %d, attempt %d of %d failed: %s", commit.step, attempt, _ATTEMPTS, reason)
+                if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                    self._tidy(commit.fence)  # followers may need less by now
+            if attempt < _ATTEMPTS:
+                time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+        self._abandoned.append(commit)
+        put_event(self._paths, "write_failed", commit.fence, step=commit.step, attempts=_ATTEMPTS, reason=reason)
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
         began = time.perf_counter()
@@ -101,8 +131,11 @@ class Saver:
         self._tidy(commit.fence)
 
     def _tidy(self, fence: int) -> None:
-        """Removes what nobody needs; what goes wrong here is no failed write, and is tried again after the next."""
+        """Removes what nobody needs or what failed writes left; what goes wrong here is no failed write, and is tried again later."""
         try:
+            while self._abandoned:
+                self._store.discard(self._abandoned[-1])
+                self._abandoned.pop()
             holds = self._store.holds()
             gone = self._store.retain(self._section.keep_last, self._best_steps())
             for step in skipped(gone, holds, time.time()):

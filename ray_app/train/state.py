@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.checkpoint.format import Snapshot, pack, unpack
 from ray_app.config import ClassSpec, Config
-from ray_app.strategy.base import World, collective
+from ray_app.strategy.base import World, collective, gather
 from ray_app.task.base import Task
 from ray_app.train.logical import seed_init
 
@@ -72,18 +73,23 @@ class TrainingState:
             self.schedule.load_state_dict(snapshot.schedule)
         self.step = snapshot.step
 
-    def share(self, world: World) -> None:
+    def share(self, world: World, restore: Callable[[], None]) -> None:
         """Gives every rank the state of the highest step; a collective of all ranks, after which all states are equal.
+
+        Args:
+            world: The workers of now.
+            restore: Gives rank 0 a state; called if nobody has one.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        if world.size == 1:
+        steps = gather(self.step, world)
+        if max(steps) == NOTHING and world.rank == 0:
+            restore()
+        if min(steps) == max(steps) != NOTHING or world.size == 1:
             return
+        source = steps.index(max(steps))
         with collective():
-            steps: list[Any] = [None] * world.size
-            dist.all_gather_object(steps, self.step)
-            source = steps.index(max(steps))
             held: list[Any] = [pack(self.snapshot()) if world.rank == source else None]
             dist.broadcast_object_list(held, source)
         if world.rank != source:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,11 @@ from ray_app.config import Config
 from ray_app.data.feed import MicroBatch
 from ray_app.errors import ConfigError, DataError, NonFiniteError, PeerLostError
 from ray_app.plan.cursor import Cursor
-from ray_app.strategy.base import Strategy, World, collective
+from ray_app.strategy.base import Strategy, World, collective, gather
 from ray_app.task.base import Task
 from ray_app.train.logical import Buffers, seed_step, single_values
+from ray_app.train.rendezvous import Flags, Phase
 from ray_app.train.state import TrainingState
-
-STOP = 1
-"""Flag: finish this step, make a checkpoint and end."""
 
 _ROW = struct.Struct("<qQdq")
 """A logical worker's part of the table that all ranks exchange in a step, four times eight bytes: see `_Row`."""
@@ -55,7 +54,7 @@ class StepResult:
     grad_norm: float
     rows: list[int]
     row_hash: list[int]
-    flags: int
+    flags: Flags
 
 
 class Step:
@@ -68,16 +67,26 @@ class Step:
         strategy: How gradients meet.
         world: The workers of now.
         device: Where it runs.
+        enter: Told what the step is doing.
     """
 
-    def __init__(self, config: Config, task: Task, state: TrainingState, strategy: Strategy, world: World, device: torch.device) -> None:
-        self._config, self._task, self._state = config, task, state
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        state: TrainingState,
+        strategy: Strategy,
+        world: World,
+        device: torch.device,
+        enter: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
+        self._config, self._task, self._state, self._enter = config, task, state, enter
         self._strategy, self._world, self._device = strategy, world, device
         self._buffers = Buffers(state.model, world)
         self._bf16 = config.train.precision == "bf16"
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
-    def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: int) -> StepResult:
+    def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Does one step.
 
         Args:
@@ -103,12 +112,13 @@ class Step:
         self._state.advance()
         return StepResult(result.loss, norm, result.rows, result.row_hash, result.flags)
 
-    def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: int) -> StepResult:
+    def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
         mine: list[_Row] = []
         for batch in batches:
             mine.append(_Row(batch.logical_worker, batch.rows, batch.row_hash, self._play(cursor, batch, global_rows), flags))
             self._buffers.end_logical_worker(batch.logical_worker)
+        self._enter("exchange")
         self._strategy.launch()
         self._buffers.launch()
         result = self._exchange(mine)
@@ -161,7 +171,7 @@ class Step:
             flags |= row.flags
         shares = [row.loss for row in table]
         loss = math.fsum(shares) if all(map(math.isfinite, shares)) else sum(shares)  # fsum raises for infinities of both signs
-        return StepResult(loss, 0.0, [row.rows for row in table], [row.row_hash for row in table], flags)
+        return StepResult(loss, 0.0, [row.rows for row in table], [row.row_hash for row in table], Flags(flags))
 
     def _clip(self) -> float:
         """The gradient's norm; clips the gradient to the configured norm."""
@@ -177,11 +187,7 @@ class Step:
         for batch in batches:
             if batch.rows and not self._is_finite(self._losses(cursor, batch).sum() / global_rows):
                 found.append((batch.logical_worker, batch.positions.tolist()))
-        everyone: list[Any] = [found]
-        if self._world.size > 1:
-            everyone = [None] * self._world.size
-            with collective():
-                dist.all_gather_object(everyone, found)
+        everyone = gather(found, self._world)
         culprits = "; ".join(f"logical worker {v}, rows at manifest positions {p}" for part in everyone for v, p in part)
         raise NonFiniteError(
             f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the loss ({result.loss}) or the gradient is not finite, from"

@@ -9,17 +9,22 @@ from typing import Any
 import ray
 import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer, get_device
 
+from ray_app.config import Config
 from ray_app.data.feed import CachedWindows, StreamedWindows, Windows
 from ray_app.data.source import fetch_ray
 from ray_app.errors import own_error
 from ray_app.plan.cursor import Cursor
+from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.loop import Hooks, train
+from ray_app.train.loop import OpenWindows, train
 from ray_app.train.membership import RayMembership
-from ray_app.train.ray_hooks import FailureBudget, OwnGroupConfig
+from ray_app.train.ray_hooks import Control, FailureBudget, OwnGroupConfig
+from ray_app.train.snapshots import SnapshotSender
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,45 +35,72 @@ class Start:
         job: What to train.
         rendezvous: Handle of the rendezvous actor.
         cache: Handle of the actor that holds the decoded data, with `data.cache: memory`.
+        keepers: Handles of the actors that hold snapshots.
         hooks: For fault tests.
     """
 
     job: Job
     rendezvous: Any
     cache: Any | None = None
+    keepers: tuple[Any, ...] = ()
     hooks: Hooks = Hooks()
 
 
-def fit(start: Start, max_workers: int) -> None:
+def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
     """Trains on the connected cluster; blocks until the run ends.
 
     Args:
         start: What every worker gets.
-        max_workers: Most workers, as the cluster has room for them.
+        max_workers: Most workers that the cluster has room for now.
+        reserved_cpus: Logical CPUs that are not for training workers: the evaluator's and one for reading.
 
     Raises:
         Exception: What ended the run, in Ray Train's wrapping.
     """
     job = start.job
-    scaling, elastic = job.config.scaling, max_workers > job.config.scaling.min_workers
+    in_place = _recovers_in_place(job.config)
+    control = Control(job.run_root, job.fence, job.config, start.rendezvous, reserved_cpus, in_place)
+    scaling = job.config.scaling
     resources = {"CPU": scaling.cpus_per_worker, "GPU": scaling.gpus_per_worker}
-    TorchTrainer(
-        _work,
-        train_loop_config={"start": ray.put(start)},
-        torch_config=OwnGroupConfig(),
-        scaling_config=ScalingConfig(
-            num_workers=(scaling.min_workers, max_workers) if elastic else max_workers,
-            use_gpu=scaling.gpus_per_worker > 0,
-            resources_per_worker={name: amount for name, amount in resources.items() if amount},
-            **({"elastic_resize_monitor_interval_s": scaling.resize_check_s} if elastic else {}),
-        ),
-        run_config=RunConfig(
-            name=job.paths.ray_storage(job.fence).name,
-            storage_path=str(job.paths.root),
-            failure_config=FailureConfig(max_failures=-1, max_preemption_failures=job.config.failure.max_preemptions),
-            callbacks=[FailureBudget(job.run_root, job.fence, job.config.failure)],
-        ),
-    ).fit()
+    run_config = RunConfig(
+        name=job.paths.ray_storage(job.fence).name,
+        storage_path=str(job.paths.root),
+        failure_config=FailureConfig(max_failures=-1, max_preemption_failures=-1),
+        callbacks=[FailureBudget(control)],
+    )
+    options: dict[str, Any] = {
+        "use_gpu": scaling.gpus_per_worker > 0,
+        "resources_per_worker": {name: amount for name, amount in resources.items() if amount},
+    }
+    arguments = {"start": ray.put(start)}
+    if in_place:
+        from ray_app.train.ray_elastic import ElasticTrainer, StoppedWaitingError
+
+        sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.max_workers), **options)
+        trainer: TorchTrainer = ElasticTrainer(control, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)
+        try:
+            trainer.fit()
+        except TrainingFailedError as error:
+            if not isinstance(own_error(error), StoppedWaitingError):
+                raise
+        return
+    elastic = max_workers > scaling.min_workers
+    if elastic:
+        options["elastic_resize_monitor_interval_s"] = scaling.resize_check_s
+    sizes = ScalingConfig(num_workers=(scaling.min_workers, max_workers) if elastic else max_workers, **options)
+    TorchTrainer(_work, train_loop_config=arguments, torch_config=OwnGroupConfig(), scaling_config=sizes, run_config=run_config).fit()
+
+
+def _recovers_in_place(config: Config) -> bool:
+    """Whether workers come and go one by one; otherwise all start again after every change."""
+    if config.failure.recovery == "restart":
+        return False
+    try:
+        import ray_app.train.ray_elastic  # noqa: F401 - whether it can be imported is the question
+    except ImportError as error:
+        logger.warning("Ray %s lacks what recovery in place needs (%s): all workers restart after a failure.", ray.__version__, error)
+        return False
+    return True
 
 
 def _work(arguments: dict[str, Any]) -> None:
@@ -78,22 +110,29 @@ def _work(arguments: dict[str, Any]) -> None:
     job = start.job
     device = get_device() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     assert isinstance(device, torch.device)
-    membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, job.config.failure.step_timeout_s)
+    recovers = _recovers_in_place(job.config)
+    membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, job.paths, job.fence, recovers)
     try:
-        train(job, membership, _open_windows(start), device, start.hooks)
+        train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)))
     finally:
         membership.close()
 
 
-def _open_windows(start: Start) -> Any:
+def _open_windows(start: Start) -> OpenWindows:
+    cached: list[CachedWindows] = []
+
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
-        if start.cache is not None:
+        if start.cache is None:
+            data, epochs = job.config.data, job.config.train.epochs
+            return StreamedWindows(
+                job.plan, cursor, played, epochs, fetch_ray, job.reader, job.fields, job.task_rows, data.prefetch_windows
+            )
+        if not cached:
             try:
                 references = ray.get(start.cache.arrays.remote())
             except ray.exceptions.RayTaskError as error:
                 raise own_error(error) from error
-            return CachedWindows({name: ray.get(reference) for name, reference in references.items()})
-        data, epochs = job.config.data, job.config.train.epochs
-        return StreamedWindows(job.plan, cursor, played, epochs, fetch_ray, job.reader, job.fields, job.task_rows, data.prefetch_windows)
+            cached.append(CachedWindows({name: ray.get(reference) for name, reference in references.items()}))
+        return cached[0]
 
     return open_windows

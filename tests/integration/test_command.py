@@ -30,6 +30,7 @@ from ray_app.pipeline.cluster import workers_that_fit
 from ray_app.pipeline.prepare import claim, prepare
 from ray_app.pipeline.run import main
 from ray_app.record.journal import read_events
+from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,7 +191,9 @@ def test_a_first_row_that_is_no_image_is_refused(
 def test_a_run_name_of_another_configuration_is_refused(
     command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
 ) -> None:
-    claim(prepare(parse(command())))  # a run that got as far as its configuration
+    prepared = prepare(parse(command()))
+    with acquire(prepared.job.paths) as lease:
+        claim(prepared, lease.fence)  # a run that got as far as its configuration
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
     ended = call(command("--seed=7"))
     assert ended.code == 2

@@ -14,27 +14,14 @@ from ray_app import run_training
 from ray_app.config import Config, default_tracking_uri
 from ray_app.errors import BudgetSpentError, NonFiniteError, RunExistsError
 from ray_app.pipeline.run import Faults
-from ray_app.record.journal import MetricsReader, read_events
+from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
-from ray_app.train.loop import Hooks
+from ray_app.train.hooks import Hooks
+from tests.cluster import record_of
 from tests.injector import Break, Kill, KillEvaluator
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
-
-
-@pytest.fixture
-def reference(short_run: ShortRun, undisturbed: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    if not undisturbed:
-        config = short_run(run__name="reference", scaling__min_workers=1, scaling__max_workers=1)
-        undisturbed.update(run_training(config).summary, record=record_of(tmp_path / "runs" / "reference"))
-    return undisturbed
-
-
-def record_of(run: Path) -> list[tuple[int, float, list[int], list[int]]]:
-    reader = MetricsReader(RunPaths(run))
-    reader.poll()
-    return [(step, r.loss, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
 
 
 def assert_tracked_once(config: Config, summary: dict[str, Any], steps: int) -> None:

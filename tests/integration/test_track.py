@@ -74,6 +74,7 @@ class Run:
                 workers=1 + step % 2,
                 rows=[draw.randint(1, 9), draw.randint(0, 9)],
                 row_hash=[2**64 - 1, step],
+                generation=f"{fence}.1",
             )
             self.records.setdefault(step, record)
             writer.add(record)

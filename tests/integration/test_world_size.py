@@ -11,8 +11,9 @@ from local_world import DieAfter, KilledError, Pool, TinyImages, Trained, cached
 
 from ray_app.errors import PeerLostError
 from ray_app.record.journal import read_events
+from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.loop import Hooks, OpenWindows
+from ray_app.train.loop import OpenWindows
 
 SHAPES = {  # rows of every row group of every file
     "103 rows": [[40, 1, 13], [], [29, 0], [20]],

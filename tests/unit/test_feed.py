@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_world import write_images
+from local_world import feed_of, write_images
 
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.feed import CachedWindows, Feed, MicroBatch, StreamedWindows, Windows
@@ -60,7 +60,7 @@ def deliver(dataset: Dataset, plan: Plan, open_windows: Open, world_size: int, s
     found: dict[Place, MicroBatch] = {}
     for rank in range(world_size):
         played = logical_workers_of(rank, world_size, plan.logical_workers)
-        feed = Feed(plan, start, played, open_windows(dataset, plan, start, played), CPU)
+        feed = feed_of(plan, start, played, open_windows(dataset, plan, start, played))
         cursor = start
         while cursor < Cursor(EPOCHS, 0):
             batches = feed.next()
@@ -266,7 +266,7 @@ def test_a_source_that_delivers_other_rows_is_refused(
         for i, table in enumerate(fetch_here(reader, specs)):
             yield from fault(table) if i == at else [table]
 
-    feed = Feed(plan, Cursor(), range(4), streamed(dataset, plan, Cursor(), range(4), faulty), CPU)
+    feed = feed_of(plan, Cursor(), range(4), streamed(dataset, plan, Cursor(), range(4), faulty))
     with pytest.raises(DataError, match=r"planned|too early"):
         run_epoch(feed, plan)
     feed.close()
@@ -303,7 +303,7 @@ def test_a_row_that_cannot_be_decoded_is_named_to_the_consumer(datasets: dict[st
 
     reader = Reader(dataset.root, COLUMNS, picky)
     windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_here, reader, probe(dataset, COLUMNS, decode), 9)
-    feed = Feed(plan, Cursor(), range(4), windows, CPU)
+    feed = feed_of(plan, Cursor(), range(4), windows)
     with pytest.raises(BadRowError) as caught:
         run_epoch(feed, plan)
     feed.close()
@@ -324,7 +324,7 @@ def test_it_reads_only_a_little_ahead_and_closes_in_the_middle(datasets: dict[st
             yield reader.read(spec)
 
     windows = streamed(dataset, plan, Cursor(), range(4), counting, task_rows=3)
-    feed = Feed(plan, Cursor(), range(4), windows, CPU)
+    feed = feed_of(plan, Cursor(), range(4), windows)
     feed.next()
     assert blocked.wait(10), "it does not read ahead"
     feed.close()

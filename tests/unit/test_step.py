@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from local_world import CPU, LocalMembership, Outcome, Pool, TinyImages, cached, make_job, write_images
+from local_world import CPU, LocalMembership, Outcome, Pool, TinyImages, cached, feed_of, make_job, write_images
 from torch import nn
 
 from ray_app.checkpoint.format import pack, params_digest, unpack
 from ray_app.config import ClassSpec, Config
-from ray_app.data.feed import Feed
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import World
@@ -24,6 +23,7 @@ from ray_app.strategy.build import build_strategy
 from ray_app.train.environment import set_up_torch
 from ray_app.train.job import Job
 from ray_app.train.logical import Buffers, seed_step, single_values
+from ray_app.train.rendezvous import Flags
 from ray_app.train.state import TrainingState
 from ray_app.train.step import Step, StepResult
 
@@ -59,15 +59,15 @@ def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Steppe
     state = TrainingState(job.config, job.task, CPU, 100)
     state.step = 0
     plan, results = job.plan, []
-    with LocalMembership(World(rank, size, plan.logical_workers), store).generation() as world:
+    with LocalMembership(World(rank, size, plan.logical_workers), store).generation(0, False) as (world, _):
         strategy = build_strategy(job.config.train, state.model, world)
         step = Step(job.config, job.task, state, strategy, world, CPU)
-        feed = Feed(plan, Cursor(), world.played, cached(job, Cursor(), world.played), CPU)
+        feed = feed_of(plan, Cursor(), world.played, cached(job, Cursor(), world.played))
         with closing(strategy):
             for i in range(steps):
                 before = digests(state)
                 try:
-                    results.append(step.run(Cursor.at(i, plan.steps_per_epoch), feed.next(), sum(plan.rows_of_step(i)), flags=0))
+                    results.append(step.run(Cursor.at(i, plan.steps_per_epoch), feed.next(), sum(plan.rows_of_step(i)), flags=Flags(0)))
                 except Exception as error:
                     return Stepped(results, error, before, digests(state))
     return Stepped(results, None, before, digests(state))
@@ -169,9 +169,9 @@ def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float
     state.step = 0
     world = World(rank, 1, job.plan.logical_workers)
     before = [p.detach().clone() for p in state.model.parameters()]
-    feed = Feed(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played), CPU)
+    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
     result = Step(job.config, job.task, state, build_strategy(job.config.train, state.model, world), world, CPU).run(
-        Cursor(), feed.next(), 12, flags=0
+        Cursor(), feed.next(), 12, flags=Flags(0)
     )
     after = list(state.model.parameters())
     return result.grad_norm, math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(after, before, strict=True)))
@@ -185,7 +185,7 @@ def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     stepped = run_steps(0, tmp_path, job, 1, 9)
     state = TrainingState(job.config, job.task, CPU, 100)
     arrays = cached(job, Cursor(), range(4))
-    feed = Feed(job.plan, Cursor(), range(4), arrays, CPU)
+    feed = feed_of(job.plan, Cursor(), range(4), arrays)
     for i in range(9):
         batches = feed.next()
         rows = {name: torch.cat([b.fields[name] for b in batches]) for name in ("image", "label", "id")}
@@ -345,6 +345,10 @@ def test_the_highest_step_is_shared(pool: Pool, highest: int) -> None:
     assert outcomes[0].value[0] == 5
 
 
+def never() -> None:
+    raise AssertionError("there is a state, nothing is to be restored")
+
+
 def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
     """Shares the state of the rank that is at step 5; the others are behind or have nothing."""
     state = TrainingState(Config(seed=rank), TASK, CPU, 100)
@@ -354,6 +358,6 @@ def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
             for p in state.model.parameters():
                 p.grad = torch.ones_like(p)
             state.optimizer.step()
-    with LocalMembership(World(rank, 3, 3), store).generation() as world:
-        state.share(world)
+    with LocalMembership(World(rank, 3, 3), store).generation(0, False) as (world, _):
+        state.share(world, never)
     return state.step, params_digest(state.model.state_dict()), float(next(iter(state.optimizer.state.values()))["step"])

@@ -33,8 +33,9 @@ from ray_app.record.journal import MetricsReader, MetricsWriter, StepRecord, put
 from ray_app.record.paths import RunPaths
 from ray_app.strategy.base import World
 from ray_app.train import saver as saver_module
+from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.loop import Hooks, train
+from ray_app.train.loop import train
 from ray_app.train.saver import Saver
 
 
@@ -197,15 +198,23 @@ def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
     assert load(store) == (4, [])
 
 
-def test_a_flip_of_any_bit_of_the_marker_never_gives_a_wrong_state(store: CheckpointStore, paths: RunPaths) -> None:
+def test_a_flip_of_any_bit_of_the_marker_is_found(store: CheckpointStore, paths: RunPaths) -> None:
     marker = paths.checkpoint(3, 1) / "COMMIT.json"
     intact = marker.read_bytes()
-    steps = set()
     for i in range(len(intact)):
         marker.write_bytes(intact[:i] + bytes([intact[i] ^ (1 << i % 8)]) + intact[i + 1 :])
-        steps.add(load(store)[0])
-        (paths.checkpoint(3, 1) / "BAD.json").unlink(missing_ok=True)
-    assert steps == {2, 3}
+        assert [c.step for c in store.commits()] == [1, 2], i
+        assert load(store)[0] == 2, i
+        (paths.checkpoint(3, 1) / "BAD.json").unlink()
+    marker.write_bytes(intact)
+    assert load(store) == (3, [])
+
+
+def test_the_marker_of_another_checkpoint_is_refused(store: CheckpointStore, paths: RunPaths) -> None:
+    shutil.copytree(paths.checkpoint(2, 1), paths.checkpoint(9, 1))
+    step, [fallback] = load(store)
+    assert step == 3
+    assert "it is the one of step 2 and fence 1, not of step-00000009-0001" in fallback.reason
 
 
 def test_the_highest_fence_of_the_highest_step_wins(paths: RunPaths) -> None:
@@ -425,7 +434,8 @@ def test_a_failed_write_is_tried_again(paths: RunPaths) -> None:
     assert disk.raised == 3
     [commit] = CheckpointStore(paths).commits()
     assert commit.params_digest == params_digest(snapshot_of(1).model)
-    assert [e.kind for e in read_events(paths)] == ["checkpointed"]
+    assert [e.kind for e in read_events(paths)] == ["checkpointed", "write_retried"]
+    assert read_events(paths)[1].details == {"step": 1, "attempts": 4, "reason": "OSError: disk full"}
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -473,13 +483,14 @@ def job(tmp_path: Path) -> Job:
 @pytest.mark.usefixtures("short_pauses", "same_threads")
 def test_a_full_disk_never_stops_training(job: Job) -> None:
     expected = run_alone(replace(job, run_root=f"{job.run_root}-undisturbed"))
-    disk = FailingDisk({1: 2, 2: -1, 6: 4})
+    disk = FailingDisk({1: 2, 2: -1, 6: 5})
     run = run_alone(job, before_commit=disk)
     assert (run.bits, run.steps) == (expected.bits, expected.steps)
     assert [c.step for c in CheckpointStore(job.paths).commits()] == [1, 3, 4, 5, 6]
     [failed] = read_events(job.paths, "write_failed")
-    assert failed.details == {"step": 2, "reason": "disk full"}
-    assert disk.raised == 2 + 5 + 4
+    assert failed.details == {"step": 2, "attempts": 6, "reason": "OSError: disk full"}
+    assert [e.details["step"] for e in read_events(job.paths, "write_retried")] == [1, 6]
+    assert disk.raised == 2 + 6 + 5
 
 
 @pytest.mark.usefixtures("short_pauses", "same_threads")
@@ -512,8 +523,8 @@ def test_a_run_falls_back_and_ends_with_the_same_bits(job: Job, damage: str, new
 # --- metrics and events
 
 
-def record_of(step: int, loss: float = 0.5) -> StepRecord:
-    return StepRecord(step, 0, 1e9 + step, loss, 0.1, float("inf"), 1.0, 0.5, 2, [3, 4], [2**64 - 1, 0])
+def record_of(step: int, loss: float = 0.5, generation: str = "1.1") -> StepRecord:
+    return StepRecord(step, 0, 1e9 + step, loss, 0.1, float("inf"), 1.0, 0.5, 2, [3, 4], [2**64 - 1, 0], generation)
 
 
 def test_metrics_come_back_and_a_repeated_step_counts_once(paths: RunPaths) -> None:
@@ -529,12 +540,15 @@ def test_metrics_come_back_and_a_repeated_step_counts_once(paths: RunPaths) -> N
     first.close()
     again = MetricsWriter(paths, fence=2, flush_s=60)
     for step in (2, 3, 4):
-        again.add(record_of(step, loss=0.75))
+        again.add(record_of(step, loss=0.75, generation="2.1"))
     again.close()
-    assert reader.poll() == [record_of(3), record_of(4, loss=0.75)]
+    assert reader.poll() == [record_of(3), record_of(4, loss=0.75, generation="2.1")]
+    third = MetricsWriter(paths, fence=2, flush_s=60)
+    third.add(record_of(4, loss=0.5, generation="2.1"))  # another rank's record of the same execution
+    third.close()
     assert reader.poll() == []
-    assert reader.repeated == [record_of(2, loss=0.75), record_of(3, loss=0.75)]
-    assert reader.records == {s: record_of(s) for s in (1, 2, 3)} | {4: record_of(4, loss=0.75)}
+    assert reader.repeated == [record_of(2, loss=0.75, generation="2.1"), record_of(3, loss=0.75, generation="2.1")]
+    assert reader.records == {s: record_of(s) for s in (1, 2, 3)} | {4: record_of(4, loss=0.75, generation="2.1")}
     late = MetricsReader(paths)
     late.poll()
     assert (late.records, late.repeated) == (reader.records, reader.repeated)

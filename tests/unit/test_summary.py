@@ -14,7 +14,7 @@ from ray_app.record.journal import Event, StepRecord
 
 
 def record(step: int, time_s: float, workers: int = 2, step_ms: float = 1000.0) -> StepRecord:
-    return StepRecord(step, 0, time_s, 1.0, 0.1, 1.0, step_ms, 0.0, workers, [8, 8], [1, 2])
+    return StepRecord(step, 0, time_s, 1.0, 0.1, 1.0, step_ms, 0.0, workers, [8, 8], [1, 2], "1.1")
 
 
 def event(kind: str, time_s: float, **details: Any) -> Event:
@@ -36,14 +36,18 @@ def test_goodput_counts_what_was_lost() -> None:
 
 
 def test_recovery_is_from_detection_to_the_next_finished_step() -> None:
-    events = [event("failed", 5.5), event("failed", 50.0)]
+    events = [event("failed", 5.5, left=0), event("failed", 50.0, left=0)]
     assert recoveries(events, [record(5, 5.0), record(6, 9.0), record(5, 8.0)]) == [2.5]
 
 
+def test_survivors_notice_a_loss_before_the_controller_does() -> None:
+    events = [event("formed", 5.6, lost_s=5.5), event("failed", 5.8, left=1)]
+    assert recoveries(events, [record(5, 5.0), record(6, 5.75)]) == [0.25]
+
+
 def test_restarts_are_counted_by_cause() -> None:
-    workers = [event("workers", t, workers=w, before=b) for t, w, b in [(1, 2, 0), (3, 2, 2), (4, 4, 2)]]
-    events = [event("started", 0), *workers, event("failed", 2), event("started", 9), event("workers", 10, workers=4, before=0)]
-    assert restarts(events) == {"failures": 1, "preemptions": 0, "resizes": 1, "driver": 1}
+    events = [event(kind, t) for t, kind in enumerate(["started", "failed", "resized", "preempted", "preempted", "started"])]
+    assert restarts(events) == {"failures": 1, "preemptions": 2, "resizes": 1, "driver": 1}
 
 
 def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:

@@ -1,4 +1,4 @@
-"""One Ray cluster and one small data set for all tests that need real Ray."""
+"""Fixtures: one Ray cluster and one small data set for all tests that need real Ray."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import ray
 
-from ray_app import load_config
+from ray_app import load_config, run_training
 from ray_app.config import Config
 from ray_app.data.ingest import IngestOptions, ingest
+from ray_app.record.journal import MetricsReader
+from ray_app.record.paths import RunPaths
+from tests.s3_server import CREDENTIALS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +29,7 @@ def ray_cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=500 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), **CREDENTIALS}},
     )
     yield
     ray.shutdown()
@@ -66,3 +69,17 @@ def short_run(digits: Path, tmp_path: Path) -> Callable[..., Config]:
 def undisturbed() -> dict[str, Any]:
     """The summary of the first undisturbed short run, that all others are compared with."""
     return {}
+
+
+@pytest.fixture
+def reference(short_run: Callable[..., Config], undisturbed: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    if not undisturbed:
+        config = short_run(run__name="reference", scaling__min_workers=1, scaling__max_workers=1)
+        undisturbed.update(run_training(config).summary, record=record_of(tmp_path / "runs" / "reference"))
+    return undisturbed
+
+
+def record_of(run: Path) -> list[tuple[int, float, list[int], list[int]]]:
+    reader = MetricsReader(RunPaths(run))
+    reader.poll()
+    return [(step, r.loss, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]

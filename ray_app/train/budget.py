@@ -1,0 +1,121 @@
+"""What went wrong so far, against what may: budgets for failures and preemptions, and a stop for what repeats itself."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ray_app.config import FailureSection
+from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, RepeatedFailureError
+from ray_app.record.files import location
+from ray_app.record.journal import put_event, read_events
+from ray_app.record.paths import RunPaths
+
+_DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
+_SAME = 3
+"""Times that the same error may follow one another at the same step before the run gives up."""
+
+
+class Budget:
+    """Counts what fails, records it in the run's events, and raises when a budget is spent or trying again is pointless.
+
+    Args:
+        run_root: The run's directory.
+        fence: Number of this start.
+        limits: The budgets.
+    """
+
+    def __init__(self, run_root: str, fence: int, limits: FailureSection) -> None:
+        self._run_root, self._fence, self._limits = run_root, fence, limits
+        self._failures = self._preemptions = 0
+        self._last: tuple[int, str] | None = None
+        self._repeated = 0
+
+    @property
+    def paths(self) -> RunPaths:
+        """The run directory."""
+        return RunPaths(location(self._run_root))
+
+    def failed(self, errors: dict[Any, BaseException], step: int, left: int) -> None:
+        """Charges a failure of workers.
+
+        Args:
+            errors: What each worker failed with.
+            step: Finished steps of the run.
+            left: Workers that go on.
+
+        Raises:
+            RayAppError: The run has to end.
+        """
+        reasons = {str(rank): _brief(e) for rank, e in errors.items()}
+        if all(isinstance(e, PreemptedError) for e in errors.values()):
+            return self.preempted(len(errors), step, left)
+        self._failures += 1
+        final = next((e for e in errors.values() if isinstance(e, RayAppError) and not e.retryable), None)
+        put_event(self.paths, "failed", self._fence, number=self._failures, errors=reasons, step=step, left=left, final=final is not None)
+        if final is not None:
+            raise final
+        self._note_repetition(step, next(iter(sorted(reasons.values()))))
+        allowed = self._limits.max_failures
+        if 0 <= allowed < self._failures:
+            raise BudgetSpentError(
+                f"The workers failed {self._failures} times; failure.max_failures allows {allowed}. The last time: {reasons}. Start the"
+                " same run again to continue it, or raise failure.max_failures."
+            )
+        return None
+
+    def preempted(self, workers: int, step: int, left: int) -> None:
+        """Charges a preemption.
+
+        Raises:
+            BudgetSpentError: There were more than `failure.max_preemptions`.
+        """
+        self._preemptions += 1
+        put_event(self.paths, "preempted", self._fence, number=self._preemptions, workers=workers, step=step, left=left)
+        allowed = self._limits.max_preemptions
+        if 0 <= allowed < self._preemptions:
+            raise BudgetSpentError(
+                f"Nodes were taken away {self._preemptions} times; failure.max_preemptions allows {allowed}. Start the same run again to"
+                " continue it, or raise failure.max_preemptions."
+            )
+
+    def note(self, kind: str, **details: Any) -> None:
+        """Records something else."""
+        put_event(self.paths, kind, self._fence, **details)
+
+    def _note_repetition(self, step: int, reason: str) -> None:
+        found = step, reason.splitlines()[0]
+        self._repeated = self._repeated + 1 if found == self._last else 1
+        self._last = found
+        if self._repeated == _SAME:
+            raise RepeatedFailureError(
+                f"The same failure {_SAME} times in a row after step {step}, so starting again is pointless: {reason}. Look at the step's"
+                " rows and at the workers' memory; the same run continues from its newest checkpoint once the cause is gone."
+            )
+
+
+def _brief(error: BaseException) -> str:
+    """What to say of an error: for a process that died how it did, otherwise what the error says of itself."""
+    text = str(error)
+    died = _DIED.search(text)
+    if died is not None:
+        return f"the worker process died: {died[1].strip()}"
+    return f"{type(error).__name__}: {text}"[:2000]
+
+
+def spent(paths: RunPaths, limits: FailureSection) -> str:
+    """What went wrong so far in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 2 resizes, 1 driver restart`."""
+    counts = {kind: len(read_events(paths, kind)) for kind in ("failed", "preempted", "resized", "started")}
+    parts = []
+    for kind, name, most in (("failed", "failures", limits.max_failures), ("preempted", "preemptions", limits.max_preemptions)):
+        if counts[kind]:
+            parts.append(f"{counts[kind]} of {most if most >= 0 else 'unlimited'} {name}")
+    if counts["resized"]:
+        parts.append(_counted(counts["resized"], "resize"))
+    if counts["started"] > 1:
+        parts.append(_counted(counts["started"] - 1, "driver restart"))
+    return ", ".join(parts)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"

@@ -1,0 +1,178 @@
+"""What is written while a run trains: metrics, progress, checkpoints, snapshots.
+
+Every rank keeps what is not yet known to be on storage, rank 0 writes it. So when rank 0 is lost, the next one goes on where it stopped,
+and neither the record of a step nor a planned checkpoint depends on who died when.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Literal
+
+import torch
+
+from ray_app.checkpoint.format import Snapshot
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.plan.cursor import Cursor
+from ray_app.record.evaluations import ranked, read_evaluations
+from ray_app.record.journal import MetricsWriter, StepRecord, put_event
+from ray_app.strategy.base import World, gather
+from ray_app.train import environment
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.membership import Membership
+from ray_app.train.saver import Saver
+from ray_app.train.snapshots import SnapshotSender
+from ray_app.train.state import TrainingState
+from ray_app.train.step import StepResult
+
+_MOST_KEPT = 100_000
+
+
+class Recorder:
+    """See the module.
+
+    Args:
+        job: The run.
+        state: What is trained.
+        membership: Knows what is on storage, and shows progress.
+        sender: Where snapshots go.
+        device: Where it is computed.
+        hooks: For fault tests.
+    """
+
+    def __init__(
+        self, job: Job, state: TrainingState, membership: Membership, sender: SnapshotSender, device: torch.device, hooks: Hooks
+    ) -> None:
+        self._job, self._state, self._membership, self._sender = job, state, membership, sender
+        self._environment = environment.describe(device)
+        self._world = World(0, 1, 1)
+        self._generation = ""
+        self._kept: deque[StepRecord] = deque(maxlen=_MOST_KEPT)
+        self._held: tuple[Commit, Snapshot] | None = None
+        self._writer: MetricsWriter | None = None
+        self._added_step = 0
+        self._saver = Saver(job.paths, job.config.checkpoint, self._best_steps, hooks.before_commit)
+        self._previous_s = time.perf_counter()
+
+    def align(self, world: World, generation: int) -> None:
+        """Begins a generation; a collective of all ranks. The new rank 0 writes what the old one may not have written.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        self._forget()
+        merged = {r.step: r for kept in reversed(gather(list(self._kept), world)) for r in kept if r.step <= self._state.step}
+        self._kept = deque((merged[step] for step in sorted(merged)), maxlen=_MOST_KEPT)
+        self._world, self._generation = world, f"{self._job.fence}.{generation}"
+        self._previous_s = time.perf_counter()
+        if world.rank == 0:
+            for record in self._kept:
+                self._write(record)
+            if self._held is not None and not self._is_committed(self._held[0]):
+                commit, snapshot = self._held
+                self._saver.save(lambda: snapshot, commit)
+        self._report()
+
+    def finished(self, cursor: Cursor, result: StepResult, lr: float, wait_s: float) -> None:
+        """Records a finished step."""
+        now = time.perf_counter()
+        record = StepRecord(
+            step=self._state.step,
+            epoch=cursor.epoch,
+            time_s=time.time(),
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            step_ms=(now - self._previous_s) * 1e3,
+            data_wait_ms=wait_s * 1e3,
+            workers=self._world.size,
+            rows=result.rows,
+            row_hash=result.row_hash,
+            generation=self._generation,
+        )
+        self._previous_s = now
+        self._kept.append(record)
+        if self._world.rank == 0:
+            self._saver.raise_if_lost()
+            self._write(record)
+        self._report()
+        self._forget()
+
+    def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"]) -> None:
+        """Makes a checkpoint of the state of now; `cursor` is the next step."""
+        job, step = self._job, self._state.step
+        commit = Commit(
+            step=step,
+            fence=job.fence,
+            epoch=cursor.epoch,
+            epoch_step=cursor.step,
+            why=why,
+            config_digest=job.config_digest,
+            manifest_digest=job.plan.manifest.digest,
+            logical_workers=job.plan.logical_workers,
+            params_digest="",
+            environment=self._environment,
+            time_s=0.0,
+        )
+
+        def take() -> Snapshot:
+            snapshot = self._state.snapshot()
+            self._held = (commit, snapshot) if self._world.size > 1 else None
+            return snapshot
+
+        if self._world.rank == 0 and self._writer is not None:
+            self._writer.flush()
+            self._saver.save(take, commit)
+        else:
+            take()
+
+    def snapshot(self) -> None:
+        """Sends a copy of the state to memory outside the workers."""
+        if self._world.rank == 0:
+            self._sender.send(self._state.snapshot, list(self._kept))
+
+    def restored(self, records: list[StepRecord]) -> None:
+        """Takes over the records that came with a snapshot."""
+        self._kept.extend(records)
+
+    def check(self) -> None:
+        """Raises if the last checkpoint, which is the run's result, could not be written."""
+        if self._writer is not None:
+            self._saver.check()
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._saver.wait()
+        self._sender.wait()
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._report()
+        stalls = [s * 1e3 for s in self._saver.stall_s]
+        put_event(self._job.paths, "left", self._job.fence, step=self._state.step, stalls_ms=stalls)
+
+    def _write(self, record: StepRecord) -> None:
+        if self._writer is None:
+            self._writer = MetricsWriter(self._job.paths, self._job.fence)
+        if record.step > self._added_step:
+            self._added_step = record.step
+            self._writer.add(record)
+
+    def _report(self) -> None:
+        newest = self._kept[-1] if self._world.rank == 0 and self._kept else None
+        self._membership.report(self._state.step, newest, self._writer.written_step if self._writer is not None else 0)
+
+    def _forget(self) -> None:
+        """Drops the records that are on storage."""
+        recorded = self._membership.recorded()
+        while self._kept and self._kept[0].step <= recorded:
+            self._kept.popleft()
+
+    def _is_committed(self, commit: Commit) -> bool:
+        return any((c.step, c.fence) == (commit.step, commit.fence) for c in CheckpointStore(self._job.paths).commits())
+
+    def _best_steps(self) -> list[int]:
+        best = ranked(read_evaluations(self._job.paths), self._job.best_metric, self._job.best_mode)
+        return [e.step for e in best[: self._job.config.checkpoint.keep_best]]

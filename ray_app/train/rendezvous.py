@@ -1,0 +1,391 @@
+"""The rendezvous: a small actor that decides which workers form the next generation, and passes words between driver and workers.
+
+A generation is a set of workers that step together. A new one forms whenever the set changes: somebody died, fell silent, is asked to
+leave its node, or has just started. Whoever holds the training state keeps it and comes back here; nobody is restarted.
+
+The actor may itself be killed: members tell it who they are with every heartbeat, so a new instance knows them after a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import IntFlag
+from statistics import median
+from typing import Any, Literal
+
+import ray
+
+from ray_app.record.journal import StepRecord
+
+Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "done"]
+"""What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up."""
+
+_COALESCE_S = 2.0  # a newcomer waits this long for other newcomers
+_LOOK_S = 0.2
+_LEAST_STEP_TIMEOUT_S, _MEDIAN_STEPS, _FIRST_STEP_FACTOR = 60.0, 50, 5
+
+
+class Flags(IntFlag):
+    """What all workers agree on in a step's exchange and act upon after that same step."""
+
+    STOP = 1
+    """Make a checkpoint and end."""
+    REFORM = 2
+    """Leave this generation and form the next."""
+    SAVE = 4
+    """Make a checkpoint, because everyone has to leave."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A worker's sign of life.
+
+    Args:
+        worker: The Ray actor id of the worker.
+        node: Id of its node.
+        host: Address of its node.
+        port: Where its store listens.
+        generation: The generation that it steps in; 0 before the first.
+        rank: Its rank there.
+        step: Its finished steps, -1 without a state.
+        phase: What it is doing.
+        record: Rank 0: its newest finished step.
+        recorded: Rank 0: the last step whose record is on storage.
+    """
+
+    worker: str
+    node: str
+    host: str
+    port: int
+    generation: int = 0
+    rank: int = 0
+    step: int = -1
+    phase: Phase = "starting"
+    record: StepRecord | None = None
+    recorded: int = 0
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The answer to a heartbeat.
+
+    Args:
+        generation: The one that the worker was in when it asked; `REFORM` and `abort` are meant for that one only.
+        flags: To bring into the next exchange.
+        abort: Whether the worker must give up its generation at once, also in mid-exchange.
+        leave: Whether it must end when its generation does.
+        dump: Whether it should record the stacks of its threads.
+        exit: Whether it must end its process now; nobody counts on it any more.
+        recorded: The last step whose record is on storage.
+    """
+
+    generation: int = 0
+    flags: Flags = Flags(0)
+    abort: bool = False
+    leave: bool = False
+    dump: bool = False
+    exit: bool = False
+    recorded: int = 0
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A generation, as one of its workers sees it.
+
+    Args:
+        number: Which; they only grow.
+        rank: Of this worker.
+        size: How many workers.
+        host: Address of rank 0.
+        port: Where rank 0's store listens.
+    """
+
+    number: int
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """How things are, for the controller and the console.
+
+    Args:
+        live: Ids of the workers that give signs of life and are to stay.
+        silent: Ids of those that stopped giving them, with the seconds since the last.
+        stepping: Workers of the current generation.
+        step: Finished steps.
+        record: The newest finished step.
+        waiting: Why no generation may form, if so.
+        stopping: Whether the driver asked to stop.
+    """
+
+    live: set[str]
+    silent: dict[str, float]
+    stepping: int
+    step: int
+    record: StepRecord | None
+    waiting: str | None
+    stopping: bool
+
+
+@dataclass
+class _Member:
+    beat: Beat
+    seen_s: float
+    joined_s: float | None = None  # since when it waits for a generation
+    formed: asyncio.Future[Formed] | None = None
+    dump: bool = False
+    exit: bool = False
+
+
+@dataclass
+class _Progress:
+    """How the current generation gets on."""
+
+    step: int = -1
+    moved_s: float = field(default_factory=time.monotonic)
+    stepped: bool = False
+    hangs: int = 0
+
+
+class Rendezvous:
+    """See the module. An actor, see `start_rendezvous`.
+
+    Args:
+        silence_s: Seconds without a heartbeat after which a worker counts as lost.
+        step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended; None: a multiple of the
+            median step.
+    """
+
+    def __init__(self, silence_s: float, step_timeout_s: float | None) -> None:
+        self._silence_s, self._step_timeout_s = silence_s, step_timeout_s
+        self._members: dict[str, _Member] = {}
+        self._lost: dict[str, float] = {}
+        self._gone: set[str] = set()
+        self._number = 0
+        self._urgent = False
+        self._expected = 0
+        self._draining: set[str] = set()
+        self._waiting: str | None = None
+        self._flags = Flags(0)
+        self._record: StepRecord | None = None
+        self._recorded = 0
+        self._step_s: deque[float] = deque(maxlen=101)
+        self._progress = _Progress()
+        self._server: asyncio.Server | None = None
+        self._began_s = time.monotonic()
+        self._watching: asyncio.Task[None] | None = None
+
+    # What workers call.
+
+    async def lifeline(self) -> tuple[str, int]:
+        """Where workers keep a connection open, so that the end of a process is known at once."""
+        if self._server is None:
+            host = ray.util.get_node_ip_address()
+            self._server = await asyncio.start_server(self._attend, host, 0)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        name = self._server.sockets[0].getsockname()
+        return name[0], name[1]
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        worker = (await reader.read(64)).decode()
+        with suppress(OSError):
+            await reader.read()
+        writer.close()
+        self._lose(worker)
+
+    async def beat(self, beat: Beat) -> Orders:
+        """A worker's sign of life."""
+        if beat.worker in self._gone:
+            return Orders(exit=True)
+        member = self._know(beat)
+        self._record = beat.record or self._record
+        self._recorded = max(self._recorded, beat.recorded)
+        if beat.generation == self._number:
+            self._note_progress(beat.step, beat.record)
+        elif beat.generation > self._number:  # this instance is new
+            self._number = beat.generation
+        stale = 0 < beat.generation < self._number and member.joined_s is None
+        current = beat.generation == self._number > 0
+        flags = self._flags
+        if current and self._wants_reform():
+            flags |= Flags.REFORM
+        leave = beat.node in self._draining
+        if leave and not self._stayers():
+            flags |= Flags.SAVE
+        orders = Orders(beat.generation, flags, stale or (current and self._urgent), leave, member.dump, member.exit, self._recorded)
+        member.dump = False
+        return orders
+
+    async def join(self, beat: Beat, lost: bool) -> Formed:
+        """Waits for the next generation.
+
+        Args:
+            beat: Who waits.
+            lost: Whether its last generation broke, so that the others must be called.
+        """
+        member = self._know(beat)
+        self._number = max(self._number, beat.generation)
+        if lost and beat.generation == self._number:
+            self._urgent = True
+        member.joined_s = time.monotonic()
+        member.formed = asyncio.get_running_loop().create_future()
+        self._try_form()
+        return await asyncio.shield(member.formed)
+
+    async def leave(self, worker: str) -> None:
+        """A worker ends as it should."""
+        self._members.pop(worker, None)
+        self._gone.add(worker)
+        self._try_form()
+
+    # What the driver and the controller call.
+
+    async def raise_flags(self, flags: int) -> None:
+        """The driver has something to say to all workers."""
+        self._flags |= Flags(flags)
+
+    async def expect(self, workers: int, waiting: str | None = None) -> None:
+        """How many workers there are to be now; with a reason to wait no generation forms."""
+        self._expected, self._waiting = workers, waiting
+        self._try_form()
+
+    async def drain(self, nodes: set[str]) -> None:
+        """Workers on these nodes have to leave."""
+        self._draining = set(nodes)
+        self._try_form()
+
+    async def dismiss(self, workers: set[str]) -> None:
+        """These workers are not counted on any more; if they ever come back, they are told to end."""
+        for worker in workers:
+            self._lose(worker)
+            self._lost.pop(worker, None)
+            self._gone.add(worker)
+
+    async def status(self) -> Status:
+        """How things are."""
+        now = time.monotonic()
+        live = {w for w, m in self._members.items() if m.beat.node not in self._draining}
+        stepping = sum(m.beat.generation == self._number and m.joined_s is None for m in self._members.values())
+        lost = {worker: now - since for worker, since in self._lost.items()}
+        stopping = bool(self._flags & Flags.STOP)
+        return Status(live, lost, stepping, max(0, self._progress.step), self._record, self._waiting, stopping)
+
+    # How generations form.
+
+    def _know(self, beat: Beat) -> _Member:
+        member = self._members.setdefault(beat.worker, _Member(beat, 0.0))
+        member.beat, member.seen_s = beat, time.monotonic()
+        self._lost.pop(beat.worker, None)
+        return member
+
+    def _lose(self, worker: str) -> None:
+        member = self._members.pop(worker, None)
+        if member is None:
+            return
+        self._lost[worker] = time.monotonic()
+        if member.formed is not None and not member.formed.done():
+            member.formed.set_exception(ConnectionError("no sign of life; join again"))
+        if member.beat.generation == self._number:
+            self._urgent = True
+        self._try_form()
+
+    def _stayers(self) -> list[_Member]:
+        return [m for m in self._members.values() if m.beat.node not in self._draining]
+
+    def _incumbents(self) -> list[_Member]:
+        """Those who stay and were in the last generation."""
+        return [m for m in self._stayers() if m.beat.generation == self._number > 0]
+
+    def _is_held(self) -> bool:
+        return self._waiting is not None and not self._flags & Flags.STOP
+
+    def _wants_reform(self) -> bool:
+        """Whether the current generation should end at its next step boundary."""
+        if self._urgent or self._is_held():
+            return True
+        if any(m.beat.node in self._draining and m.beat.generation == self._number for m in self._members.values()):
+            return True
+        newcomers = [m for m in self._stayers() if m.joined_s is not None]
+        if not newcomers:
+            return False
+        oldest = min(m.joined_s for m in newcomers if m.joined_s is not None)
+        return len(self._stayers()) >= self._expected or time.monotonic() - oldest > _COALESCE_S
+
+    def _try_form(self) -> None:
+        stayers = self._stayers()
+        ready = [m for m in stayers if m.joined_s is not None]
+        if not ready or self._is_held() or any(m not in ready for m in self._incumbents()):
+            return
+        settled = time.monotonic() - self._began_s > self._silence_s  # this instance has heard of everybody
+        complete = len(ready) >= self._expected > 0
+        if not complete and not (self._incumbents() and settled):
+            return
+        ready.sort(key=lambda m: (m.beat.step < 0, m.beat.rank if m.beat.generation else 0, m.joined_s))
+        self._number += 1
+        self._urgent = False
+        self._progress = _Progress(max(m.beat.step for m in ready))
+        first = ready[0].beat
+        for rank, member in enumerate(ready):
+            assert member.formed is not None
+            member.beat = replace(member.beat, generation=self._number, rank=rank)
+            member.joined_s = None
+            if not member.formed.done():
+                member.formed.set_result(Formed(self._number, rank, len(ready), first.host, first.port))
+
+    # Silence and standstill.
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Finds out who is silent, and whether nothing moves; called a few times a second."""
+        for worker in [w for w, m in self._members.items() if now - m.seen_s > self._silence_s]:
+            self._lose(worker)
+        self._look_for_standstill(now)
+        self._try_form()
+
+    def _note_progress(self, step: int, record: StepRecord | None) -> None:
+        if step > self._progress.step:
+            self._progress.stepped = self._progress.step >= 0
+            self._progress.step, self._progress.moved_s, self._progress.hangs = step, time.monotonic(), 0
+        if record is not None:
+            self._step_s.append(record.step_ms / 1e3)
+
+    def _look_for_standstill(self, now: float) -> None:
+        stepping = [m for m in self._members.values() if m.beat.generation == self._number > 0 and m.joined_s is None]
+        if not stepping or all(m.beat.phase == "done" for m in stepping):
+            return
+        limit = self._step_timeout_s
+        if limit is None:
+            limit = max(_LEAST_STEP_TIMEOUT_S, _MEDIAN_STEPS * median(self._step_s)) if self._step_s else 10 * _LEAST_STEP_TIMEOUT_S
+        if now - self._progress.moved_s < limit * (1 if self._progress.stepped else _FIRST_STEP_FACTOR):
+            return
+        self._progress.moved_s = now
+        self._progress.hangs += 1
+        culprits = [m for m in stepping if m.beat.phase not in ("forming", "exchange", "done")]
+        for member in stepping:
+            member.dump = True
+        if culprits or self._progress.hangs > 1:
+            for member in culprits or stepping:
+                member.exit = True
+        else:
+            self._urgent = True  # all wait for each other: a collective is stuck
+
+
+def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None) -> Any:
+    """Starts the rendezvous actor on this node, so that it lives as long as the driver, and returns its handle."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000, "scheduling_strategy": here}
+    return ray.remote(Rendezvous).options(name=name, **options).remote(silence_s, step_timeout_s)

@@ -1,0 +1,123 @@
+"""Snapshots in memory outside the workers, so that the loss of all workers redoes little."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.record.journal import StepRecord
+
+logger = logging.getLogger(__name__)
+
+COPIES = 2
+"""Most keepers of a run: one on the driver's node and one elsewhere."""
+_SEND_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A snapshot as a keeper holds it.
+
+    Args:
+        step: Finished steps.
+        files: What `checkpoint.format.pack` makes.
+        sha256: Digest of each file.
+        records: Records of steps that may not be on storage yet.
+    """
+
+    step: int
+    files: dict[str, bytes]
+    sha256: dict[str, str]
+    records: list[StepRecord]
+
+    def is_intact(self) -> bool:
+        """Whether the files are those that were sent."""
+        return self.sha256 == {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()}
+
+
+class Keeper:
+    """Holds the newest snapshot of a run. An actor, see `start_keepers`."""
+
+    def __init__(self) -> None:
+        self._kept: Kept | None = None
+
+    def keep(self, kept: Kept) -> None:
+        """Takes a snapshot, unless a newer one is there."""
+        if self._kept is None or kept.step >= self._kept.step:
+            self._kept = kept
+
+    def newest(self) -> Kept | None:
+        """The newest one."""
+        return self._kept
+
+
+def start_keepers() -> list[Any]:
+    """Starts the keepers: one on this node, and one on another node if there is one."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    actor = ray.remote(Keeper)
+    return [
+        actor.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for node in [here, *sorted(others)][:COPIES]
+    ]
+
+
+class SnapshotSender:
+    """Sends snapshots to the keepers from a thread of its own, one after the other.
+
+    Args:
+        keepers: Handles of the keepers; none: nothing is sent.
+    """
+
+    def __init__(self, keepers: list[Any]) -> None:
+        self._keepers = keepers
+        self._thread: threading.Thread | None = None
+
+    def send(self, take: Callable[[], Snapshot], records: list[StepRecord]) -> None:
+        """Copies the state now and sends it in the background; waits while the previous one is on its way."""
+        if not self._keepers:
+            return
+        self.wait()
+        self._thread = threading.Thread(target=self._send, args=(take(), records), name="snapshots", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until nothing is on its way."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def newest(self) -> tuple[Snapshot, list[StepRecord]] | None:
+        """The newest intact snapshot that a keeper has."""
+        found: list[Kept] = []
+        for keeper in self._keepers:
+            try:
+                kept = ray.get(keeper.newest.remote(), timeout=_SEND_TIMEOUT_S)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("A keeper of snapshots is gone: %s", error)
+                continue
+            if kept is not None and kept.is_intact():
+                found.append(kept)
+        if not found:
+            return None
+        newest = max(found, key=lambda kept: kept.step)
+        return unpack(newest.files), newest.records
+
+    def _send(self, snapshot: Snapshot, records: list[StepRecord]) -> None:
+        files = pack(snapshot)
+        kept = Kept(snapshot.step, files, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, records)
+        sent = [keeper.keep.remote(kept) for keeper in self._keepers]
+        done, _ = ray.wait(sent, num_returns=len(sent), timeout=_SEND_TIMEOUT_S)
+        for reference in done:
+            try:
+                ray.get(reference)
+            except ray.exceptions.RayError as error:
+                logger.warning("A snapshot could not be kept: %s", error)

@@ -1,0 +1,64 @@
+"""What may go wrong before a run gives up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_app.config import FailureSection
+from ray_app.errors import BudgetSpentError, DataError, PreemptedError, RepeatedFailureError
+from ray_app.record.journal import put_event, read_events
+from ray_app.train.budget import Budget, spent
+
+DIED = "A worker health check failed. Worker exit detail: killed by signal 9. Some common causes include: (1) and so on"
+
+
+def budget(folder: Path, **limits: int) -> Budget:
+    return Budget(str(folder), 1, FailureSection(**limits))
+
+
+def test_failures_and_preemptions_have_budgets_of_their_own(tmp_path: Path) -> None:
+    ours = budget(tmp_path, max_failures=1, max_preemptions=2)
+    ours.failed({1: OSError("disk")}, step=3, left=1)
+    ours.preempted(1, step=4, left=1)
+    ours.failed({0: PreemptedError("leaves"), 1: PreemptedError("leaves")}, step=5, left=0)
+    with pytest.raises(BudgetSpentError, match=r"taken away 3 times; failure\.max_preemptions allows 2"):
+        ours.preempted(1, step=6, left=1)
+    with pytest.raises(BudgetSpentError, match=r"failed 2 times; failure\.max_failures allows 1.*network"):
+        ours.failed({1: OSError("network")}, step=7, left=1)
+
+
+def test_what_cannot_be_mended_ends_the_run(tmp_path: Path) -> None:
+    ours = budget(tmp_path)
+    with pytest.raises(DataError, match="row 7"):
+        ours.failed({0: OSError("lost"), 1: DataError("row 7")}, step=3, left=0)
+    [event] = read_events(ours.paths, "failed")
+    assert event.details["final"]
+
+
+def test_only_the_same_failure_at_the_same_step_counts_as_repeated(tmp_path: Path) -> None:
+    ours = budget(tmp_path, max_failures=-1)
+    for step, reason in ((3, "a"), (3, "a"), (4, "a"), (4, "b"), (4, "a"), (4, "a")):
+        ours.failed({0: OSError(reason)}, step, left=1)
+    with pytest.raises(RepeatedFailureError, match="3 times in a row after step 4"):
+        ours.failed({1: OSError("a")}, 4, left=1)
+
+
+def test_of_a_dead_process_only_how_it_died_is_said(tmp_path: Path) -> None:
+    ours = budget(tmp_path)
+    ours.failed({1: RuntimeError(DIED)}, step=3, left=1)
+    assert read_events(ours.paths, "failed")[0].details["errors"] == {"1": "the worker process died: killed by signal 9."}
+
+
+def test_what_is_spent_is_said_in_words(tmp_path: Path) -> None:
+    ours = budget(tmp_path, max_failures=5)
+    limits = FailureSection(max_failures=5)
+    assert spent(ours.paths, limits) == ""
+    put_event(ours.paths, "started", 1)
+    ours.failed({1: OSError("x")}, step=3, left=1)
+    for step in (4, 5, 6):
+        ours.preempted(1, step, left=1)
+    ours.note("resized", before=1, after=2)
+    put_event(ours.paths, "started", 2)
+    assert spent(ours.paths, limits) == "1 of 5 failures, 3 of unlimited preemptions, 1 resize, 1 driver restart"

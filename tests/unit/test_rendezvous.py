@@ -1,0 +1,263 @@
+"""How generations form, driven without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ray_app.train import rendezvous as module
+from ray_app.train.rendezvous import Beat, Flags, Formed, Rendezvous
+
+SILENCE_S = 5.0
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module.time, "monotonic", clock.monotonic)
+    return clock
+
+
+def worker(name: str, **fields: Any) -> Beat:
+    return replace(Beat(name, f"node-{name}", "host", ord(name)), **fields)
+
+
+def in_generation(beat: Beat, formed: Formed, step: int) -> Beat:
+    return replace(beat, generation=formed.number, rank=formed.rank, step=step, phase="compute")
+
+
+async def settle() -> None:
+    """Lets everything run that can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Group:
+    """Workers that join and beat."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
+        self.beats: dict[str, Beat] = {}
+        self.waiting: dict[str, asyncio.Task[Formed]] = {}
+
+    async def join(self, names: str, lost: bool = False) -> None:
+        for name in names:
+            beat = self.beats.setdefault(name, worker(name))
+            self.waiting[name] = asyncio.create_task(self.rendezvous.join(beat, lost))
+            await settle()
+
+    def formed(self, step: int = 0) -> dict[str, tuple[int, int, int]]:
+        """(generation, rank, size) of those who are through."""
+        found = {}
+        for name, task in list(self.waiting.items()):
+            if task.done() and not task.exception():
+                result = task.result()
+                self.beats[name] = in_generation(self.beats[name], result, step)
+                found[name] = (result.number, result.rank, result.size)
+                del self.waiting[name]
+        return found
+
+    async def beat(self, name: str) -> module.Orders:
+        return await self.rendezvous.beat(self.beats[name])
+
+
+def play(story: Callable[[Group], Coroutine[Any, Any, None]], step_timeout_s: float | None = None) -> None:
+    async def run() -> None:
+        await story(Group(Rendezvous(SILENCE_S, step_timeout_s)))
+
+    asyncio.run(run())
+
+
+async def start(group: Group, names: str, clock: Clock, step: int = 0) -> None:
+    await group.rendezvous.expect(len(names))
+    await group.join(names)
+    await settle()
+    assert len(group.formed(step)) == len(names)
+    clock.now += 2 * SILENCE_S
+    for name in names:
+        await group.beat(name)
+
+
+def test_the_first_generation_waits_for_everybody(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await group.rendezvous.expect(3)
+        await group.join("ab")
+        clock.now += 100
+        assert group.formed() == {}
+        await group.join("c")
+        await settle()
+        assert group.formed() == {"a": (1, 0, 3), "b": (1, 1, 3), "c": (1, 2, 3)}
+
+    play(story)
+
+
+def test_survivors_form_the_next_at_once_and_keep_their_order(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "abc", clock)
+        await group.rendezvous.dismiss({"a"})
+        assert (await group.beat("b")).abort
+        assert (await group.beat("a")).exit
+        await group.join("c", lost=True)
+        assert group.formed() == {}
+        await group.join("b", lost=True)
+        await settle()
+        assert group.formed() == {"b": (2, 0, 2), "c": (2, 1, 2)}
+        assert not (await group.beat("b")).abort
+
+    play(story)
+
+
+def test_a_newcomer_joins_at_a_step_boundary_with_the_flag(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock, step=7)
+        await group.rendezvous.expect(3)
+        assert (await group.beat("a")).flags == Flags(0)
+        await group.join("c")
+        orders = await group.beat("a")
+        assert (orders.flags, orders.abort, orders.generation) == (Flags.REFORM, False, 1)
+        await group.join("ba")
+        await settle()
+        assert group.formed() == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
+        assert (await group.beat("a")).flags == Flags(0)
+
+    play(story)
+
+
+def test_newcomers_are_waited_for_together_but_not_long(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "a", clock)
+        await group.rendezvous.expect(3)
+        await group.join("b")
+        assert (await group.beat("a")).flags == Flags(0)
+        clock.now += 3
+        assert (await group.beat("a")).flags == Flags.REFORM
+
+    play(story)
+
+
+def test_who_is_on_a_draining_node_leaves_and_the_others_go_on(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock)
+        await group.rendezvous.drain({"node-a"})
+        first, second = await group.beat("a"), await group.beat("b")
+        assert (first.flags, first.leave) == (Flags.REFORM, True)
+        assert (second.flags, second.leave) == (Flags.REFORM, False)
+        await group.rendezvous.leave("a")
+        await group.join("b")
+        await settle()
+        assert group.formed() == {"b": (2, 0, 1)}
+        await group.rendezvous.drain({"node-a", "node-b"})
+        assert (await group.beat("b")).flags == Flags.REFORM | Flags.SAVE, "the state has to be saved, nobody stays"
+
+    play(story)
+
+
+def test_below_the_minimum_all_wait_until_told_otherwise(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock)
+        await group.rendezvous.dismiss({"b"})
+        await group.rendezvous.expect(1, "1 of at least 2 workers")
+        await group.join("a", lost=True)
+        assert group.formed() == {}
+        assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers"
+        await group.rendezvous.raise_flags(Flags.STOP)
+        await group.rendezvous.expect(1, "1 of at least 2 workers")
+        await settle()
+        assert group.formed() == {"a": (2, 0, 1)}, "a stop needs no minimum"
+
+    play(story)
+
+
+def test_silence_is_a_loss_and_the_silent_one_may_come_back(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock)
+        clock.now += SILENCE_S / 2
+        await group.beat("a")
+        clock.now += SILENCE_S
+        await group.beat("a")
+        group.rendezvous.look(clock.now)
+        assert list((await group.rendezvous.status()).silent) == ["b"]
+        await group.join("a", lost=True)
+        await settle()
+        assert group.formed() == {"a": (2, 0, 1)}
+        assert (await group.beat("b")).abort, "its generation is over"
+        await group.join("b", lost=True)
+        assert (await group.beat("a")).flags == Flags.REFORM
+        await group.join("a")
+        await settle()
+        assert group.formed() == {"a": (3, 0, 2), "b": (3, 1, 2)}
+
+    play(story)
+
+
+def test_a_new_instance_learns_from_heartbeats_who_is_there(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock)
+        group.rendezvous = Rendezvous(SILENCE_S, None)
+        await group.rendezvous.expect(2)
+        assert not (await group.beat("a")).abort
+        await group.join("b", lost=True)
+        assert (await group.beat("a")).abort
+        await group.join("a", lost=True)
+        await settle()
+        assert group.formed() == {"a": (2, 0, 2), "b": (2, 1, 2)}
+
+    play(story)
+
+
+def test_a_standstill_ends_who_holds_the_others_up(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock, step=3)
+        for step in (4, 5):
+            for name in "ab":
+                group.beats[name] = replace(group.beats[name], step=step)
+                await group.beat(name)
+        group.beats["a"] = replace(group.beats["a"], phase="exchange")
+        group.beats["b"] = replace(group.beats["b"], phase="data")
+        clock.now += 4
+        assert not (await group.beat("a")).dump
+        assert not (await group.beat("b")).exit
+        clock.now += 4.5
+        await group.beat("a")
+        await group.beat("b")
+        group.rendezvous.look(clock.now)
+        first, second = await group.beat("a"), await group.beat("b")
+        assert (first.dump, first.exit) == (True, False)
+        assert (second.dump, second.exit) == (True, True)
+
+    play(story, step_timeout_s=8.0)
+
+
+def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock, step=3)
+        for step in (4, 5):
+            for name in "ab":
+                group.beats[name] = replace(group.beats[name], step=step, phase="exchange")
+                await group.beat(name)
+        for expected in ((True, False), (True, True)):
+            clock.now += 4.5
+            for name in "ab":
+                await group.beat(name)
+            clock.now += 4.5
+            for name in "ab":
+                await group.beat(name)
+            group.rendezvous.look(clock.now)
+            orders = await group.beat("a")
+            assert (orders.abort, orders.exit) == expected
+
+    play(story, step_timeout_s=8.0)
