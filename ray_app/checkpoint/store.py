@@ -171,7 +171,10 @@ class CheckpointStore:
                 commit = _parsed(name, files[_COMMIT].read_bytes())
                 if isinstance(commit, str):
                     raise CheckpointError(commit)
-                return commit, unpack(self.load(commit))
+                snapshot = unpack(self.load(commit))
+                if snapshot.step != commit.step:
+                    raise CheckpointError(f"it holds the state of step {snapshot.step}")
+                return commit, snapshot
             except CheckpointError as error:
                 refused.append(f"{name}: {error}")
                 if _mark_bad(self._paths.checkpoints / name, str(error)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,8 @@ from ray_app.record.files import poll_s
 from ray_app.record.journal import StepRecord
 from ray_app.train.budget import spent
 from ray_app.train.job import Job
+
+logger = logging.getLogger(__name__)
 
 _PLAIN_EVERY_S = 5.0
 
@@ -102,11 +105,15 @@ class RunConsole:
         if time.monotonic() - self._looked_s < max(1.0, poll_s(self._job.paths.root)):
             return
         self._looked_s = time.monotonic()
-        evaluations = read_evaluations(self._job.paths)
+        try:
+            evaluations = read_evaluations(self._job.paths)
+            self._spent = spent(self._job.paths, self._job.config.failure)
+        except OSError as error:  # a passing outage of the storage
+            logger.warning("The record could not be read, will try again: %s", error)
+            return
         if evaluations:
             metric = self._job.best_metric
             self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step})"
-        self._spent = spent(self._job.paths, self._job.config.failure)
 
     def _text(self, newest: StepRecord) -> str:
         rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy.typing as npt
+import psutil
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -23,6 +24,7 @@ from ray_app.record.files import location, put_atomic
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
 from ray_app.train.job import Job
+from ray_app.train.snapshots import refuse_if_too_big
 from ray_app.train.state import TrainingState, load_class
 
 _ADJECTIVES = (
@@ -163,6 +165,8 @@ def _rehearse(job: Job, row: dict[str, npt.NDArray]) -> None:
             f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path} {config.optimizer.init_args}"
             + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
         ) from error
+    if config.checkpoint.snapshot_every_steps is not None:
+        refuse_if_too_big(state.model, psutil.virtual_memory().available)
     if isinstance(state.schedule, ReduceLROnPlateau):
         raise ConfigError(
             "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"

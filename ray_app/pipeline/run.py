@@ -103,7 +103,7 @@ def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
             "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
             " folder that all nodes share."
         )
-    capped = f" (of {config.scaling.max_workers} asked for, as many as fit)" if max_workers < config.scaling.max_workers else ""
+    capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.max_workers else ""
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.plan.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch,"
         f" {config.train.epochs} epochs; up to {max_workers} workers{capped}, arithmetic of {job.plan.logical_workers}",
@@ -111,6 +111,10 @@ def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if sum(node["Alive"] for node in ray.nodes()) > 1:
+        console.print(
+            "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how to shorten it."
+        )
 
 
 class _Run:
@@ -128,10 +132,10 @@ class _Run:
     def go(self) -> Result:
         job = self._job
         put_event(job.paths, "started", job.fence, max_workers=self._max_workers)
-        CheckpointStore(job.paths).clean(job.fence)
         tracker = self._start_tracker()
         try:
             with _stopping_at_signals(self._interrupted), ExitStack() as stack:
+                CheckpointStore(job.paths).clean(job.fence)
                 evaluator = self._start_evaluator(stack)
                 if not self._is_complete():
                     self._train(stack)
@@ -200,7 +204,7 @@ class _Run:
         thread = threading.Thread(
             target=self._fit, args=(Start(job, rendezvous, cache, tuple(keepers), self._faults.train),), name="fit", daemon=True
         )
-        with RunConsole(job, self._max_workers, self._console) as shown:
+        with RunConsole(job, self._config.scaling.max_workers, self._console) as shown:
             thread.start()
             told = False
             while thread.is_alive():
@@ -226,9 +230,8 @@ class _Run:
         if evaluator is None or self._evaluation is None:
             return
         deadline = time.monotonic() + self._config.evaluate.drain_timeout_s
-        while pending(self._evaluation) and not self._interrupted.is_set():
+        while waiting := self._unevaluated():
             if time.monotonic() > deadline:
-                waiting = [commit.step for commit in pending(self._evaluation)]
                 self._console.print(f"The evaluator did not finish in time; the next start goes on with steps {waiting}.")
                 return
             error = _ask(evaluator)
@@ -236,6 +239,16 @@ class _Run:
                 self._console.print(f"The evaluator gave up: {error}", markup=False)
                 return
             time.sleep(_LOOK_S)
+
+    def _unevaluated(self) -> list[int]:
+        """Steps of the checkpoints that wait for the evaluator; none if nobody waits for it any more."""
+        while not self._interrupted.is_set() and self._evaluation is not None:
+            try:
+                return [commit.step for commit in pending(self._evaluation)]
+            except OSError as error:  # a passing outage of the storage
+                logger.warning("The evaluations could not be read, will try again: %s", error)
+                self._interrupted.wait(_LOOK_S)
+        return []
 
     def _status(self) -> Status:
         if self._error is not None:

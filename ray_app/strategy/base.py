@@ -47,7 +47,8 @@ def collective() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(f"a collective failed: {error}") from error
+        said = str(error).partition(" This is typically")[0]  # gloo's guesses at a cause
+        raise PeerLostError(f"a collective failed: {said}") from error
 
 
 def gather(value: T, world: World) -> list[T]:

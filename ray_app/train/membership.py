@@ -102,7 +102,11 @@ class RayMembership:
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         _use_interface_of(host)
         self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._beat = Beat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port)
+        self._me = Beat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port)
+        self._generation = self._rank = self._recorded = 0
+        self._step = -1
+        self._record: StepRecord | None = None
+        self._phase: Phase = "starting"
         self._orders = Orders()
         self._group: _Group | None = None
         self._line: socket.socket | None = None
@@ -118,9 +122,9 @@ class RayMembership:
             LeavingError: This worker has to leave.
             PeerLostError: Another one left meanwhile.
         """
-        self._beat = replace(self._beat, step=step, phase="waiting")
+        self._step, self._phase = step, "waiting"
         formed = self._join(lost)
-        self._beat = replace(self._beat, generation=formed.number, rank=formed.rank)
+        self._generation, self._rank = formed.number, formed.rank
         world = World(formed.rank, formed.size, self._logical_workers)
         if formed.size == 1:
             yield world, formed
@@ -136,7 +140,7 @@ class RayMembership:
 
     def _join(self, lost: bool) -> Formed:
         while True:
-            waiting = self._rendezvous.join.remote(self._beat, lost)
+            waiting = self._rendezvous.join.remote(self._beat(), lost)
             try:
                 while not ray.wait([waiting], timeout=_LOOK_S)[0]:
                     if self._orders.leave:
@@ -145,10 +149,21 @@ class RayMembership:
             except (ConnectionError, ray.exceptions.RayActorError) as error:
                 logger.warning("Joining again: %s", error)
 
+    def _beat(self) -> Beat:
+        return replace(
+            self._me,
+            generation=self._generation,
+            rank=self._rank,
+            step=self._step,
+            phase=self._phase,
+            record=self._record,
+            recorded=self._recorded,
+        )
+
     def flags(self) -> Flags:
         """See `Membership.flags`."""
         orders = self._orders
-        if orders.generation != self._beat.generation:
+        if orders.generation != self._generation:
             return orders.flags & ~Flags.REFORM
         return orders.flags | (Flags.REFORM if orders.abort else Flags(0))
 
@@ -158,28 +173,32 @@ class RayMembership:
 
     def enter(self, phase: Phase) -> None:
         """See `Membership.enter`."""
-        self._beat = replace(self._beat, phase=phase)
+        self._phase = phase
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """See `Membership.report`."""
-        self._beat = replace(self._beat, step=step, record=record, recorded=recorded)
+        self._step, self._record, self._recorded = step, record, recorded
 
     def recorded(self) -> int:
         """See `Membership.recorded`."""
         return self._orders.recorded
 
-    def close(self) -> None:
-        """Takes leave."""
+    def close(self, over: bool = False) -> None:
+        """Takes leave.
+
+        Args:
+            over: Whether the run has ended with this worker.
+        """
         self._closed.set()
         self._beats.join()
         with suppress(ray.exceptions.RayError):
-            ray.get([self._rendezvous.beat.remote(self._beat), self._rendezvous.leave.remote(self._beat.worker)], timeout=5)
+            ray.get([self._rendezvous.beat.remote(self._beat()), self._rendezvous.leave.remote(self._me.worker, over)], timeout=5)
 
     def _run(self) -> None:
         while not self._closed.wait(_BEAT_S):
             try:
                 self._keep_line()
-                self._obey(ray.get(self._rendezvous.beat.remote(self._beat)))
+                self._obey(ray.get(self._rendezvous.beat.remote(self._beat())))
             except (ray.exceptions.RayError, OSError) as error:
                 logger.warning("The rendezvous does not answer, will try again: %s", error)
 
@@ -194,21 +213,19 @@ class RayMembership:
             self._line.close()
             self._line = None
         line = socket.create_connection(ray.get(self._rendezvous.lifeline.remote()), timeout=5)
-        line.sendall(self._beat.worker.encode())
+        line.sendall(self._me.worker.encode())
         line.setblocking(False)
         self._line = line
 
     def _obey(self, orders: Orders) -> None:
         self._orders = orders
         if orders.dump:
-            put_event(
-                self._paths, "stacks", self._fence, rank=self._beat.rank, step=self._beat.step, doing=self._beat.phase, stacks=_stacks()
-            )
+            put_event(self._paths, "stacks", self._fence, rank=self._rank, step=self._step, doing=self._phase, stacks=_stacks())
         if orders.exit:
             logger.error("The rendezvous ends this process: it holds the others up, or was given up")
             os._exit(1)
         group = self._group
-        if orders.abort and group is not None and orders.generation == self._beat.generation:
+        if orders.abort and group is not None and orders.generation == self._generation:
             group.abort()
 
 

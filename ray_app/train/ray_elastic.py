@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.controller.controller import TrainController, TrainControllerLoopIterationResult
 from ray.train.v2._internal.execution.controller.state import RunningState
@@ -200,6 +201,7 @@ class _Sizes(ElasticScalingPolicy):
         self._waiting: str | None = None
         self.draining: dict[str, int] = {}
         self.changed_s = time.monotonic()
+        self.full_until_s = 0.0
         self.reason = ""
 
     def possible(self) -> int:
@@ -247,6 +249,8 @@ class _Sizes(ElasticScalingPolicy):
         del worker_group_status
         self._maybe_send_resource_request()
         now, possible, scaling = worker_group_state.num_workers, self.possible(), self.scaling_config
+        if time.monotonic() < self.full_until_s:
+            possible = min(possible, now)
         since, dwell = time.monotonic() - self.changed_s, self._control.config.scaling.resize_check_s
         logical = self._control.config.logical_workers
         wanted = sizing(now, possible, logical, scaling.min_workers, scaling.max_workers, since, dwell)
@@ -302,8 +306,10 @@ class _Controller(TrainController):
         except (ray.exceptions.RayError, TimeoutError) as error:
             added = 0
             self._budget.budget.note("start_failed", workers=decision.num_workers - before, reason=str(error)[:2000])
-        self._scaling_policy.changed_s = time.monotonic() - (0 if added else max(0.0, self._dwell_s - _RETRY_S))
-        if added:
+        if not added:
+            self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S
+        else:
+            self._scaling_policy.changed_s = time.monotonic()
             self._expect()
             replaced = min(added, self._owed)
             self._owed -= replaced
@@ -364,6 +370,8 @@ class ElasticTrainer(TorchTrainer):
         self._control = control
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        # Ray's cleaner knows one placement group per run, and waits for a dashboard that may not be there; ours go with the job.
+        arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, PlacementGroupCleanerCallback)]
         arguments["scaling_policy"] = _Sizes(self.scaling_config, self._control)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}

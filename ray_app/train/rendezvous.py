@@ -173,6 +173,7 @@ class Rendezvous:
         self._expected = 0
         self._draining: set[str] = set()
         self._waiting: str | None = None
+        self._over = False
         self._flags = Flags(0)
         self._record: StepRecord | None = None
         self._recorded = 0
@@ -240,10 +241,16 @@ class Rendezvous:
         self._try_form()
         return await asyncio.shield(member.formed)
 
-    async def leave(self, worker: str) -> None:
-        """A worker ends as it should."""
+    async def leave(self, worker: str, over: bool = False) -> None:
+        """A worker ends as it should.
+
+        Args:
+            worker: Which.
+            over: Whether the run has ended with it: who joins later must not wait for others.
+        """
         self._members.pop(worker, None)
         self._gone.add(worker)
+        self._over = self._over or over
         self._try_form()
 
     # What the driver and the controller call.
@@ -325,7 +332,7 @@ class Rendezvous:
         if not ready or self._is_held() or any(m not in ready for m in self._incumbents()):
             return
         settled = time.monotonic() - self._began_s > self._silence_s  # this instance has heard of everybody
-        complete = len(ready) >= self._expected > 0
+        complete = self._over or len(ready) >= self._expected > 0
         if not complete and not (self._incumbents() and settled):
             return
         ready.sort(key=lambda m: (m.beat.step < 0, m.beat.rank if m.beat.generation else 0, m.joined_s))

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from torch import nn
 
 from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.errors import ConfigError
 from ray_app.record.journal import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,25 @@ class Keeper:
     def newest(self) -> Kept | None:
         """The newest one."""
         return self._kept
+
+
+def refuse_if_too_big(model: nn.Module, free_bytes: int) -> None:
+    """Checks that a keeper's memory is there: the snapshot it holds and the one that arrives.
+
+    Args:
+        model: What is trained; the optimizer is taken to keep two values per parameter.
+        free_bytes: Free memory of this node.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    values = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
+    needed = 2 * sum(value.numel() * value.element_size() for value in values)
+    if needed > free_bytes:
+        raise ConfigError(
+            f"checkpoint.snapshot_every_steps needs about {needed / 1e9:.1f} GB of memory on the driver's node, and on one other"
+            f" node; {free_bytes / 1e9:.1f} GB are free here. Leave it out, or start the driver where there is more memory."
+        )
 
 
 def start_keepers() -> list[Any]:

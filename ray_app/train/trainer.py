@@ -64,7 +64,7 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
     resources = {"CPU": scaling.cpus_per_worker, "GPU": scaling.gpus_per_worker}
     run_config = RunConfig(
         name=job.paths.ray_storage(job.fence).name,
-        storage_path=str(job.paths.root),
+        storage_path=str(job.paths.ray_storage(job.fence).parent),
         failure_config=FailureConfig(max_failures=-1, max_preemption_failures=-1),
         callbacks=[FailureBudget(control)],
     )
@@ -112,10 +112,12 @@ def _work(arguments: dict[str, Any]) -> None:
     assert isinstance(device, torch.device)
     recovers = _recovers_in_place(job.config)
     membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, job.paths, job.fence, recovers)
+    over = False
     try:
         train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)))
+        over = not membership.is_leaving()
     finally:
-        membership.close()
+        membership.close(over)
 
 
 def _open_windows(start: Start) -> OpenWindows:

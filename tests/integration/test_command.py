@@ -94,8 +94,8 @@ def test_help_explains_the_fields_with_units_and_defaults() -> None:
     for expected in (
         "--data.global_batch_size GLOBAL_BATCH_SIZE Rows of one optimizer step over all workers; divisible by the number of logical"
         " workers. (type: int, default: 32)",
-        "--failure.step_timeout_s STEP_TIMEOUT_S Seconds that a collective of one step may take before it counts as failed. (type: float,"
-        " default: 300.0)",
+        "--failure.heartbeat_timeout_s HEARTBEAT_TIMEOUT_S Seconds without a sign of life after which the others go on without a worker."
+        " (type: float, default: 5.0)",
         "--data.read_task_mb READ_TASK_MB Most decoded megabytes of one read task. (type: float, default: 64.0)",
         "--train.reduction {exact,overlapped}",
         "--task.help",

@@ -29,7 +29,7 @@ def test_a_bad_row_is_named() -> None:
 
 
 def test_what_is_worth_another_start() -> None:
-    assert [kind for kind in ALL if kind.retryable] == [errors.PeerLostError, errors.BudgetSpentError]
+    assert [kind for kind in ALL if kind.retryable] == [errors.PeerLostError, errors.PreemptedError, errors.BudgetSpentError]
 
 
 def test_the_tree_in_the_docstring_names_every_exception() -> None:

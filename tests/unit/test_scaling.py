@@ -1,8 +1,11 @@
 """How many workers there should be."""
 
 import pytest
+from torch import nn
 
+from ray_app.errors import ConfigError
 from ray_app.train.scaling import sizing
+from ray_app.train.snapshots import refuse_if_too_big
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,10 @@ def test_growing_where_it_pays(
     decided = sizing(now, possible, logical, least, most, since_s, dwell_s=10.0)
     assert decided.workers == workers
     assert reason in decided.reason
+
+
+def test_snapshots_that_do_not_fit_are_refused() -> None:
+    model = nn.Linear(1000, 1000)
+    refuse_if_too_big(model, 30_000_000)
+    with pytest.raises(ConfigError, match="of memory on the driver"):
+        refuse_if_too_big(model, 10_000_000)
