@@ -195,3 +195,20 @@ class WaitFor:
         deadline_s = time.monotonic() + 20
         while step == self.step and not Path(self.path).exists() and time.monotonic() < deadline_s:
             time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class KillSaving:
+    """SIGKILL of the worker that is about to commit the checkpoint of a step."""
+
+    proof: str
+    step: int
+
+    def __call__(self, commit: Commit) -> None:
+        if Kill(self.proof, self.step).is_due(0, commit.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def happened(self) -> int:
+        """To how many it happened."""
+        return Kill(self.proof, self.step).happened

@@ -40,7 +40,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import OpenWindows, train
-from ray_app.train.rendezvous import Flags, Formed, Phase
+from ray_app.train.messages import Flags, Formed, Phase
 
 CPU = torch.device("cpu")
 CLASSES = 5

@@ -31,8 +31,9 @@ from ray_app.record.lease import Lease, acquire
 from ray_app.track.runs import Tracker, check_available, run_tags
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.rendezvous import Flags, start_rendezvous
-from ray_app.train.rendezvous import Status as Gathering
+from ray_app.train.messages import Flags
+from ray_app.train.messages import Status as Gathering
+from ray_app.train.rendezvous import start_rendezvous
 from ray_app.train.snapshots import start_keepers
 from ray_app.train.trainer import Start, fit
 

@@ -85,11 +85,15 @@ def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float
 
 
 def goodput(records: list[StepRecord], repeated: list[StepRecord]) -> float | None:
-    """Rows that counted x undisturbed time per row / wall time since the first step; 1 means that nothing was lost."""
+    """Rows that counted x undisturbed time per row / wall time since the first step; 1 means that nothing was lost.
+
+    Undisturbed is the median of the steps on the most workers that the run had.
+    """
     if len(records) < 2:
         return None
     wall_s = max(r.time_s for r in [*records, *repeated]) - records[0].time_s
-    per_row_s = median(r.step_ms / 1e3 / max(1, sum(r.rows)) for r in records[1:])
+    full = max(r.workers for r in records[1:])
+    per_row_s = median(r.step_ms / 1e3 / max(1, sum(r.rows)) for r in records[1:] if r.workers == full)
     rows = sum(sum(r.rows) for r in records[1:])
     return round(min(1.0, rows * per_row_s / wall_s), 4) if wall_s > 0 else None
 

@@ -21,8 +21,8 @@ from ray_app.train import environment
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.membership import LeavingError, Membership
+from ray_app.train.messages import Flags, Formed, Phase
 from ray_app.train.recorder import Recorder
-from ray_app.train.rendezvous import Flags, Formed, Phase
 from ray_app.train.snapshots import SnapshotSender
 from ray_app.train.state import TrainingState
 from ray_app.train.step import Step

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ray_app.record.journal import StepRecord, put_event
 from ray_app.record.paths import RunPaths
 from ray_app.strategy.base import World, collective
-from ray_app.train.rendezvous import Beat, Flags, Formed, Orders, Phase
+from ray_app.train.messages import Beat, Flags, Formed, Orders, Phase
 
 logger = logging.getLogger(__name__)
 

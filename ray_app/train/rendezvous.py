@@ -13,125 +13,17 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import IntFlag
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
 from ray_app.record.journal import StepRecord
-
-Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "done"]
-"""What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up."""
+from ray_app.train.messages import Beat, Flags, Formed, Orders, Status
 
 _COALESCE_S = 2.0  # a newcomer waits this long for other newcomers
 _LOOK_S = 0.2
 _LEAST_STEP_TIMEOUT_S, _MEDIAN_STEPS, _FIRST_STEP_FACTOR = 60.0, 50, 5
-
-
-class Flags(IntFlag):
-    """What all workers agree on in a step's exchange and act upon after that same step."""
-
-    STOP = 1
-    """Make a checkpoint and end."""
-    REFORM = 2
-    """Leave this generation and form the next."""
-    SAVE = 4
-    """Make a checkpoint, because everyone has to leave."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """A worker's sign of life.
-
-    Args:
-        worker: The Ray actor id of the worker.
-        node: Id of its node.
-        host: Address of its node.
-        port: Where its store listens.
-        generation: The generation that it steps in; 0 before the first.
-        rank: Its rank there.
-        step: Its finished steps, -1 without a state.
-        phase: What it is doing.
-        record: Rank 0: its newest finished step.
-        recorded: Rank 0: the last step whose record is on storage.
-    """
-
-    worker: str
-    node: str
-    host: str
-    port: int
-    generation: int = 0
-    rank: int = 0
-    step: int = -1
-    phase: Phase = "starting"
-    record: StepRecord | None = None
-    recorded: int = 0
-
-
-@dataclass(frozen=True)
-class Orders:
-    """The answer to a heartbeat.
-
-    Args:
-        generation: The one that the worker was in when it asked; `REFORM` and `abort` are meant for that one only.
-        flags: To bring into the next exchange.
-        abort: Whether the worker must give up its generation at once, also in mid-exchange.
-        leave: Whether it must end when its generation does.
-        dump: Whether it should record the stacks of its threads.
-        exit: Whether it must end its process now; nobody counts on it any more.
-        recorded: The last step whose record is on storage.
-    """
-
-    generation: int = 0
-    flags: Flags = Flags(0)
-    abort: bool = False
-    leave: bool = False
-    dump: bool = False
-    exit: bool = False
-    recorded: int = 0
-
-
-@dataclass(frozen=True)
-class Formed:
-    """A generation, as one of its workers sees it.
-
-    Args:
-        number: Which; they only grow.
-        rank: Of this worker.
-        size: How many workers.
-        host: Address of rank 0.
-        port: Where rank 0's store listens.
-    """
-
-    number: int
-    rank: int
-    size: int
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """How things are, for the controller and the console.
-
-    Args:
-        live: Ids of the workers that give signs of life and are to stay.
-        silent: Ids of those that stopped giving them, with the seconds since the last.
-        stepping: Workers of the current generation.
-        step: Finished steps.
-        record: The newest finished step.
-        waiting: Why no generation may form, if so.
-        stopping: Whether the driver asked to stop.
-    """
-
-    live: set[str]
-    silent: dict[str, float]
-    stepping: int
-    step: int
-    record: StepRecord | None
-    waiting: str | None
-    stopping: bool
 
 
 @dataclass

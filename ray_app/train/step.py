@@ -21,7 +21,7 @@ from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import Strategy, World, collective, gather
 from ray_app.task.base import Task
 from ray_app.train.logical import Buffers, seed_step, single_values
-from ray_app.train.rendezvous import Flags, Phase
+from ray_app.train.messages import Flags, Phase
 from ray_app.train.state import TrainingState
 
 _ROW = struct.Struct("<qQdq")

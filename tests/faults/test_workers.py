@@ -21,7 +21,7 @@ from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from tests.cluster import record_of
-from tests.injector import Fail, Freeze, Kill, KillAt, Linger, Several, Spare, Stall, WaitFor
+from tests.injector import Fail, Freeze, Kill, KillAt, KillSaving, Linger, Several, Spare, Stall, WaitFor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
@@ -171,3 +171,15 @@ def test_the_same_failure_again_and_again_ends_the_run_early(short_run: ShortRun
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["restarts"]["failures"] == 3
+
+
+def test_who_dies_while_it_commits_leaves_the_checkpoint_to_the_next(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=2)
+    kill = KillSaving(str(tmp_path / "killed"), step=16)
+    slow = WaitFor(f"{kill.proof}-0", step=17)
+    summary, events = run_with(config, reference, before_commit=kill, after_step=slow)
+    assert kill.happened == 1
+    assert summary["redone_steps"] == 0
+    assert sizes(events)[:2] == [2, 1]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ray_app.train import rendezvous as module
-from ray_app.train.rendezvous import Beat, Flags, Formed, Rendezvous
+from ray_app.train.messages import Beat, Flags, Formed
+from ray_app.train.rendezvous import Rendezvous
 
 SILENCE_S = 5.0
 

@@ -23,7 +23,7 @@ from ray_app.strategy.build import build_strategy
 from ray_app.train.environment import set_up_torch
 from ray_app.train.job import Job
 from ray_app.train.logical import Buffers, seed_step, single_values
-from ray_app.train.rendezvous import Flags
+from ray_app.train.messages import Flags
 from ray_app.train.state import TrainingState
 from ray_app.train.step import Step, StepResult
 

@@ -33,6 +33,8 @@ def test_goodput_counts_what_was_lost() -> None:
     assert goodput(late, []) == 0.5
     assert goodput(late, [record(4, 25.0)]) == pytest.approx(9 / 24, abs=1e-4)
     assert goodput(steady[:1], []) is None
+    slower = [*steady[:5], *(record(step, 5.0 + 2 * (step - 5), workers=1, step_ms=2000.0) for step in range(6, 16))]
+    assert goodput(slower, []) == pytest.approx(14 / 24, abs=1e-4), "on half the workers it does half the work"
 
 
 def test_recovery_is_from_detection_to_the_next_finished_step() -> None:
