@@ -12,15 +12,15 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 from ray_app.checkpoint.format import Snapshot, unpack
 from ray_app.checkpoint.retention import Hold, removable
 from ray_app.errors import CheckpointError, LeaseLostError
-from ray_app.record.files import Location, listing, put_atomic, put_json, read_all, read_json, remove_temporary, remove_tree
+from ray_app.record.files import Content, Location, listing, put_atomic, put_json, read_all, read_json, remove_temporary, remove_tree
 from ray_app.record.lease import refuse_if_lost
 from ray_app.record.paths import RunPaths
 
@@ -87,7 +87,7 @@ class CheckpointStore:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
 
-    def write(self, files: dict[str, bytes], commit: Commit) -> Location:
+    def write(self, files: Mapping[str, Content], commit: Commit) -> Location:
         """Writes and commits a checkpoint; one that is committed already is left alone, unless it is marked bad.
 
         Raises:
@@ -100,9 +100,7 @@ class CheckpointStore:
         try:
             (folder / _COMMIT).unlink(missing_ok=True)
             remove_temporary(folder)
-            digests = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
-            for name, data in files.items():
-                put_atomic(folder / name, data)
+            digests = {name: _put(folder / name, content) for name, content in files.items()}
             (folder / _BAD).unlink(missing_ok=True)
             refuse_if_lost(self._paths, commit.fence)
             put_json(folder / _COMMIT, _sealed(asdict(commit) | {"files": digests}))
@@ -236,6 +234,36 @@ class CheckpointStore:
             if _NAME.fullmatch(folder):
                 found.setdefault(folder, {})[name] = file
         return found
+
+
+class _Measured:
+    """A file to write to, which knows the digest and the length of what was written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._sha, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._sha.update(data)
+        self.size += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def facts(self) -> dict[str, Any]:
+        return {"sha256": self._sha.hexdigest(), "bytes": self.size}
+
+
+def _put(place: Location, content: Content) -> dict[str, Any]:
+    """Writes a file; returns its digest and size, taken from what was to be written, not from what the storage has made of it."""
+    measured: list[_Measured] = []
+
+    def write(file: IO[bytes]) -> None:
+        measured.append(_Measured(file))
+        measured[-1].write(content) if isinstance(content, bytes) else content(cast(IO[bytes], measured[-1]))
+
+    put_atomic(place, write)
+    return measured[-1].facts()
 
 
 def _sealed(values: dict[str, Any]) -> dict[str, Any]:

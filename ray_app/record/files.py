@@ -6,20 +6,24 @@ Nothing here renames a folder, appends, or needs a folder to exist. A path is a 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ray_app.errors import ConfigError
 from ray_app.record.s3 import S3Path, s3_path
 
 Location = Path | S3Path
 """A file or a folder, on a disk or on S3."""
+
+Content = bytes | Callable[[IO[bytes]], object]
+"""What a file is to hold: the bytes, or a function that writes them to the open file, once from beginning to end."""
 
 _READERS = 16
 
@@ -43,7 +47,16 @@ def poll_s(place: Location) -> float:
     return 0.5 if isinstance(place, Path) else 5.0
 
 
-def put_atomic(path: Location, data: bytes, *, if_absent: bool = False) -> bool:
+def in_memory(content: Content) -> bytes:
+    """The bytes of a content."""
+    if isinstance(content, bytes):
+        return content
+    file = io.BytesIO()
+    content(file)
+    return file.getvalue()
+
+
+def put_atomic(path: Location, data: Content, *, if_absent: bool = False) -> bool:
     """Writes `data` to `path` so that every reader sees the old file, the new one, or none, also when the writer is stopped in the middle.
 
     On a disk a temporary file is synced, then renamed or linked into place; on S3 it is one put, or one upload in parts if it is big.
@@ -60,12 +73,12 @@ def put_atomic(path: Location, data: bytes, *, if_absent: bool = False) -> bool:
         OSError: The storage refused; what was written of it is removed.
     """
     if isinstance(path, S3Path):
-        return path.put(data, if_absent)
+        return path.put(in_memory(data), if_absent)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.write(data) if isinstance(data, bytes) else data(file)
             file.flush()
             os.fsync(file.fileno())
         if not if_absent:

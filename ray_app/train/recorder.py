@@ -51,9 +51,12 @@ class Recorder:
         self._generation = ""
         self._kept: deque[StepRecord] = deque(maxlen=_MOST_KEPT)
         self._held: tuple[Commit, Snapshot] | None = None
+        self._snapshot: Snapshot | None = None
+        self._sent: Snapshot | None = None
         self._writer: MetricsWriter | None = None
         self._added_step = 0
-        self._saver = Saver(job.paths, job.config.checkpoint, self._best_steps, hooks.before_commit)
+        self._saver = Saver(job.paths, job.config.checkpoint, self._best_steps, self._before_commit)
+        self._hook = hooks.before_commit
         self._previous_s = time.perf_counter()
 
     def align(self, world: World, generation: int) -> None:
@@ -118,20 +121,25 @@ class Recorder:
         )
 
         def take() -> Snapshot:
-            snapshot = self._state.snapshot()
-            self._held = (commit, snapshot) if self._world.size > 1 else None
-            return snapshot
+            self._saver.wait()  # nothing is being written from this memory
+            self._snapshot = self._state.snapshot(self._snapshot)
+            self._held = (commit, self._snapshot) if self._world.size > 1 else None
+            return self._snapshot
 
         if self._world.rank == 0 and self._writer is not None:
-            self._writer.flush()
             self._saver.save(take, commit)
         else:
             take()
 
     def snapshot(self) -> None:
         """Sends a copy of the state to memory outside the workers."""
+
+        def take() -> Snapshot:
+            self._sent = self._state.snapshot(self._sent)
+            return self._sent
+
         if self._world.rank == 0:
-            self._sender.send(self._state.snapshot, list(self._kept))
+            self._sender.send(take, list(self._kept))
 
     def restored(self, records: list[StepRecord]) -> None:
         """Takes over the records that came with a snapshot."""
@@ -169,6 +177,13 @@ class Recorder:
         recorded = self._membership.recorded()
         while self._kept and self._kept[0].step <= recorded:
             self._kept.popleft()
+
+    def _before_commit(self, commit: Commit) -> None:
+        """Called in the saver's thread: the record of the steps is on storage before the checkpoint is."""
+        if self._writer is not None:
+            self._writer.flush()
+        if self._hook is not None:
+            self._hook(commit)
 
     def _is_committed(self, commit: Commit) -> bool:
         return any((c.step, c.fence) == (commit.step, commit.fence) for c in CheckpointStore(self._job.paths).commits())

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ray_app.checkpoint.format import Snapshot, pack, params_digest
+from ray_app.checkpoint.format import Snapshot, params_digest, writers
 from ray_app.checkpoint.retention import skipped
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import CheckpointSection
@@ -125,7 +125,7 @@ class Saver:
         made = replace(commit, params_digest=params_digest(snapshot.model), time_s=time.time())
         if self._before_commit is not None:
             self._before_commit(made)
-        self._store.write(pack(snapshot), made)
+        self._store.write(writers(snapshot), made)
         duration_s = time.perf_counter() - began
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
         self._tidy(commit.fence)

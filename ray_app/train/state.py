@@ -60,10 +60,17 @@ class TrainingState:
             self.schedule.step()
         self.step += 1
 
-    def snapshot(self) -> Snapshot:
-        """Copies the state to memory of its own."""
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        """Copies the state to memory of its own.
+
+        Args:
+            into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times the copying.
+        """
         schedule = self.schedule.state_dict() if self.schedule is not None else None
-        return Snapshot(self.step, _copied(self.model.state_dict()), _copied(self.optimizer.state_dict()), _copied(schedule))
+        model, optimizer = (into.model, into.optimizer) if into is not None else (None, None)
+        return Snapshot(
+            self.step, _copied(self.model.state_dict(), model), _copied(self.optimizer.state_dict(), optimizer), _copied(schedule)
+        )
 
     def load(self, snapshot: Snapshot) -> None:
         """Takes over a snapshot's state."""
@@ -112,12 +119,15 @@ def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRSche
     return made(optimizer, **args)
 
 
-def _copied(value: Any) -> Any:
-    """A deep copy with tensors on the CPU."""
+def _copied(value: Any, into: Any = None) -> Any:
+    """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike."""
     if isinstance(value, Tensor):
+        if isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape):
+            return into.copy_(value.detach())
         return value.detach().to("cpu", copy=True).contiguous()
     if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
+        known = into if isinstance(into, dict) else {}
+        return {k: _copied(v, known.get(k)) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_copied(v) for v in value)
     return value

@@ -361,3 +361,17 @@ def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
     with LocalMembership(World(rank, 3, 3), store).generation(0, False) as (world, _):
         state.share(world, never)
     return state.step, params_digest(state.model.state_dict()), float(next(iter(state.optimizer.state.values()))["step"])
+
+
+def test_a_snapshot_can_take_over_the_memory_of_an_old_one() -> None:
+    state = TrainingState(Config(), TASK, CPU, 100)
+    for p in state.model.parameters():
+        p.grad = torch.ones_like(p)
+    first = state.snapshot()
+    state.optimizer.step()
+    second = state.snapshot(first)
+    fresh = state.snapshot()
+    assert params_digest(second.model) == params_digest(fresh.model) == params_digest(state.model.state_dict())
+    assert pack(second) == pack(fresh)
+    assert all(second.model[name].data_ptr() == first.model[name].data_ptr() for name in first.model)
+    assert all(fresh.model[name].data_ptr() != first.model[name].data_ptr() for name in first.model)

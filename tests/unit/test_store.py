@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -271,6 +272,7 @@ def test_a_snapshot_survives_packing(dtypes: dict[str, torch.dtype]) -> None:
         7, model, {"state": {0: {"step": torch.tensor(3.0), "m": torch.randn(2)}}, "param_groups": [{"betas": (0.9, 1)}]}, None
     )
     again = unpack(pack(snapshot))
+    assert pack(snapshot)[MODEL] == safetensors.torch.save(model), "it is not what the library writes"
     assert (again.step, again.schedule) == (7, None)
     assert params_digest(again.model) == params_digest(model)
     assert again.optimizer["param_groups"] == snapshot.optimizer["param_groups"]
