@@ -1,0 +1,259 @@
+"""What a checkpoint costs the training: the stall of the step that makes it, and the throughput with one every 20 steps.
+
+One process, one thread of computation, the real loop, recorder, saver and store, on the disk of the temporary folder. The state is that
+of a 784-4096-4096-10 network with Adam, 240 MB. The other side writes the same state with `torch.save` and fsync between two steps.
+
+python benchmarks/checkpoint_stall.py --rounds 5     # about 12 minutes
+
+The stall is what the step after a checkpoint takes longer than the median step: the call, and whatever else holds up the next step.
+Throughput is that of whole periods of 20 steps, so it includes what the writing behind the training takes away from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from benchmarks.harness import ROOT, ingest_rows
+from ray_app.config import Config
+from ray_app.record.journal import MetricsReader, StepRecord, read_events
+from ray_app.strategy.base import World
+from ray_app.train.job import Job
+from ray_app.train.messages import Flags, Formed, Phase
+
+BATCH, EVERY, PERIODS = 64, 20, 5
+FIRST, LAST = EVERY + EVERY // 2, EVERY * (PERIODS + 1) + EVERY // 2
+"""Steps between which throughput is measured: whole periods, each with one checkpoint in its middle."""
+_LIMIT_S = 600.0
+NONE, OURS, SAVE = "no checkpoint", "every 20 steps", "torch.save + fsync"
+
+
+class Alone:
+    """The membership of one worker without Ray."""
+
+    recovers = False
+
+    @contextmanager
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+        """See `Membership.generation`."""
+        del step, lost
+        yield World(0, 1, 1), Formed(1, 0, 1, "", 0)
+
+    def flags(self) -> Flags:
+        """See `Membership.flags`."""
+        return Flags(0)
+
+    def is_leaving(self) -> bool:
+        """See `Membership.is_leaving`."""
+        return False
+
+    def enter(self, phase: Phase) -> None:
+        """See `Membership.enter`."""
+
+    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
+        """See `Membership.report`."""
+
+    def recorded(self) -> int:
+        """See `Membership.recorded`."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run found.
+
+    Args:
+        step_ms: Median step.
+        period_ms: Mean step over whole periods, checkpoints included.
+        cpu_ms: CPU of the whole process per step, likewise.
+        stall_ms: Median stall of a checkpoint; 0 without.
+        call_ms: Of it, inside the call that makes it.
+        write_ms: Median time that the writing took behind the training.
+    """
+
+    step_ms: float
+    period_ms: float
+    cpu_ms: float
+    stall_ms: float = 0.0
+    call_ms: float = 0.0
+    write_ms: float = 0.0
+
+
+class Periods:
+    """A hook that notes wall and CPU time at both ends of the periods, and may do something every 20 steps.
+
+    Args:
+        act: What.
+    """
+
+    def __init__(self, act: Callable[[], object] | None) -> None:
+        self._act = act
+        self.act_ms: list[float] = []
+        self.wall_s: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def __call__(self, rank: int, step: int) -> None:
+        """Called after every step."""
+        del rank
+        if step in (FIRST, LAST):
+            self.wall_s.append(time.perf_counter())
+            self.cpu_s.append(time.process_time())
+        if self._act is not None and step % EVERY == 0:
+            began = time.perf_counter()
+            self._act()
+            self.act_ms.append((time.perf_counter() - began) * 1e3)
+
+
+def make_config(folder: Path, every: int | None) -> Config:
+    """The run: one epoch is one period."""
+    from ray_app import load_config
+
+    return load_config(
+        ROOT / "conf" / "mlp_mnist.yaml",
+        task__init_args__features=None,
+        task__init_args__hidden=[4096, 4096],
+        run__storage_path=str(folder / "runs"),
+        run__name="run",
+        data__path=str(folder / "rows"),
+        data__eval_path=None,
+        data__global_batch_size=BATCH,
+        train__epochs=PERIODS + 2,
+        train__max_steps=LAST + 1,
+        checkpoint__every_steps=every,
+        checkpoint__every_epochs=None,
+        tracking__enabled=False,
+    )
+
+
+def saving(job: Job, folder: Path) -> Callable[[], None]:
+    """`torch.save` and fsync of a state like that of the run."""
+    from ray_app.train.state import TrainingState
+
+    state = TrainingState(job.config, job.task, torch.device("cpu"), job.total_steps)
+    for parameter in state.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    state.optimizer.step()
+
+    def save() -> None:
+        with (folder / "state.pt").open("wb") as file:
+            torch.save({"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    return save
+
+
+def side(name: str, folder: Path) -> Cost:
+    """Runs one side in this process."""
+    from ray_app.data.feed import CachedWindows
+    from ray_app.data.source import fetch_here, load_all
+    from ray_app.pipeline.prepare import claim, prepare
+    from ray_app.record.lease import acquire
+    from ray_app.train.hooks import Hooks
+    from ray_app.train.loop import train
+
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (BATCH * EVERY, 28, 28), dtype=np.uint8)
+    ingest_rows(folder, pixels, generator.integers(0, 10, BATCH * EVERY))
+    prepared = prepare(make_config(folder, EVERY if name == OURS else None))
+    with acquire(prepared.job.paths) as lease:
+        job = claim(prepared, lease.fence).job
+        windows = CachedWindows(load_all(fetch_here, job.reader, job.plan.manifest, job.fields, 1000))
+        hook = Periods(saving(job, folder) if name == SAVE else None)
+        train(job, Alone(), lambda job, cursor, played: windows, torch.device("cpu"), Hooks(after_step=hook))
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    steps = {step: record.step_ms for step, record in reader.records.items() if FIRST < step <= LAST}
+    wall_ms, cpu_ms = ((end - begin) * 1e3 / (LAST - FIRST) for begin, end in (hook.wall_s, hook.cpu_s))
+    plain = median(ms for step, ms in steps.items() if step % EVERY != 1)
+    if name == NONE:
+        return Cost(plain, wall_ms, cpu_ms)
+    stall = median(ms for step, ms in steps.items() if step % EVERY == 1) - plain
+    if name == SAVE:
+        return Cost(plain, wall_ms, cpu_ms, stall, median(hook.act_ms), 0.0)
+    calls = read_events(job.paths, "left")[0].details["stalls_ms"][1:-1]
+    writes = [e.details["duration_s"] * 1e3 for e in read_events(job.paths, "checkpointed")][1:-1]
+    return Cost(plain, wall_ms, cpu_ms, stall, median(calls), median(writes))
+
+
+def measure(name: str) -> Cost:
+    """Runs one side in a process of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, "--side", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stderr}")
+    return Cost(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def report(found: dict[str, list[Cost]]) -> None:
+    """Prints the table."""
+    machine = platform.processor() or platform.machine()
+    print(f"\n{machine}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(found[NONE])} rounds; medians (range)")
+    print(f"{'side':<24}{'step ms':>24}{'mean step ms':>24}{'CPU ms':>24}{'stall ms':>24}{'of it, call ms':>24}{'write ms':>24}")
+    for name, costs in found.items():
+        columns = [spread([getattr(cost, field) for cost in costs]) for field in Cost.__dataclass_fields__]
+        print(f"{name:<24}" + "".join(f"{column:>24}" for column in columns))
+    print(f"\n{'figure':<50}{'value':>24}{'bar':>8}{'stretch':>9}")
+    both = list(zip(found[NONE], found[f"{NONE} again"], found[OURS], found[SAVE], strict=True))
+    stalls = [ours.stall_ms / save.call_ms for _, _, ours, save in both]
+    line("stall of a checkpoint / torch.save + fsync", stalls, 0.15, 0.10, median(stalls) <= 0.15, median(stalls) <= 0.10)
+    through = [none.period_ms / ours.period_ms for none, _, ours, _ in both]
+    line("throughput, a checkpoint every 20 steps / none", through, 0.95, 0.965, median(through) >= 0.95, median(through) >= 0.965)
+    print(f"{'null: throughput, none again / none':<50}{spread([none.period_ms / again.period_ms for none, again, _, _ in both]):>24}")
+    cpu = [ours.cpu_ms / none.cpu_ms for none, _, ours, _ in both]
+    print(f"{'CPU, a checkpoint every 20 steps / none':<50}{spread(cpu):>24}")
+
+
+def line(title: str, values: list[float], bar: float, stretch: float, met: bool, stretch_met: bool) -> None:
+    """Prints one figure."""
+    verdict = "stretch met" if stretch_met else "met" if met else "MISSED"
+    print(f"{title:<50}{spread(values):>24}{bar:>8.3g}{stretch:>9.3g}  {verdict}")
+
+
+def spread(values: list[float]) -> str:
+    """Median and range."""
+    return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+def main() -> None:
+    """Measures all sides in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--side", choices=[NONE, OURS, SAVE], help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=[NONE, OURS, SAVE], help="one side, to look into it")
+    options = parser.parse_args()
+    if options.side:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(vars(side(options.side, Path(folder)))))
+        return
+    sides = {NONE: NONE, OURS: OURS, SAVE: SAVE, f"{NONE} again": NONE}
+    if options.only:
+        sides = {options.only: options.only}
+    found: dict[str, list[Cost]] = {name: [] for name in sides}
+    for number in range(options.rounds):
+        for name, which in sides.items():
+            found[name].append(measure(which))
+            print(f"  round {number + 1}/{options.rounds} {name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    if not options.only:
+        report(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The command `jobs/drill.py`: a configuration undisturbed, then under named disturbances, and a certificate of what came of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from ray_app.config import Config
+from ray_app.errors import ConfigError, DataError, own_error
+from ray_app.pipeline.cli import parse_more
+from ray_app.pipeline.cluster import cluster
+from ray_app.pipeline.drill_cluster import Nodes, local_nodes
+from ray_app.pipeline.drill_session import SCENARIOS, Drill
+from ray_app.pipeline.prepare import prepare
+from ray_app.record.files import Location, location
+
+_OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
+_FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MOST_OWN_WORKERS = 20, 8, 3.0, 2.0, 4
+
+
+@dataclass(frozen=True)
+class DrillSection:
+    """What the drill does.
+
+    Args:
+        scenarios: Names of scenarios, separated by commas; not given: all of them. Names: kill, kill_twice, kill_two, kill_all,
+            kill_exchange, kill_saving, evaluator, freeze, node, node_rank0, grow (or resize), shrink (or preempt), damage, driver.
+        max_steps: Most optimizer steps of every drilled run.
+        seed: Chooses the steps and the workers that are struck.
+        out: New folder for the runs and the certificate, which every node sees under the same path; not given: a folder by the time in
+            `drills` next to `run.storage_path`.
+        limit_s: Seconds after which a run counts as hanging; then the drill ends.
+    """
+
+    scenarios: str | None = None
+    max_steps: int = 200
+    seed: int = 0
+    out: str | None = None
+    limit_s: float = 900.0
+
+
+def chosen(section: DrillSection) -> list[str]:
+    """The names of the scenarios to go through.
+
+    Raises:
+        ConfigError: One is not known.
+    """
+    if section.scenarios is None:
+        return list(SCENARIOS)
+    given = [name.strip() for name in section.scenarios.split(",") if name.strip()]
+    unknown = [name for name in given if _OTHER_NAMES.get(name, name) not in SCENARIOS]
+    if unknown or not given:
+        raise ConfigError(
+            f"drill.scenarios is {section.scenarios!r}; {', '.join(map(repr, unknown)) or 'nothing'} is no scenario. There are"
+            f" {', '.join(SCENARIOS)}. Give some of these, separated by commas, or leave it out for all."
+        )
+    return list(dict.fromkeys(_OTHER_NAMES.get(name, name) for name in given))
+
+
+def drilled(config: Config, section: DrillSection, own: bool) -> Config:
+    """The configuration of every drilled run: nothing that decides the result is another but the number of steps.
+
+    Args:
+        config: The user's.
+        section: What the drill does.
+        own: Whether the drill starts its own cluster.
+
+    Raises:
+        ConfigError: The configuration promises no equal bits, or has too few steps.
+        DataError: The data is refused.
+    """
+    if config.train.reduction != "exact":
+        raise ConfigError(
+            f"train.reduction is {config.train.reduction!r}, which does not promise the same bits; a drill compares them. Give"
+            " --train.reduction exact."
+        )
+    changed: dict[str, Any] = {
+        "run__name": "undisturbed",
+        "run__storage_path": str(_out(config, section)),
+        "scaling__logical_workers": config.logical_workers,
+        "scaling__resize_check_s": min(config.scaling.resize_check_s, _RESIZE_S),
+        "train__max_steps": min(section.max_steps, config.train.max_steps or section.max_steps),
+        "failure__max_failures": -1,
+        "failure__max_preemptions": -1,
+        "failure__step_timeout_s": None,
+        "failure__heartbeat_timeout_s": min(config.failure.heartbeat_timeout_s, _HEARTBEAT_S),
+        "tracking__enabled": False,
+    }
+    if own:
+        most = min(config.scaling.max_workers, _MOST_OWN_WORKERS)
+        changed |= {"scaling__max_workers": most, "scaling__min_workers": min(config.scaling.min_workers, most)}
+    if own and not config.scaling.gpus_per_worker:
+        changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
+    made = config.replace(**changed)
+    steps = prepare(made).job.total_steps
+    if steps < _FEWEST_STEPS:
+        raise ConfigError(
+            f"The drilled run would have {steps} steps; a drill needs {_FEWEST_STEPS}. Raise drill.max_steps ({section.max_steps}),"
+            f" train.max_steps ({config.train.max_steps}) or train.epochs ({config.train.epochs})."
+        )
+    every = max(1, steps // _CHECKPOINTS)
+    keep = max(config.checkpoint.keep_last, 3)
+    return made.replace(checkpoint__every_steps=every, checkpoint__every_epochs=None, checkpoint__keep_last=keep)
+
+
+def _out(config: Config, section: DrillSection) -> Location:
+    name = time.strftime("%Y%m%d-%H%M%S")
+    storage = location(config.run.storage_path)
+    beside = (storage.parent if isinstance(storage, Path) else storage) / "drills"
+    out = location(section.out) if section.out else beside / name
+    if (out / "certificate.json").exists():
+        raise ConfigError(f"drill.out is {section.out}, which holds the certificate of another drill. Give another folder.")
+    return out
+
+
+@contextmanager
+def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
+    """The cluster to drill on, and its nodes if they are the drill's to lose."""
+    if own and not config.scaling.gpus_per_worker:
+        with local_nodes(config.scaling.max_workers, config.data.eval_path is not None) as nodes:
+            yield nodes
+    else:
+        with cluster(config):
+            yield None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command `jobs/drill.py`.
+
+    Returns:
+        Exit code: 0 every scenario happened and ended with equal parameters, 1 one did not or the drill was not completed, 2 refused before
+        anything started.
+    """
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        config, sections = parse_more(arguments, {"drill": DrillSection}, "drill.py")
+        section: DrillSection = sections["drill"]
+        chosen(section)
+        own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
+        made = drilled(config, section, own)
+        with redirect_stdout(StringIO()), _connected(made, own) as nodes:
+            return Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console).go()
+    except (ConfigError, DataError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted; the certificate says how far the drill came.", file=sys.stderr)
+        return 1
+    except Exception as error:
+        error = own_error(error)  # type: ignore[assignment]
+        print(f"The drill ended early: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,124 @@
+"""A small cluster on this machine whose nodes can be lost, added and drained: several raylets, each a node of one logical CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from ray_app.pipeline.cluster import python_path
+
+_SETTLE_S = 60.0
+_HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
+
+
+class Nodes:
+    """The nodes of the drill's own cluster. The head has room for the evaluator only, so every worker is on a node that can be lost.
+
+    Args:
+        workers: Workers that the cluster has room for at first.
+        evaluates: Whether there is an evaluator.
+    """
+
+    def __init__(self, workers: int, evaluates: bool) -> None:
+        memory = max(100 << 20, int(0.3 * psutil.virtual_memory().total) // (workers + 2))
+        self._options = {"object_store_memory": memory, "dashboard_agent_listen_port": 0}
+        self._cluster = Cluster()
+        self._cluster.add_node(num_cpus=int(evaluates), include_dashboard=False, object_store_memory=memory, _system_config=_HEALTH)
+        self._nodes: dict[str, Any] = {}
+        self._drained: set[str] = set()
+        ray.init(address=self._cluster.address, logging_level=logging.WARNING, log_to_driver=False)
+        self.shape(workers)
+
+    def shape(self, workers: int) -> None:
+        """Makes room for so many workers and one reading task, on nodes that are sound."""
+        self._forget_dead()
+        for node in list(self._nodes)[workers + 1 :]:
+            self.lose(node)
+        self.add(workers + 1 - len(self._nodes))
+
+    def add(self, count: int) -> list[str]:
+        """Adds nodes with room for one worker each; returns their ids when they are alive."""
+        added = []
+        for _ in range(count):
+            node = self._cluster.add_node(num_cpus=1, **self._options)
+            self._nodes[node.node_id] = node
+            added.append(node.node_id)
+        _wait_until(added, alive=True)
+        return added
+
+    def check(self, node: str) -> None:
+        """Refuses nodes that cannot be lost.
+
+        Raises:
+            ValueError: It is the head, or no node of this cluster.
+        """
+        if node not in self._nodes:
+            raise ValueError(f"the node {node} is the head of the drill's cluster, or not a part of it")
+
+    def lose(self, node: str) -> None:
+        """Kills a node's processes; returns when the cluster knows that it is dead."""
+        self._cluster.remove_node(self._nodes.pop(node), allow_graceful=False)
+        _wait_until([node], alive=False)
+
+    def drain(self, node: str, deadline_s: int) -> None:
+        """Announces that a node is about to go away, as clouds do.
+
+        Raises:
+            ValueError: It is no node that can be lost.
+            RuntimeError: Ray does not accept it.
+        """
+        self.check(node)
+        self._drained.add(node)
+        options = {"address": self._cluster.address, "node-id": node, "reason": "DRAIN_NODE_REASON_PREEMPTION", "reason-message": "drill"}
+        options["deadline-remaining-seconds"] = str(deadline_s)
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *(f"--{name}={value}" for name, value in options.items())]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"ray drain-node failed: {done.stderr.strip()[-500:]}")
+
+    def close(self) -> None:
+        """Ends all nodes."""
+        ray.shutdown()
+        self._cluster.shutdown()
+
+    def _forget_dead(self) -> None:
+        alive = _alive()
+        for node in [n for n in self._nodes if n not in alive or n in self._drained]:
+            self.lose(node)
+
+
+@contextmanager
+def local_nodes(workers: int, evaluates: bool) -> Iterator[Nodes]:
+    """The drill's own cluster, connected to; it ends with the context."""
+    settings = {"PYTHONPATH": python_path(), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)  # for the processes of the nodes, and their workers
+    nodes = Nodes(workers, evaluates)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _alive() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _wait_until(nodes: list[str], alive: bool) -> None:
+    deadline = time.monotonic() + _SETTLE_S
+    while any((node in _alive()) is not alive for node in nodes):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Ray does not say within {_SETTLE_S:g} s that the nodes {nodes} are {'alive' if alive else 'dead'}.")
+        time.sleep(0.1)

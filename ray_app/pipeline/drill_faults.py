@@ -1,0 +1,261 @@
+"""What the drill does to the processes of a run. Everything here is pickled and happens in a worker, the evaluator or another driver.
+
+Whatever happens first leaves a file that says where, when and to which process: a fault without its proof does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from rich.console import Console
+
+from ray_app.checkpoint.store import Commit
+from ray_app.config import Config
+from ray_app.errors import RayAppError
+from ray_app.pipeline.run import Faults, run_training
+from ray_app.record.files import listing, location, put_json, read_json
+from ray_app.record.lease import Holder
+
+TOGETHER_S = 20.0
+"""Longest that workers which are to die together wait for each other."""
+HELD_S = 120.0
+"""Longest that a worker waits at a step boundary for what is about to happen to its node or its driver."""
+_LOOK_S = 0.02
+
+
+class DrillStopError(RayAppError):
+    """Ends a run on purpose, so that it can be started again."""
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """One file for each thing that happened in a scenario.
+
+    Args:
+        folder: Where they are; all nodes must see it, as they see the run.
+    """
+
+    folder: str
+
+    def put(self, name: str, **facts: Any) -> bool:
+        """Says that something happens now, and to which process; returns whether it is the first to say so."""
+        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
+        said = {"time_s": time.time(), "node": node, "process": asdict(Holder.here())}
+        return put_json(location(self.folder) / f"{name}.json", said | facts, if_absent=True)
+
+    def has(self, name: str) -> bool:
+        """Whether it happened."""
+        return (location(self.folder) / f"{name}.json").exists()
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """What was said of it."""
+        found: dict[str, Any] | None = read_json(location(self.folder) / f"{name}.json")
+        return found
+
+    def all(self) -> dict[str, dict[str, Any]]:
+        """Everything that happened, by name."""
+        return {name.removesuffix(".json"): read_json(file) for name, file in listing(location(self.folder)).items()}
+
+    def wait(self, names: list[str], limit_s: float) -> bool:
+        """Waits until all of it has happened; returns whether it did in time."""
+        deadline_s = time.monotonic() + limit_s
+        while not all(map(self.has, names)):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def claim(self, slots: list[str], **facts: Any) -> bool:
+        """Takes one of several places for things that happen; returns whether there was a free one."""
+        return any(not self.has(slot) and self.put(slot, **facts) for slot in slots)
+
+
+@dataclass(frozen=True)
+class Several:
+    """Several hooks, one after the other."""
+
+    hooks: tuple[Callable[..., None], ...]
+
+    def __call__(self, *arguments: Any) -> None:
+        """Calls all of them."""
+        for hook in self.hooks:
+            hook(*arguments)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL after a step, of all given ranks at the same moment.
+
+    Args:
+        proofs: Where it is recorded.
+        names: One name of a proof for each worker that dies.
+        step: Finished steps at which it happens.
+        ranks: To which ranks.
+    """
+
+    proofs: Proofs
+    names: list[str]
+    step: int
+    ranks: list[int]
+
+    def __call__(self, rank: int, step: int) -> None:
+        """See `Hooks.after_step`."""
+        if step == self.step and rank in self.ranks and self.proofs.claim(self.names, rank=rank, step=step):
+            self.proofs.wait(self.names, TOGETHER_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class KillAt:
+    """SIGKILL when a worker begins something, see `Hooks.at`."""
+
+    phase: str
+    kill: Kill
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        """See `Hooks.at`."""
+        if phase == self.phase:
+            self.kill(rank, step)
+
+
+@dataclass(frozen=True)
+class KillOnCommit:
+    """SIGKILL of the process that writes, or evaluates, the first checkpoint from a step on."""
+
+    proofs: Proofs
+    name: str
+    step: int
+
+    def __call__(self, commit: Commit) -> None:
+        """See `Hooks.before_commit` and `Faults.before_evaluation`."""
+        if commit.step >= self.step and self.proofs.claim([self.name], step=commit.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """SIGSTOP of a rank after a step; it goes on later, whatever has become of the run by then.
+
+    Args:
+        proofs: Where it is recorded.
+        name: Name of the proof.
+        step: Finished steps at which it happens.
+        rank: To which rank.
+        seconds: Until it goes on.
+    """
+
+    proofs: Proofs
+    name: str
+    step: int
+    rank: int
+    seconds: float
+
+    def __call__(self, rank: int, step: int) -> None:
+        """See `Hooks.after_step`."""
+        if step == self.step and rank == self.rank and self.proofs.claim([self.name], rank=rank, step=step, seconds=self.seconds):
+            wake = f"sleep {self.seconds:g}; kill -CONT {os.getpid()}"
+            null = subprocess.DEVNULL
+            subprocess.Popen(["/bin/sh", "-c", wake], start_new_session=True, stdin=null, stdout=null, stderr=null)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """An error in every worker after a step, so that the run ends."""
+
+    proofs: Proofs
+    name: str
+    step: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        """See `Hooks.after_step`."""
+        if step == self.step:
+            self.proofs.put(self.name, rank=rank, step=step)
+            raise DrillStopError(f"stopped by the drill at step {step}")
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A rank that waits after a step, in which the others wait for it, until something happens outside.
+
+    Args:
+        proofs: Where it is recorded.
+        name: Name of the proof that it waits.
+        until: Name of the proof to wait for.
+        step: Finished steps at which it happens.
+        rank: Which rank.
+    """
+
+    proofs: Proofs
+    name: str
+    until: str
+    step: int
+    rank: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        """See `Hooks.after_step`."""
+        if step == self.step and rank == self.rank and self.proofs.claim([self.name], rank=rank, step=step):
+            self.proofs.wait([self.until], HELD_S)
+
+
+@dataclass
+class Pace:
+    """Short pauses after steps, so that a worker that starts, which takes seconds, can join before the last step.
+
+    Args:
+        proofs: Where the pauses are recorded, by step; they are taken out of what the drill reports.
+        first: Finished steps at which it begins.
+        last: The last step with a pause.
+        sizes: Numbers of workers that are awaited; then it ends.
+        limit_s: Seconds of all pauses at most.
+        least_s: Seconds of all pauses at least.
+    """
+
+    proofs: Proofs
+    first: int
+    last: int
+    sizes: range
+    limit_s: float
+    least_s: float = 0.0
+    _pauses: dict[int, float] = field(default_factory=dict)
+
+    def __call__(self, rank: int, step: int) -> None:
+        """See `Hooks.after_step`."""
+        if rank != 0 or not self.first <= step <= self.last:
+            return
+        spent_s = sum(self._pauses.values())
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if size in self.sizes and spent_s >= self.least_s:
+            return
+        pause_s = max(0.0, self.limit_s - spent_s) / (self.last - step + 1)
+        time.sleep(pause_s)
+        self._pauses[step] = pause_s
+        put_json(location(self.proofs.folder) / f"paced-{self.first}-{os.getpid()}.json", {"pauses": self._pauses})
+
+
+def driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
+    """The command of a process of its own that runs a configuration on the cluster that this process is connected to."""
+    file.write_bytes(pickle.dumps((config, faults, ray.get_runtime_context().gcs_address)))
+    return [sys.executable, "-m", "ray_app.pipeline.drill_faults", str(file)]
+
+
+def _drive(file: Path) -> None:
+    config, faults, address = pickle.loads(file.read_bytes())
+    ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+    run_training(config, Console(), faults)
+
+
+if __name__ == "__main__":
+    _drive(Path(sys.argv[1]))

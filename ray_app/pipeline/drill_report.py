@@ -1,0 +1,245 @@
+"""What came of a drill: comparisons with the undisturbed run, the certificate, and the table."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import ray
+import torch
+from rich.table import Table
+
+from ray_app.pipeline.drill_ground import Disturbance, Ended, is_gone
+from ray_app.pipeline.summary import goodput
+from ray_app.record.journal import MetricsReader, StepRecord
+from ray_app.record.lease import Holder
+from ray_app.record.paths import RunPaths
+
+Outcome = Literal["equal", "different", "failed", "left out"]
+_ROOT = Path(__file__).resolve().parents[2]
+_COLORS = {"equal": "green", "different": "red", "failed": "red", "left out": "yellow"}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What two runs must have in common.
+
+    Args:
+        digest: SHA-256 of the parameters and persistent buffers.
+        rows: Rows in all.
+        steps: Loss, rows and row hashes of the logical workers, by step.
+    """
+
+    digest: str
+    rows: int
+    steps: dict[int, tuple[float, list[int], list[int]]]
+
+
+def trace_of(paths: RunPaths, summary: dict[str, Any]) -> Trace:
+    """The trace of a run that ended."""
+    records, _ = _records(paths)
+    return Trace(str(summary["params_digest"]), summary["rows"], {step: (r.loss, r.rows, r.row_hash) for step, r in records.items()})
+
+
+def difference(one: Trace, other: Trace) -> str | None:
+    """In what a run differs from the undisturbed one, in words; None if in nothing.
+
+    Args:
+        one: The undisturbed run.
+        other: The other.
+    """
+    for step in sorted(one.steps.keys() | other.steps.keys()):
+        here, there = one.steps.get(step), other.steps.get(step)
+        if here is None or there is None:
+            return f"step {step} is recorded in only one of the runs"
+        if here[1:] != there[1:]:
+            return f"from step {step} on it saw other rows"
+        if here[0] != there[0]:
+            return f"from step {step} on its losses are others, on the same rows"
+    if one.rows != other.rows:
+        return f"it consumed {other.rows:,} rows instead of {one.rows:,}"
+    return None if one.digest == other.digest else "its parameters are others, after the same rows and losses"
+
+
+def missing(disturbance: Disturbance, run: Ended) -> list[str]:
+    """What speaks against it that the disturbance really happened."""
+    if "trouble" in run.proofs:
+        return [str(run.proofs["trouble"]["error"])]
+    absent = [name for name in disturbance.expected if name not in run.proofs]
+    return [f"there is no proof {name!r}" for name in absent] if absent else disturbance.confirm(run)
+
+
+def judge(disturbance: Disturbance, run: Ended, undisturbed: Trace) -> tuple[Outcome, str | None]:
+    """Whether a scenario counts, and why not."""
+    if run.summary["status"] != "finished":
+        return "failed", f"the run ended as {run.summary['status']}"
+    lacks = missing(disturbance, run)
+    if lacks:
+        return "failed", "it did not happen: " + "; ".join(lacks)
+    found = difference(undisturbed, trace_of(run.paths, run.summary))
+    return ("different", found) if found else ("equal", None)
+
+
+def proof_of(proofs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What happened, and whether the processes to which it did have ended; one on another machine cannot be asked."""
+    real = {name: proof for name, proof in proofs.items() if not name.startswith("paced-")}
+    here = asdict(Holder.here())
+    return {name: proof | ({"process_gone": is_gone(proof)} if proof["process"] != here else {}) for name, proof in real.items()}
+
+
+def measures(disturbance: Disturbance, run: Ended) -> dict[str, Any]:
+    """What the run's summary and record say of the disturbance; waits of the drill's own making are taken out of `goodput`."""
+    records, repeated = _records(run.paths)
+    waits = _waits(disturbance, run.proofs)
+    names = [*disturbance.held.values()] or disturbance.expected
+    struck = sorted((run.proofs[name]["time_s"], run.proofs[name]["step"]) for name in names if name in run.proofs)
+    return {
+        "world_sizes": run.summary["world_sizes"],
+        "redone_steps": max(run.summary["redone_steps"], _redone(struck, run)),
+        "recovery_s": run.summary["recovery_s"],
+        "next_step_s": _next_step_s(struck, records, repeated),
+        "goodput": goodput(without(records.values(), waits), without(repeated, waits)),
+        "waited_s": round(sum(waits.values()), 3),
+        "rows": run.summary["rows"],
+        "params_digest": run.summary["params_digest"],
+    }
+
+
+def _redone(struck: list[tuple[float, int]], run: Ended) -> int:
+    """Finished steps that were lost, also those whose record had not reached the storage when they were."""
+    lost = 0
+    for event in run.events("resumed"):
+        before = [step for time_s, step in struck if time_s < event.time_s]
+        lost += max(0, before[-1] - event.details["step"]) if before else 0
+    return lost
+
+
+def _next_step_s(struck: list[tuple[float, int]], records: dict[int, StepRecord], repeated: list[StepRecord]) -> list[float]:
+    """Seconds to the next finished step, for every time that the run was struck; from the first of several strikes before it."""
+    found: dict[float, float] = {}
+    for time_s, step in struck:
+        own = records[step].generation if step in records else None  # the other ranks may just finish that step
+        after = [r.time_s for r in [*records.values(), *repeated] if r.time_s > time_s and (r.step > step or r.generation != own)]
+        if after:
+            found.setdefault(min(after), round(min(after) - time_s, 3))
+    return list(found.values())
+
+
+def _waits(disturbance: Disturbance, proofs: dict[str, dict[str, Any]]) -> dict[int, float]:
+    """Seconds that the drill itself held the run up, by the step after which it did."""
+    waits: dict[int, float] = {}
+    for name, proof in proofs.items():
+        if name.startswith("paced-"):
+            waits |= {int(step): waits.get(int(step), 0.0) + pause_s for step, pause_s in proof["pauses"].items()}
+    for name, until in disturbance.held.items():
+        if name in proofs and until in proofs:
+            step = proofs[name]["step"]
+            waits[step] = waits.get(step, 0.0) + proofs[until]["time_s"] - proofs[name]["time_s"]
+    return waits
+
+
+def without(records: Iterable[StepRecord], waits: dict[int, float]) -> list[StepRecord]:
+    """The records as they were without waits.
+
+    Args:
+        records: Of steps.
+        waits: Seconds, by the step after which the run waited.
+    """
+    return [
+        replace(
+            r, time_s=r.time_s - sum(w for step, w in waits.items() if step < r.step), step_ms=r.step_ms - 1e3 * waits.get(r.step - 1, 0)
+        )
+        for r in records
+    ]
+
+
+def _records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:
+    reader = MetricsReader(paths)
+    reader.poll()
+    return dict(sorted(reader.records.items())), reader.repeated
+
+
+def facts() -> dict[str, Any]:
+    """What the results hold for: versions, this machine, the cluster."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "versions": {"ray_app": _own_version(), "ray": ray.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "host": {
+            "name": platform.node(),
+            "platform": platform.platform(),
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+            "gpus": gpus,
+        },
+        "nodes": [
+            {"host": n["NodeManagerHostname"], "resources": {k: n["Resources"][k] for k in ("CPU", "GPU", "memory") if k in n["Resources"]}}
+            for n in ray.nodes()
+            if n["Alive"]
+        ],
+    }
+
+
+def _own_version() -> str:
+    """The version of this application: of pyproject.toml and, in a clone, the commit."""
+    try:
+        found = re.search(r'^version = "(.*)"', (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    version = found[1] if found else "unknown"
+    done = subprocess.run(
+        ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
+    )
+    return f"{version} ({done.stdout.strip()})" if done.returncode == 0 else version
+
+
+def _cpu() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def verdict(results: list[dict[str, Any]], digest: str, planned: int) -> str:
+    """One sentence on the whole drill."""
+    left_out = sum(r["outcome"] == "left out" for r in results)
+    equal = sum(r["outcome"] == "equal" for r in results)
+    text = f"{equal} of {planned - left_out} scenarios ended with the parameters of the undisturbed run: sha256 {digest}"
+    more = {kind: sum(r["outcome"] == kind for r in results) for kind in ("different", "failed", "left out")}
+    more["not reached"] = planned - len(results)
+    said = ", ".join(f"{count} {kind}" for kind, count in more.items() if count)
+    return f"{text} ({said})" if said else text
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """The results for people."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("scenario", "at step", "workers", "redone steps", "s to next step", "goodput", "result"):
+        made.add_column(name, justify="right" if name in ("redone steps", "s to next step", "goodput") else "left")
+    for result in results:
+        sizes = " ".join(f"{workers}" if not step else f"→ {workers} @{step}" for step, workers in result.get("world_sizes", []))
+        seconds = ", ".join(f"{s:.2f}" for s in result.get("next_step_s", []))
+        outcome = result["outcome"]
+        said = outcome if outcome in ("equal", "left out") else outcome.upper()
+        reason = f": {result['reason']}" if result["reason"] else ""
+        share = result.get("goodput")
+        made.add_row(
+            result["scenario"],
+            ", ".join(map(str, result.get("steps", []))) or "-",
+            sizes or "-",
+            str(result.get("redone_steps", "-")),
+            seconds or "-",
+            f"{share:.2f}" if share is not None else "-",
+            f"[{_COLORS[outcome]}]{said}[/]{reason.replace('[', chr(92) + '[')}",
+        )
+    return made

@@ -1,0 +1,231 @@
+"""One drill: the undisturbed run, then every scenario, and a certificate that grows with each."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config import Config, digest, flatten
+from ray_app.errors import ConfigError, own_error
+from ray_app.pipeline.cluster import workers_that_fit
+from ray_app.pipeline.drill_cluster import Nodes
+from ray_app.pipeline.drill_faults import Proofs, Several
+from ray_app.pipeline.drill_ground import Disturbance, Ended, Ground, end_frozen
+from ray_app.pipeline.drill_nodes import grow, node, node_rank0, shrink
+from ray_app.pipeline.drill_processes import evaluator, freeze, kill, kill_all, kill_exchange, kill_saving, kill_twice, kill_two
+from ray_app.pipeline.drill_report import Trace, facts, judge, measures, proof_of, table, trace_of, verdict
+from ray_app.pipeline.drill_restarts import damage, driver
+from ray_app.pipeline.prepare import prepare
+from ray_app.pipeline.result import Result
+from ray_app.pipeline.run import Faults, run_training
+from ray_app.record.files import Location, location, put_atomic, put_json
+from ray_app.record.paths import RunPaths
+from ray_app.train.job import Job
+
+_MADE = kill, kill_twice, kill_two, kill_all, kill_exchange, kill_saving, evaluator, freeze, node, node_rank0, grow, shrink, damage, driver
+SCENARIOS: dict[str, Callable[[Ground], Disturbance | str]] = {scenario.__name__: scenario for scenario in _MADE}
+
+
+class _Interrupted:
+    """Whether somebody wants to end a run, which may finish all the same."""
+
+    def __init__(self) -> None:
+        self.is_set = self._listens = False
+
+    def listen(self) -> None:
+        """Listens along with the run, which has its own handlers while it goes on."""
+        if self._listens or threading.current_thread() is not threading.main_thread():
+            return
+        self._listens = True
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._heard(signal.getsignal(number)))
+
+    def _heard(self, before: Any) -> Callable[[int, Any], None]:
+        def handler(number: int, frame: Any) -> None:
+            self.is_set = True
+            before(number, frame)
+
+        return handler
+
+
+class Drill:
+    """One drill on the connected cluster.
+
+    Args:
+        config: The configuration of its runs.
+        own: The user's configuration.
+        names: The scenarios to go through.
+        seed: Chooses the steps and the workers that are struck.
+        limit_s: Seconds after which a run counts as hanging.
+        nodes: The drill's own nodes, if the cluster is its own.
+        console: Where to say how it gets on.
+    """
+
+    def __init__(
+        self, config: Config, own: Config, names: list[str], seed: int, limit_s: float, nodes: Nodes | None, console: Console
+    ) -> None:
+        self._config, self._names, self._seed, self._limit_s = config, names, seed, limit_s
+        self._nodes, self._console = nodes, console
+        self._out = location(config.run.storage_path)
+        self._workers = workers_that_fit(config, ray.cluster_resources())
+        self._log = StringIO()
+        job = prepare(config).job
+        self._steps, self._per_epoch = job.total_steps, job.plan.steps_per_epoch
+        before, now = flatten(own.to_dict()), flatten(config.to_dict())
+        self._certificate: dict[str, Any] = {
+            **facts(),
+            "complete": False,
+            "verdict": None,
+            "config_digest": digest(own, job.plan.manifest.digest),
+            "drilled_config_digest": job.config_digest,
+            "manifest_digest": job.plan.manifest.digest,
+            "changed_for_the_drill": {k: {"yours": before.get(k), "drilled": v} for k, v in now.items() if before.get(k) != v},
+            "seed": seed,
+            "undisturbed": None,
+            "scenarios": [],
+        }
+
+    @property
+    def certificate(self) -> Location:
+        """Where the certificate is."""
+        return self._out / "certificate.json"
+
+    def go(self) -> int:
+        """Goes through all scenarios; returns the exit code."""
+        grounds = {name: self._ground(name) for name in self._names}
+        plans = {name: SCENARIOS[name](ground) for name, ground in grounds.items()}
+        if all(isinstance(plan, str) for plan in plans.values()):
+            raise ConfigError("No scenario is possible:\n" + "\n".join(f"  - {name}: {plan}" for name, plan in plans.items()))
+        self._say(
+            f"{self._steps} steps of every run, on up to {self._workers} workers of"
+            f" {'a cluster of the drill' if self._nodes else 'the cluster'}; runs and certificate in {self._out}"
+        )
+        undisturbed = self._undisturbed()
+        results = self._certificate["scenarios"]
+        for number, (name, plan) in enumerate(plans.items(), 1):
+            began_s = time.monotonic()
+            with self._shown(f"{number}/{len(plans)} {name}: {SCENARIOS[name].__doc__}"):
+                result = self._left_out(name, plan) if isinstance(plan, str) else self._scenario(name, plan, grounds[name], undisturbed)
+            result["seconds"] = round(time.monotonic() - began_s, 1)
+            results.append(result)
+            self._save(len(results) == len(plans), verdict(results, undisturbed.digest, len(plans)))
+            outcome = result["outcome"] if result["outcome"] in ("equal", "left out") else result["outcome"].upper()
+            more = f": {result['reason']}" if result["reason"] else ""
+            self._say(f"{number:2}/{len(plans)} {name:<14} {outcome}{more} ({result['seconds']:.0f} s)")
+            if result.get("hangs"):
+                break  # what is left of that run would disturb the next
+        self._console.print(table(results))
+        self._say(f"{self._certificate['verdict']}\ncertificate: {self.certificate}")
+        return 0 if all(r["outcome"] in ("equal", "left out") for r in results) else 1
+
+    def _undisturbed(self) -> Trace:
+        began_s = time.monotonic()
+        with self._shown("the undisturbed run"):
+            result = self._train(self._config, Faults())
+        paths = RunPaths(result.path)
+        trace = trace_of(paths, result.summary)
+        commit = CheckpointStore(paths).commits()[-1]
+        fields = ("params_digest", "rows", "steps", "world_sizes", "timing")
+        self._certificate["undisturbed"] = {name: result.summary[name] for name in fields} | {"environment": commit.environment}
+        self._save(False, "no scenario was reached")
+        self._keep_log("undisturbed")
+        self._say(f"undisturbed: {trace.rows:,} rows, sha256 {trace.digest} ({time.monotonic() - began_s:.0f} s)")
+        return trace
+
+    def _scenario(self, name: str, plan: Disturbance, ground: Ground, undisturbed: Trace) -> dict[str, Any]:
+        """Runs one scenario and says what came of it."""
+        result: dict[str, Any] = {"scenario": name, "what": SCENARIOS[name].__doc__, "steps": plan.steps, "changes": plan.changes}
+        config = ground.config.replace(**plan.changes)
+        try:
+            if self._nodes is not None:
+                self._nodes.shape(plan.room or self._workers)
+            if plan.before is not None:
+                plan.before(config)
+            ended = self._train(config, plan.faults)
+            end_frozen(ground.proofs)
+            run = Ended(RunPaths(ended.path), ended.summary, ground.proofs.all())
+            outcome, reason = judge(plan, run, undisturbed)
+            result |= {"outcome": outcome, "reason": reason, **measures(plan, run)}
+        except TimeoutError as error:
+            result |= {"outcome": "failed", "reason": str(error), "hangs": True}
+        except Exception as error:
+            error = own_error(error)  # type: ignore[assignment]
+            result |= {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"}
+        finally:
+            end_frozen(ground.proofs)
+            self._keep_log(name)
+        return result | {"proof": proof_of(ground.proofs.all()), "run": str(ground.paths.root)}
+
+    def _left_out(self, name: str, reason: str) -> dict[str, Any]:
+        return {"scenario": name, "what": SCENARIOS[name].__doc__, "outcome": "left out", "reason": reason}
+
+    def _ground(self, name: str) -> Ground:
+        return Ground(
+            config=self._config.replace(run__name=name),
+            workers=self._workers,
+            total_steps=self._steps,
+            steps_per_epoch=self._per_epoch,
+            checkpoint_every=int(self._config.checkpoint.every_steps or 1),
+            proofs=Proofs(str(self._out / "proofs" / name)),
+            random=random.Random(f"{self._seed} {name}"),
+            nodes=self._nodes,
+            train=self._train,
+        )
+
+    def _train(self, config: Config, faults: Faults) -> Result:
+        """`run_training` without its output, and not for ever.
+
+        Raises:
+            KeyboardInterrupt: It was interrupted from outside.
+            TimeoutError: It took longer than `drill.limit_s`.
+        """
+        deadline_s = time.monotonic() + self._limit_s
+        interrupted = _Interrupted()
+
+        def limit(_: Job) -> None:
+            interrupted.listen()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"The run {config.run.name!r} did not end within drill.limit_s = {self._limit_s:g} s.")
+
+        watch = Several((limit, faults.watch)) if faults.watch else limit
+        result = run_training(config, Console(file=self._log, width=160), replace(faults, watch=watch))
+        if interrupted.is_set or result.status == "interrupted":
+            raise KeyboardInterrupt
+        return result
+
+    def _save(self, complete: bool, said: str) -> None:
+        self._certificate |= {"complete": complete, "verdict": said}
+        put_json(self.certificate, self._certificate)
+
+    def _keep_log(self, name: str) -> None:
+        put_atomic(self._out / "logs" / f"{name}.txt", self._log.getvalue().encode())
+        self._log.seek(0)
+        self._log.truncate()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _shown(self, text: str) -> Iterator[None]:
+        """Says what goes on, on a terminal; what others print meanwhile goes to the log."""
+        spinner = Spinner("dots", escape(text))
+        shown = Live(spinner, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False)
+        with ExitStack() as stack:
+            stack.enter_context(redirect_stdout(self._log))
+            if self._console.is_terminal:
+                stack.enter_context(shown)
+            yield

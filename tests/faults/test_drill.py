@@ -1,0 +1,256 @@
+"""The drill: what it compares, what it takes as proof, and whole drills on a cluster of their own and on one that is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import load_config
+from ray_app.config import Config
+from ray_app.errors import ConfigError
+from ray_app.pipeline.drill import DrillSection, chosen, drilled, main
+from ray_app.pipeline.drill_faults import Kill, Proofs
+from ray_app.pipeline.drill_ground import Disturbance, Ended, Ground
+from ray_app.pipeline.drill_processes import kill
+from ray_app.pipeline.drill_report import Trace, difference, judge, measures, verdict, without
+from ray_app.pipeline.drill_session import SCENARIOS
+from ray_app.pipeline.run import Faults
+from ray_app.record.journal import MetricsWriter, StepRecord, put_event
+from ray_app.record.lease import Holder
+from ray_app.record.paths import RunPaths
+from ray_app.train.hooks import Hooks
+from tests.cluster import ROOT
+
+SUMMARY = {"status": "finished", "params_digest": "d", "rows": 8, "world_sizes": [[0, 2]], "redone_steps": 0, "recovery_s": [0.1]}
+_DRILL_S = 280
+
+
+def record(step: int, **fields: Any) -> StepRecord:
+    values = {"step": step, "epoch": 0, "time_s": 100.0 + step, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "step_ms": 1000.0}
+    more = {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"}
+    return StepRecord(**(values | more | fields))
+
+
+def written(root: Path, records: list[StepRecord]) -> RunPaths:
+    paths = RunPaths(root)
+    writer = MetricsWriter(paths, 1)
+    for made in records:
+        writer.add(made)
+    writer.close()
+    return paths
+
+
+def trace(**fields: Any) -> Trace:
+    return Trace(**({"digest": "d", "rows": 8, "steps": {step: (1.0, [1, 1], [5, 6]) for step in (1, 2, 3, 4)}} | fields))
+
+
+@pytest.fixture
+def gone() -> dict[str, Any]:
+    """What a proof says of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended = asdict(Holder.here()) | {"pid": process.pid, "pid_ticks": 1}
+    process.wait()
+    return ended
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> tuple[Disturbance, RunPaths]:
+    """A kill at step 2, and the record of a run in which nothing is other than in `trace()`."""
+    config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(tmp_path), run__name="kill")
+    proofs = Proofs(str(tmp_path / "proofs"))
+    ground = Ground(config, 2, 6, 3, 1, proofs, random.Random(0), None, lambda *_: pytest.fail("it runs nothing"))
+    made = kill(ground)
+    assert isinstance(made, Disturbance)
+    return made, written(tmp_path / "kill", [record(step) for step in (1, 2, 3, 4)])
+
+
+def ended(paths: RunPaths, process: dict[str, Any] | None, **summary: Any) -> Ended:
+    """The kill happened at 101.9 s, just before rank 0 finished that step."""
+    proofs = {"killed-0": {"time_s": 101.9, "step": 2, "rank": 0, "process": process}} if process else {}
+    return Ended(paths, SUMMARY | summary, proofs)
+
+
+def test_a_scenario_that_happened_and_changed_nothing_is_equal(killed: tuple[Disturbance, RunPaths], gone: dict[str, Any]) -> None:
+    disturbance, paths = killed
+    put_event(paths, "failed", 1, errors={})
+    assert judge(disturbance, ended(paths, gone), trace()) == ("equal", None)
+    assert judge(disturbance, ended(paths, gone), trace(digest="other"))[0] == "different"
+    assert measures(disturbance, ended(paths, gone))["next_step_s"] == [1.1]
+
+
+def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Disturbance, RunPaths], gone: dict[str, Any]) -> None:
+    disturbance, paths = killed
+    assert judge(disturbance, ended(paths, None), trace()) == ("failed", "it did not happen: there is no proof 'killed-0'")
+    outcome, reason = judge(disturbance, ended(paths, asdict(Holder.here())), trace())
+    assert (outcome, reason) == (
+        "failed",
+        "it did not happen: the process of killed-0 still lives; the run has no record of a failure",
+    )
+    assert judge(disturbance, ended(paths, gone), trace())[0] == "failed", "the run must have noticed it"
+    put_event(paths, "failed", 1, errors={})
+    assert judge(disturbance, ended(paths, gone, status="interrupted"), trace()) == ("failed", "the run ended as interrupted")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (trace(), None),
+        (trace(digest="x"), "its parameters are others, after the same rows and losses"),
+        (trace(rows=7), "it consumed 7 rows instead of 8"),
+        (trace(steps=trace().steps | {3: (1.0, [1, 1], [5, 7])}), "from step 3 on it saw other rows"),
+        (trace(steps=trace().steps | {2: (1.5, [1, 1], [5, 6])}), "from step 2 on its losses are others, on the same rows"),
+        (trace(steps=trace().steps | {5: (1.0, [1, 1], [5, 6])}), "step 5 is recorded in only one of the runs"),
+    ],
+)
+def test_differences_are_named(other: Trace, said: str | None) -> None:
+    assert difference(trace(), other) == said
+
+
+def test_waits_of_the_drill_itself_do_not_count() -> None:
+    records = [record(1), record(2), record(3, time_s=113.0, step_ms=11_000.0), record(4, time_s=114.0)]
+    assert without(records, {2: 10.0}) == [record(step) for step in (1, 2, 3, 4)]
+
+
+def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
+    proofs = Proofs(str(tmp_path))
+    assert proofs.claim(["a", "b"], rank=1)
+    assert proofs.claim(["a", "b"], rank=2)
+    assert not proofs.claim(["a", "b"], rank=3)
+    assert {name: proof["rank"] for name, proof in proofs.all().items()} == {"a": 1, "b": 2}
+    assert proofs.all()["a"]["process"] == asdict(Holder.here())
+    Kill(proofs, ["a", "b"], step=3, ranks=[0])(0, 3)  # both have happened, so nobody is killed
+
+
+def test_the_verdict_counts_what_is_left_out_and_what_is_not_reached() -> None:
+    results = [{"outcome": outcome} for outcome in ("equal", "left out", "failed")]
+    assert verdict(results, "abc", 4) == (
+        "1 of 3 scenarios ended with the parameters of the undisturbed run: sha256 abc (1 failed, 1 left out, 1 not reached)"
+    )
+
+
+def test_names_of_scenarios() -> None:
+    assert chosen(DrillSection()) == list(SCENARIOS)
+    assert chosen(DrillSection(scenarios="resize, kill,grow,preempt")) == ["grow", "kill", "shrink"]
+    assert all(name in str(DrillSection.__doc__) for name in SCENARIOS)
+    with pytest.raises(ConfigError, match=r"'nod' is no scenario\. There are kill, kill_twice, .*driver"):
+        chosen(DrillSection(scenarios="kill,nod"))
+
+
+@pytest.fixture
+def digits_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
+    def make(**fields: Any) -> Config:
+        paths = {"data__path": str(digits / "train"), "data__eval_path": str(digits / "eval"), "run__storage_path": str(tmp_path / "runs")}
+        return load_config(ROOT / "conf" / "digits.yaml", **paths, **fields)
+
+    return make
+
+
+def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = digits_config(scaling__max_workers=4, scaling__logical_workers=4)
+    made = drilled(config, DrillSection(max_steps=40), own=True)
+    assert made.replace(train__max_steps=None).train == config.train
+    assert (made.task, made.optimizer, made.schedule, made.data, made.seed) == (
+        config.task,
+        config.optimizer,
+        config.schedule,
+        config.data,
+        config.seed,
+    )
+    assert made.checkpoint.every_steps == 5
+    assert Path(made.run.storage_path).parent == tmp_path / "drills"
+    with pytest.raises(ConfigError, match="does not promise the same bits"):
+        drilled(digits_config(train__reduction="overlapped"), DrillSection(), own=True)
+    with pytest.raises(ConfigError, match=r"would have 19 steps; a drill needs 20\. Raise drill\.max_steps"):
+        drilled(config, DrillSection(max_steps=19), own=True)
+
+
+def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(ROOT / "conf" / "digits.yaml"), "--drill.scenarios", "kill,foo"]) == 2
+    assert "'foo' is no scenario. There are kill, kill_twice" in capsys.readouterr().err
+
+
+def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
+    fields = {"config": ROOT / "conf" / "digits.yaml", "data.path": digits / "train", "data.eval_path": digits / "eval", "drill.out": out}
+    return [f"--{name}={value}" for name, value in (fields | {f"drill.{k}": v for k, v in drill.items()}).items()]
+
+
+def run_drill(*more: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, str(ROOT / "jobs" / "drill.py"), *more]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DRILL_S, check=False)
+
+
+def test_a_drill_on_a_cluster_of_its_own(digits: Path, tmp_path: Path) -> None:
+    done = run_drill(*arguments(digits, tmp_path / "out", scenarios="kill,kill_two,node", max_steps=40))
+    assert done.returncode == 0, done.stdout + done.stderr
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    digest = certificate["undisturbed"]["params_digest"]
+    assert certificate["complete"]
+    assert certificate["verdict"] == f"2 of 2 scenarios ended with the parameters of the undisturbed run: sha256 {digest} (1 left out)"
+    assert certificate["verdict"] in done.stdout
+    killed, two, node = certificate["scenarios"]
+    assert [s["outcome"] for s in (killed, two, node)] == ["equal", "left out", "equal"]
+    assert two["reason"] == "it needs 3 workers so that one goes on, there are 2"
+    for scenario in (killed, node):
+        assert scenario["params_digest"] == digest
+        assert scenario["rows"] == certificate["undisturbed"]["rows"]
+        assert scenario["world_sizes"][:2] == [[0, 2], [scenario["steps"][0], 1]]
+        assert scenario["redone_steps"] == 0
+        assert len(scenario["recovery_s"]) == len(scenario["next_step_s"]) == 1
+        assert 0 < scenario["goodput"] <= 1
+    assert killed["proof"]["killed-0"]["step"] == killed["steps"][0]
+    assert killed["proof"]["killed-0"]["process_gone"]
+    assert node["proof"]["node_dead"]["node"] == node["proof"]["held"]["node"]
+    assert {"ray", "torch", "python", "ray_app"} == set(certificate["versions"])
+    assert certificate["changed_for_the_drill"]["train.max_steps"] == {"yours": None, "drilled": 40}
+    assert not list((tmp_path / "out").rglob("mlflow.db"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_scenario(digits: Path, tmp_path: Path) -> None:
+    command = [*arguments(digits, tmp_path / "out"), "--scaling.max_workers=3"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "jobs" / "drill.py"), *command], capture_output=True, text=True, timeout=880, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert {s["scenario"]: s["outcome"] for s in certificate["scenarios"]} == dict.fromkeys(SCENARIOS, "equal")
+    redone = {s["scenario"]: s["redone_steps"] for s in certificate["scenarios"]}
+    assert {name for name, steps in redone.items() if steps} <= {"kill_all", "damage", "driver"}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_on_a_cluster_that_is_there(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No node is touched, and a fault that does not happen is no success."""
+
+    def quiet(ground: Ground) -> Disturbance:
+        """Nothing happens, because no run gets that far."""
+        never = Kill(ground.proofs, ["killed-0"], step=10**6, ranks=[0])
+        return Disturbance([10**6], ["killed-0"], lambda run: [], Faults(train=Hooks(after_step=never)))
+
+    monkeypatch.setitem(SCENARIOS, "quiet", quiet)
+    assert main([*arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]) == 1
+    assert ray.is_initialized()
+    assert "FAILED: it did not happen: there is no proof 'killed-0'" in capsys.readouterr().out
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    node, quiet_one = certificate["scenarios"]
+    assert (node["outcome"], quiet_one["outcome"]) == ("left out", "failed")
+    assert "did not start" in node["reason"]
+    assert quiet_one["params_digest"] == certificate["undisturbed"]["params_digest"]
+    assert main(arguments(digits, tmp_path / "out", scenarios="quiet", max_steps=20)) == 2
+    assert "holds the certificate of another drill" in capsys.readouterr().err
+    assert main(arguments(digits, tmp_path / "other", scenarios="node,grow", max_steps=20)) == 2
+    assert "No scenario is possible" in capsys.readouterr().err
