@@ -41,7 +41,7 @@ from benchmarks.stock_recovery import make_rows, run_ray, run_torchrun
 
 _TWO_NODES = Scenario("lose", workers=(1, 4), before=4, nodes=(2, 2), settled_s=8.0)
 SCENARIOS = {
-    "kill": Scenario("kill", times=2, settled_s=6.0),
+    "kill": Scenario("kill", times=2, settled_s=6.0, limit_s=180.0),
     "node": _TWO_NODES,
     "capacity": Scenario("grow", workers=(1, 4), before=2, nodes=(2,), settled_s=3.0),
     "drain": replace(_TWO_NODES, kind="drain", limit_s=420.0),
@@ -140,22 +140,24 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
 def side(name: str, figure: str) -> None:
     """Measures one side in this process; prints what it found as JSON."""
     scenario = SCENARIOS[figure]
-    summary: dict[str, Any] = {}
+
+    def done(disturber: Disturber, summary: dict[str, Any] | None = None) -> None:
+        found: Measured = {"disturbances": [asdict(d) for d in disturber.done], "stuck": disturber.stuck}
+        if figure == "goodput":
+            found |= goodput(disturber.steps.lines, disturber.done, scenario.before)
+        if summary is not None:
+            found["summary"] = {key: summary[key] for key in ("redone_steps", "recovery_s", "goodput")}
+            found["noticed_s"] = noticed(summary["events"], disturber)
+        print(json.dumps(found), flush=True)
+
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         pixels, labels = make_rows(ROWS)
         ingest_rows(folder, pixels, labels)
         if name == "ours":
-            disturber, summary = run_ours(scenario, folder)
+            done(*run_ours(scenario, folder))
         else:
-            disturber = {"stock": run_ray, "torchrun": run_torchrun}[name](scenario, folder)
-        found: Measured = {"disturbances": [asdict(d) for d in disturber.done]}
-        if figure == "goodput":
-            found |= goodput(disturber.steps.lines, disturber.done, scenario.before)
-        if summary:
-            found["summary"] = {key: summary[key] for key in ("redone_steps", "recovery_s", "goodput")}
-            found["noticed_s"] = noticed(summary["events"], disturber)
-    print(json.dumps(found), flush=True)
+            {"stock": run_ray, "torchrun": run_torchrun}[name](scenario, folder, done)
     os._exit(0)  # a `fit` in a thread has no other end
 
 
@@ -185,9 +187,10 @@ def measure(name: str, figure: str) -> Measured:
             raise
         out, err = process.communicate()
         err += "\n(ended: it took too long)"
-    if process.returncode:
+    lines = [line for line in out.splitlines() if line.startswith('{"disturbances"')]
+    if not lines:
         return {"error": f"exit code {process.returncode}: {err.strip()[-3000:]}"}
-    found = json.loads(out.strip().splitlines()[-1])
+    found = json.loads(lines[0])
     for value in ("next_s", "caught_up_s", "redone"):
         values = [d[value] for d in found["disturbances"]]
         found[value] = max(values) if value == "redone" else median(values)
@@ -238,11 +241,14 @@ def report(all_found: dict[str, dict[str, list[Measured]]]) -> None:
             unit = {"next_s": "s", "redone": "steps"}.get(bar.value, "")
             title = figure if bar.value in ("next_s", "goodput") else f"{figure}: steps redone"
             columns = [title, spread(ours, unit), spread(other, unit), bar.other, spread(ratios) if other else "", f"{bar.bar:g}"]
-            columns += [f"{bar.stretch:g}", bar.verdict(max(ours) if bar.value == "redone" else median(ratios))]
+            verdict = bar.verdict(max(ours) if bar.value == "redone" else median(ratios))
+            columns += [f"{bar.stretch:g}", "MISSED" if any(m["stuck"] for m in found["ours"]) else verdict]
             print("".join(f"{text:<{width}}" for text, width in zip(columns, widths, strict=True)))
         for name, measured in found.items():
             keys = [key for key in ("next_s", "caught_up_s", "not_full_s") if key in measured[0]]
             parts = [f"{key} {spread([m[key] for m in measured])}" for key in keys]
+            stuck = sum(m["stuck"] for m in measured)
+            parts += [f"never went on {stuck}"] if stuck else []
             print(f"    {name}: {', '.join(parts)}, steps redone {[m['redone'] for m in measured]}, {len(measured)} rounds")
 
 

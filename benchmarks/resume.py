@@ -123,10 +123,10 @@ def main() -> None:
                 for name in names if number % 2 == 0 else reversed(names):
                     found[name].append(median(first_batch_s(job, SIDES[name]) for _ in range(3)))
                     print(f"  round {number + 1}/{options.rounds} {name}: {found[name][-1]:.3f} s", file=sys.stderr, flush=True)
+        if not options.only:
+            report(found)
     finally:
         ray.shutdown()
-    if not options.only:
-        report(found)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ def ray_worker(config: dict[str, Any]) -> None:
     steps(config["folder"], rank, context.get_world_size(), load, save)
 
 
-def run_ray(scenario: Scenario, folder: Path) -> Disturber:
-    """Runs and disturbs stock Ray Train in this process."""
+def run_ray(scenario: Scenario, folder: Path, done: Callable[[Disturber], None]) -> None:
+    """Runs and disturbs stock Ray Train in this process; `done` comes before the end, which `fit` in its thread may not survive."""
     import logging
 
     import ray
@@ -124,11 +124,11 @@ def run_ray(scenario: Scenario, folder: Path) -> Disturber:
             time.sleep(0.25)
         if not thread.is_alive():
             raise RuntimeError("the stock run ended by itself")
+        done(disturber)
     finally:
         ray.shutdown()
         if cluster is not None:
             cluster.shutdown()
-    return disturber
 
 
 def torchrun_worker(folder: str) -> None:
@@ -150,7 +150,7 @@ def torchrun_worker(folder: str) -> None:
     steps(folder, dist.get_rank(), dist.get_world_size(), load, save)
 
 
-def run_torchrun(scenario: Scenario, folder: Path) -> Disturber:
+def run_torchrun(scenario: Scenario, folder: Path, done: Callable[[Disturber], None]) -> None:
     """Runs and disturbs the loop under torchrun."""
     import subprocess
 
@@ -163,10 +163,10 @@ def run_torchrun(scenario: Scenario, folder: Path) -> Disturber:
                 time.sleep(0.25)
             if launcher.returncode is not None:
                 raise RuntimeError((folder / "torchrun.log").read_text()[-4000:])
+            done(disturber)
         finally:
             launcher.terminate()
             launcher.wait()
-    return disturber
 
 
 if __name__ == "__main__":

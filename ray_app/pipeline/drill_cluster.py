@@ -103,6 +103,7 @@ def local_nodes(workers: int, evaluates: bool) -> Iterator[Nodes]:
     settings = {"PYTHONPATH": python_path(), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)  # for the processes of the nodes, and their workers
+    logging.getLogger("ray._private.utils").setLevel(logging.WARNING)  # that it is the newest cluster of this machine is no news
     nodes = Nodes(workers, evaluates)
     try:
         yield nodes

@@ -15,6 +15,7 @@ Another Ray version may lack any of it; then importing this module fails, and `t
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from typing import Any
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _GRACE_S = 2.0  # Ray itself says more about how a worker was lost, and usually sooner
 _RETRY_S = 5.0
+_PROBE_S, _SUSPECT_S = 0.5, 120.0
 
 
 class StoppedWaitingError(RayAppError):
@@ -65,6 +67,7 @@ class _Sizes(ElasticScalingPolicy):
         self._looked_s = 0.0
         self._waiting: str | None = None
         self.draining: dict[str, int] = {}
+        self.suspects: dict[str, float] = {}
         self.changed_s = time.monotonic()
         self.full_until_s = 0.0
         self.reason = ""
@@ -75,7 +78,7 @@ class _Sizes(ElasticScalingPolicy):
             return self._possible
         self._looked_s = time.monotonic()
         self.draining = ray._private.state.state.get_draining_nodes() or {}
-        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"] and self._is_there(node)}
         staying = {node: resources for node, resources in alive.items() if node not in self.draining}
         nodes = frozenset((node, node in self.draining) for node in alive)
         try:
@@ -94,6 +97,16 @@ class _Sizes(ElasticScalingPolicy):
             count = min(count, int((cpus - self._control.reading_cpus) // each))
         self._possible = max(0, count)
         return self._possible
+
+    def _is_there(self, node: dict[str, Any]) -> bool:
+        """Asks a node that a worker was lost on whether it lives: Ray itself counts a lost node as alive for seconds to a minute."""
+        if time.monotonic() > self.suspects.get(node["NodeID"], 0.0):
+            return True
+        try:
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_PROBE_S).close()
+        except OSError:
+            return False
+        return True
 
     def make_decision_for_non_running_worker_group(self) -> Any:
         """Starts all workers as soon as enough are possible."""
@@ -126,6 +139,11 @@ class _Sizes(ElasticScalingPolicy):
         self.reason = wanted.reason
         return self._get_resize_decision(wanted.workers)
 
+    def suspect(self, nodes: set[str]) -> None:
+        """These nodes may be gone."""
+        self.suspects |= dict.fromkeys(nodes, time.monotonic() + _SUSPECT_S)
+        self._looked_s = 0.0
+
     def wait(self, reason: str | None, workers: int = 0) -> None:
         """Tells the workers and the console whether to wait for capacity."""
         if reason != self._waiting:
@@ -156,6 +174,7 @@ class _Controller(TrainController):
         if group is None or not 0 < len(failed) < len(group):
             if group is not None:
                 self._owed = 0
+                self._scaling_policy.suspect({w.metadata.node_id for w in group.get_workers()})
                 self._shutdown_worker_group()
             return super()._make_and_handle_scaling_decision_for_non_running_worker_group(controller_state)
         self._drop(failed)
@@ -213,7 +232,9 @@ class _Controller(TrainController):
 
     def _drop(self, places: set[int]) -> None:
         group = self._worker_group
-        gone = {id_of(w.actor) for i, w in enumerate(group.get_workers()) if i in places}
+        lost = [w for i, w in enumerate(group.get_workers()) if i in places]
+        self._scaling_policy.suspect({w.metadata.node_id for w in lost})
+        gone = {id_of(w.actor) for w in lost}
         ray.get(self._rendezvous.dismiss.remote(gone))
         group.drop(places)
         self._owed += len(places)

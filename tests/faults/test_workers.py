@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from ray_app import run_training
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
 from ray_app.errors import RepeatedFailureError
 from ray_app.pipeline.run import Faults
@@ -37,7 +38,7 @@ def run_with(config: Config, reference: dict[str, Any], **hooks: Any) -> tuple[d
     assert result.summary["status"] == "finished"
     assert result.summary["params_digest"] == reference["params_digest"]
     assert record_of(result.path) == reference["record"]
-    assert [e.details["step"] for e in found["checkpointed"] if e.details["why"] == "cadence"] == [8, 16, 24, 30]
+    assert [c.step for c in CheckpointStore(RunPaths(result.path)).commits() if c.why == "cadence"] == [8, 16, 24, 30]
     return result.summary, found
 
 

@@ -138,6 +138,23 @@ def test_a_newcomer_joins_at_a_step_boundary_with_the_flag(clock: Clock) -> None
     play(story)
 
 
+def test_a_newcomer_does_not_wait_for_those_who_have_finished_the_run(clock: Clock) -> None:
+    """It finds nothing left to do, and the run can end."""
+
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock, step=7)
+        await group.rendezvous.expect(3)
+        await group.join("c")
+        await group.rendezvous.leave("a", over=True)
+        await settle()
+        assert group.formed() == {}, "another one has not finished yet"
+        await group.rendezvous.leave("b", over=True)
+        await settle()
+        assert group.formed() == {"c": (2, 0, 1)}
+
+    play(story)
+
+
 def test_newcomers_are_waited_for_together_but_not_long(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "a", clock)
