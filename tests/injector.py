@@ -77,22 +77,37 @@ class KillEvaluator:
 
 
 @dataclass(frozen=True)
-class KillAt:
-    """SIGKILL of a worker when it begins a phase, see `Hooks.at`."""
+class AtPhase:
+    """Something that happens once, when a worker begins a phase, see `Hooks.at`."""
 
     proof: str
     phase: str
     rank: int
     step: int
 
-    def __call__(self, phase: str, rank: int, step: int) -> None:
-        if phase == self.phase and Kill(self.proof, self.step, self.rank).is_due(rank, step):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def is_due(self, phase: str, rank: int, step: int) -> bool:
+        return phase == self.phase and At(self.proof, self.step, self.rank).is_due(rank, step)
 
     @property
     def happened(self) -> int:
         """To how many it happened."""
-        return Kill(self.proof, self.step).happened
+        return At(self.proof, self.step).happened
+
+
+class KillAt(AtPhase):
+    """SIGKILL of a worker."""
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        if self.is_due(phase, rank, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Stall(AtPhase):
+    """A worker that does not go on, as when a reader is stuck."""
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        if self.is_due(phase, rank, step):
+            threading.Event().wait()
 
 
 @dataclass(frozen=True)
@@ -145,25 +160,6 @@ class Linger:
 
 
 @dataclass(frozen=True)
-class Stall:
-    """A worker that does not go on when it begins a phase, as when a reader is stuck."""
-
-    proof: str
-    phase: str
-    rank: int
-    step: int
-
-    def __call__(self, phase: str, rank: int, step: int) -> None:
-        if phase == self.phase and Kill(self.proof, self.step, self.rank).is_due(rank, step):
-            threading.Event().wait()
-
-    @property
-    def happened(self) -> int:
-        """To how many it happened."""
-        return Kill(self.proof, self.step).happened
-
-
-@dataclass(frozen=True)
 class Fail:
     """An error of user code after a step, every time."""
 
@@ -205,10 +201,10 @@ class KillSaving:
     step: int
 
     def __call__(self, commit: Commit) -> None:
-        if Kill(self.proof, self.step).is_due(0, commit.step):
+        if At(self.proof, self.step).is_due(0, commit.step):
             os.kill(os.getpid(), signal.SIGKILL)
 
     @property
     def happened(self) -> int:
         """To how many it happened."""
-        return Kill(self.proof, self.step).happened
+        return At(self.proof, self.step).happened

@@ -105,7 +105,8 @@ def test_the_loss_of_all_workers_redoes_little(
 ) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, checkpoint__snapshot_every_steps=every)
     kill = Kill(str(tmp_path / "killed"), step=13)
-    summary, events = run_with(config, reference, after_step=kill)
+    committed = Linger(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
+    summary, events = run_with(config, reference, after_step=Several((committed, kill)))
     assert kill.happened == 2
     assert summary["redone_steps"] <= most
     [resumed] = events["resumed"]
