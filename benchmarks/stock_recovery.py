@@ -7,6 +7,7 @@ Stock Ray Train reports it with `ray.train.report`; all its settings are the def
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -154,7 +155,10 @@ def run_torchrun(scenario: Scenario, folder: Path, done: Callable[[Disturber], N
     """Runs and disturbs the loop under torchrun."""
     import subprocess
 
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(scenario.before)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(scenario.before), "--master_port", str(port)]
     with (folder / "torchrun.log").open("w") as log:
         launcher = subprocess.Popen([*command, "--max-restarts", "100", __file__, str(folder)], stdout=log, stderr=log)
         disturber = Disturber(scenario, folder)
