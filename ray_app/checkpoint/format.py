@@ -41,12 +41,22 @@ def writers(snapshot: Snapshot) -> dict[str, Content]:
     Nothing is copied, and whoever holds Python's lock waits for nothing big: the training goes on in another thread meanwhile.
     """
     rest = {"step": snapshot.step, "optimizer": snapshot.optimizer, "schedule": snapshot.schedule}
-    return {MODEL: lambda file: _write_model(snapshot.model, file), TRAINING: lambda file: torch.save(rest, file)}
+    return {MODEL: lambda file: _write_model(snapshot.model, file), TRAINING: lambda file: _write_rest(rest, file)}
 
 
 def pack(snapshot: Snapshot) -> dict[str, bytes]:
     """The files of a snapshot by name."""
     return {name: in_memory(content) for name, content in writers(snapshot).items()}
+
+
+def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
+    """`torch.save` without zip's CRC-32, which is computed under Python's lock; the commit holds a SHA-256 of the file."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(rest, file)
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _write_model(model: dict[str, Tensor], file: IO[bytes]) -> None:
