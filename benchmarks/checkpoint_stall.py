@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -196,7 +197,7 @@ def side(name: str, folder: Path) -> Cost:
 
 def paired(ends: list[float]) -> float:
     """Median over the pairs of periods: the first period's length by the second's."""
-    lengths = [high - low for low, high in zip(ends, ends[1:], strict=False)]
+    lengths = [high - low for low, high in pairwise(ends)]
     return median(a / b for a, b in zip(lengths[::2], lengths[1::2], strict=True))
 
 

@@ -41,6 +41,9 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.keep_best": 0,
     "failure.max_failures": -1,
     "failure.max_preemptions": -1,
+    "evaluate.most_waiting": 1,
+    "evaluate.patience": 1,
+    "evaluate.min_delta": 0,
     "evaluate.batch_size": 1,
     "evaluate.num_cpus": 0,
     "evaluate.num_gpus": 0,
@@ -54,6 +57,8 @@ _ABOVE_ZERO = (
     "train.grad_clip_norm",
     "failure.step_timeout_s",
     "failure.heartbeat_timeout_s",
+    "evaluate.budget",
+    "tracking.system_metrics_s",
 )
 
 

@@ -170,10 +170,18 @@ class FailureSection:
 
 @dataclass(frozen=True)
 class EvaluateSection:
-    """How the evaluator follows the checkpoints.
+    """How checkpoints are evaluated.
 
     Args:
+        where: `actor`: an evaluator beside the training follows the checkpoints. `workers`: the training workers stop at the end of every
+            epoch and evaluate together.
         every: `checkpoint` evaluates every committed checkpoint, `latest` only the newest whenever it is free.
+        budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may take on average over time; the evaluator
+            pauses in between. 1: no limit.
+        most_waiting: Checkpoints that are kept for an evaluator that lags behind; older ones go, recorded as skipped.
+        patience: Planned checkpoints in a row without an improvement of `metric` after which training stops; the result is then the best
+            checkpoint up to there, and all planned checkpoints are evaluated, whatever `most_waiting` says. Not given: no early stop.
+        min_delta: What counts as an improvement for `patience`: more than this.
         metric: Metric that says which checkpoint is best; not given: the task's own.
         mode: Whether more (`max`) or less (`min`) of it is better; not given: the task's own.
         batch_size: Rows of one forward pass.
@@ -183,7 +191,12 @@ class EvaluateSection:
         threads: CPU threads of its computation.
     """
 
+    where: Literal["actor", "workers"] = "actor"
     every: Literal["checkpoint", "latest"] = "checkpoint"
+    budget: float = 1.0
+    most_waiting: int = 32
+    patience: int | None = _result(None)
+    min_delta: float = 0.0
     metric: str | None = None
     mode: Literal["max", "min"] | None = None
     batch_size: int = 256
@@ -202,12 +215,17 @@ class TrackingSection:
         uri: MLflow tracking URI; not given: a SQLite file `mlflow.db` in `run.storage_path`, which must then be a folder.
         experiment: Name of the MLflow experiment.
         every_steps: Optimizer steps that are combined into one point of each metric (the run's own record has every step).
+        registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a new version; not
+            given: none does.
+        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node; not given: none.
     """
 
     enabled: bool = True
     uri: str | None = None
     experiment: str = "ray_app"
     every_steps: int = 10
+    registered_model: str | None = None
+    system_metrics_s: float | None = 10.0
 
 
 @dataclass(frozen=True)

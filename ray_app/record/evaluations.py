@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from ray_app.record.files import listing, names, put_json, read_all
 from ray_app.record.paths import RunPaths
@@ -22,6 +22,12 @@ class Evaluation:
         rows: Rows evaluated.
         duration_s: Seconds it took.
         time_s: When it was done, seconds since 1970 (UTC).
+        data_digest: Digest of the evaluation data's manifest.
+        behind: Checkpoints that were waiting when it was done.
+        lag_s: Seconds from the commit of the checkpoint until then.
+        tables: Metrics that are lists, one number per class, or matrices.
+        classes: Names of the classes, in the order of the tables.
+        examples: Some rows that were predicted wrong, the surest ones first.
     """
 
     step: int
@@ -31,6 +37,12 @@ class Evaluation:
     rows: int
     duration_s: float
     time_s: float
+    data_digest: str = ""
+    behind: int = 0
+    lag_s: float = 0.0
+    tables: dict[str, list[Any]] = field(default_factory=dict)
+    classes: list[str] = field(default_factory=list)
+    examples: list[dict[str, Any]] = field(default_factory=list)
 
 
 def put_evaluation(paths: RunPaths, evaluation: Evaluation) -> bool:
