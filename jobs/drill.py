@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ray_app.pipeline.drill import main
+from ray_app.drill.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,13 +17,13 @@ import ray
 
 from ray_app import load_config
 from ray_app.config import Config
+from ray_app.drill.certificate import Trace, difference, judge, measures, verdict, without
+from ray_app.drill.command import DrillSection, chosen, drilled, main
+from ray_app.drill.faults import Kill, Proofs
+from ray_app.drill.ground import Disturbance, Ended, Ground
+from ray_app.drill.processes import kill
+from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
-from ray_app.pipeline.drill import DrillSection, chosen, drilled, main
-from ray_app.pipeline.drill_faults import Kill, Proofs
-from ray_app.pipeline.drill_ground import Disturbance, Ended, Ground
-from ray_app.pipeline.drill_processes import kill
-from ray_app.pipeline.drill_report import Trace, difference, judge, measures, verdict, without
-from ray_app.pipeline.drill_session import SCENARIOS
 from ray_app.pipeline.run import Faults
 from ray_app.record.journal import MetricsWriter, StepRecord, put_event
 from ray_app.record.lease import Holder

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ray_app.pipeline.drill_faults import Hold, Proofs, Several
-from ray_app.pipeline.drill_ground import Disturbance, Ended, Ground, is_gone
+from ray_app.drill.faults import Hold, Proofs, Several
+from ray_app.drill.ground import Disturbance, Ended, Ground, is_gone
 from ray_app.pipeline.run import Faults
 from ray_app.train.hooks import Hooks
 

@@ -18,11 +18,11 @@ import ray
 from rich.console import Console
 
 from ray_app.config import Config
+from ray_app.drill.cluster import Nodes, local_nodes
+from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.errors import ConfigError, DataError, own_error
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.cluster import cluster
-from ray_app.pipeline.drill_cluster import Nodes, local_nodes
-from ray_app.pipeline.drill_session import SCENARIOS, Drill
 from ray_app.pipeline.prepare import prepare
 from ray_app.record.files import Location, location
 

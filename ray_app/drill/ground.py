@@ -12,8 +12,8 @@ from math import ceil
 from typing import Any
 
 from ray_app.config import Config
-from ray_app.pipeline.drill_cluster import Nodes
-from ray_app.pipeline.drill_faults import Pace, Proofs
+from ray_app.drill.cluster import Nodes
+from ray_app.drill.faults import Pace, Proofs
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.run import Faults
 from ray_app.record.files import location

@@ -248,7 +248,7 @@ class Pace:
 def driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
     """The command of a process of its own that runs a configuration on the cluster that this process is connected to."""
     file.write_bytes(pickle.dumps((config, faults, ray.get_runtime_context().gcs_address)))
-    return [sys.executable, "-m", "ray_app.pipeline.drill_faults", str(file)]
+    return [sys.executable, "-m", "ray_app.drill.faults", str(file)]
 
 
 def _drive(file: Path) -> None:

@@ -20,15 +20,15 @@ from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config, digest, flatten
+from ray_app.drill.certificate import Trace, facts, judge, measures, proof_of, table, trace_of, verdict
+from ray_app.drill.cluster import Nodes
+from ray_app.drill.faults import Proofs, Several
+from ray_app.drill.ground import Disturbance, Ended, Ground, end_frozen
+from ray_app.drill.nodes import grow, node, node_rank0, shrink
+from ray_app.drill.processes import evaluator, freeze, kill, kill_all, kill_exchange, kill_saving, kill_twice, kill_two
+from ray_app.drill.restarts import damage, driver
 from ray_app.errors import ConfigError, own_error
 from ray_app.pipeline.cluster import workers_that_fit
-from ray_app.pipeline.drill_cluster import Nodes
-from ray_app.pipeline.drill_faults import Proofs, Several
-from ray_app.pipeline.drill_ground import Disturbance, Ended, Ground, end_frozen
-from ray_app.pipeline.drill_nodes import grow, node, node_rank0, shrink
-from ray_app.pipeline.drill_processes import evaluator, freeze, kill, kill_all, kill_exchange, kill_saving, kill_twice, kill_two
-from ray_app.pipeline.drill_report import Trace, facts, judge, measures, proof_of, table, trace_of, verdict
-from ray_app.pipeline.drill_restarts import damage, driver
 from ray_app.pipeline.prepare import prepare
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.run import Faults, run_training
