@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -22,6 +23,25 @@ Rows = dict[str, Any]
 """Rows as read: an array per number or array column, a list of `bytes` or `str` per binary or text column."""
 
 
+@dataclass(frozen=True)
+class Mistake:
+    """A row that a model predicted wrong.
+
+    Args:
+        row: Which one: its place in the batch, later in the data set.
+        truth: What it is.
+        predicted: What the model said.
+        confidence: How sure it was, 0 to 1.
+        image: The row's `Task.picture`.
+    """
+
+    row: int
+    truth: str
+    predicted: str
+    confidence: float
+    image: bytes | None = None
+
+
 class Task(ABC):
     """What is trained.
 
@@ -34,6 +54,8 @@ class Task(ABC):
     """Metric that decides which checkpoint is best, unless `evaluate.metric` says otherwise."""
     best_mode: ClassVar[str] = "min"
     """Whether less (`min`) or more (`max`) of `best_metric` is better."""
+    classes: list[str] = []  # noqa: RUF012 - replaced, never changed
+    """Names of the classes, in the order of their numbers; set by `prepare` of a classification."""
 
     @abstractmethod
     def prepare(self, data: DataFacts) -> Task:
@@ -88,6 +110,22 @@ class Task(ABC):
     @abstractmethod
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
         """Adds one evaluated batch to the metrics."""
+
+    def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
+        """The rows of an evaluated batch that were predicted most surely and wrong, for people to look at.
+
+        Args:
+            outputs: From `forward`.
+            batch: The decoded fields, each (rows, ...).
+            most: How many at most.
+        """
+        del outputs, batch, most
+        return []
+
+    def picture(self, batch: Batch, row: int) -> bytes | None:
+        """A row of an evaluated batch as PNG, for people to look at; None if it has no picture."""
+        del batch, row
+        return None
 
 
 def uniform(keys: Tensor, salt: int) -> Tensor:

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
-from ray_app.task.base import Batch, Rows, Task, count_classes, need_column, uniform
+from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column, uniform
+from ray_app.task.classification import classification_metrics, wrong_classes
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -67,6 +68,7 @@ class ImageClassification(Task):
         """Counts the classes and channels; see `Task.prepare`."""
         made = copy.copy(self)
         made.num_classes = count_classes(data, self.label, self.num_classes)
+        made.classes = list(data.classes or map(str, range(made.num_classes)))
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
             raise DataError(f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels.")
@@ -137,16 +139,27 @@ class ImageClassification(Task):
         return functional.cross_entropy(outputs, batch["label"], reduction="none")
 
     def metrics(self) -> MetricCollection:
-        """The share of rows whose highest score is their class."""
-        from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy
-
+        """See `classification_metrics`."""
         assert self.num_classes is not None, "prepare() comes first"
-        return MetricCollection({"accuracy": MulticlassAccuracy(self.num_classes, average="micro")})
+        return classification_metrics(self.num_classes)
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
         """See `Task.update`."""
         metrics.update(outputs, batch["label"])
+
+    def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
+        """See `Task.mistakes`."""
+        return wrong_classes(outputs, batch["label"], self.classes, most)
+
+    def picture(self, batch: Batch, row: int) -> bytes | None:
+        """See `Task.picture`."""
+        import torchvision
+
+        image = batch["image"][row].cpu()
+        if image.shape[0] not in (1, 3):
+            return None
+        pixels = (image.to(torch.float32) * (255 / self.pixel_max)).round().clamp(0, 255).to(torch.uint8)
+        return bytes(torchvision.io.encode_png(pixels).numpy())
 
 
 def _classifiers() -> list[str]:

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from ray_app.errors import DataError
 from ray_app.plan.facts import DataFacts
-from ray_app.task.base import Batch, Rows, Task, count_classes, need_column
+from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column
+from ray_app.task.classification import classification_metrics, wrong_classes
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -122,6 +123,7 @@ class TabularClassification(_Tabular):
         made = super().prepare(data)
         assert isinstance(made, TabularClassification)
         made.num_classes = count_classes(data, self.label, self.num_classes)
+        made.classes = list(data.classes or map(str, range(made.num_classes)))
         return made
 
     def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
@@ -139,15 +141,16 @@ class TabularClassification(_Tabular):
         return functional.cross_entropy(outputs, batch["label"], reduction="none")
 
     def metrics(self) -> MetricCollection:
-        """The share of rows whose highest score is their class."""
-        from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy
-
-        return MetricCollection({"accuracy": MulticlassAccuracy(self._outputs(), average="micro")})
+        """See `classification_metrics`."""
+        return classification_metrics(self._outputs())
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
         """See `Task.update`."""
         metrics.update(outputs, batch["label"])
+
+    def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
+        """See `Task.mistakes`."""
+        return wrong_classes(outputs, batch["label"], self.classes, most)
 
 
 class TabularRegression(_Tabular):

@@ -1,0 +1,153 @@
+"""Scoring a model on a data set in chunks of rows, by one process or by several that share the chunks.
+
+The chunks are the same whoever scores them, and what they gave is added in their order. So the result does not depend, to the last bit, on
+how many processes there were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ray_app.errors import ConfigError
+from ray_app.task.base import Batch, Mistake, Task
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+MOST_MISTAKES = 12
+_MOST_NUMBERS = 10_000
+"""Largest table that is recorded: a confusion matrix of 100 classes."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What the rows [low, high) gave.
+
+    Args:
+        low: First row.
+        rows: How many.
+        loss: Sum of their losses.
+        states: The states of the task's metrics after these rows alone, by metric and state.
+        mistakes: The worst of the rows that were predicted wrong.
+    """
+
+    low: int
+    rows: int
+    loss: float
+    states: dict[str, dict[str, Any]]
+    mistakes: list[Mistake]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model is worth on a data set.
+
+    Args:
+        values: The task's metrics that are one number, and the mean loss.
+        tables: Those that are lists (one number per class) or matrices.
+        mistakes: The worst of the rows that were predicted wrong, the surest first.
+    """
+
+    values: dict[str, float]
+    tables: dict[str, list[Any]] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+
+def ranges(rows: int, size: int, part: int = 0, parts: int = 1) -> list[tuple[int, int]]:
+    """The chunks [low, high) that one of several processes scores: every `parts`-th."""
+    return [(low, min(low + size, rows)) for low in range(part * size, rows, parts * size)]
+
+
+def score_chunks(task: Task, model: nn.Module, batches: Iterable[tuple[int, Batch]]) -> Iterator[Chunk]:
+    """Scores some chunks.
+
+    Args:
+        task: The prepared task.
+        model: In evaluation mode, on the device of the batches.
+        batches: First row of each chunk, and its decoded fields.
+    """
+    metrics = task.metrics()
+    placed, worst = False, list[float]()
+    for low, batch in batches:
+        if not placed:
+            metrics, placed = metrics.to(next(iter(batch.values())).device), True
+        metrics.reset()
+        with torch.inference_mode():
+            outputs = task.forward(model, batch)
+            losses = task.loss(outputs, batch)
+            task.update(metrics, outputs, batch)
+            mistakes = task.mistakes(outputs, batch, MOST_MISTAKES)
+        found = []
+        for mistake in mistakes:
+            if len(worst) < MOST_MISTAKES or mistake.confidence > worst[-1]:  # pictures are made of no others
+                worst = sorted([*worst, mistake.confidence], reverse=True)[:MOST_MISTAKES]
+                found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
+        states = {str(name): _on_cpu(metric) for name, metric in metrics.items(keep_base=True, copy_state=True)}
+        yield Chunk(low, len(losses), losses.double().sum().item(), states, found)
+
+
+def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
+    """Adds up what the chunks of a whole data set gave, in any order of arrival.
+
+    Raises:
+        ConfigError: A metric of the task cannot be put together from parts.
+    """
+    ordered = sorted(chunks, key=lambda chunk: chunk.low)
+    metrics = task.metrics()
+    for name, metric in metrics.items(keep_base=True, copy_state=True):
+        for state in metric._defaults:
+            setattr(metric, state, _folded(metric, state, [chunk.states[str(name)][state] for chunk in ordered]))
+        metric._update_count = len(ordered)
+        metric._computed = None
+    values: dict[str, float] = {}
+    tables: dict[str, list[Any]] = {}
+    for key, found in metrics.compute().items():
+        value = torch.as_tensor(found)
+        if value.numel() == 1:
+            values[key] = float(value)
+        elif value.numel() <= _MOST_NUMBERS:
+            tables[key] = value.tolist()
+    rows = sum(chunk.rows for chunk in ordered)
+    values["loss"] = math.fsum(chunk.loss for chunk in ordered) / rows if rows else math.nan
+    worst = sorted((m for chunk in ordered for m in chunk.mistakes), key=lambda m: (-m.confidence, m.row))
+    return Scores(values, tables, worst[:MOST_MISTAKES])
+
+
+def _on_cpu(metric: Metric) -> dict[str, Any]:
+    """A copy of a metric's states."""
+    return {
+        name: [part.detach().cpu() for part in state] if isinstance(state, list) else state.detach().cpu().clone()
+        for name, state in metric.metric_state.items()
+    }
+
+
+def _folded(metric: Metric, name: str, parts: list[Any]) -> Any:
+    """One state of a metric after all chunks: what updating it with one chunk after the other would have given.
+
+    `Metric.merge_state` puts lists together the other way around, and refuses metrics that do not say how they sync.
+    """
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+    reduction = metric._reductions[name]
+    if isinstance(parts[0], list):
+        return [piece for part in parts for piece in part]
+    if reduction is dim_zero_cat:
+        return torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    for known, add in ((dim_zero_sum, torch.add), (dim_zero_max, torch.maximum), (dim_zero_min, torch.minimum)):
+        if reduction is known:
+            total: Tensor = parts[0]
+            for part in parts[1:]:
+                total = add(total, part)
+            return total
+    raise ConfigError(
+        f"The metric {type(metric).__name__} cannot be put together from parts: its state {name!r} is reduced by {reduction}. Use metrics"
+        " whose states are sums, minima, maxima or lists."
+    )
