@@ -1,4 +1,4 @@
-"""The evaluations of a run: one file per step, written once."""
+"""The evaluations of a run: one file per evaluator and step, written once. The run's own evaluator has no name."""
 
 from __future__ import annotations
 
@@ -45,19 +45,30 @@ class Evaluation:
     examples: list[dict[str, Any]] = field(default_factory=list)
 
 
-def put_evaluation(paths: RunPaths, evaluation: Evaluation) -> bool:
-    """Records an evaluation; returns False if the step had one already, which then stays."""
-    return put_json(paths.evaluation(evaluation.step), asdict(evaluation), if_absent=True)
+def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = None) -> bool:
+    """Records an evaluation of the evaluator `name`; returns False if the step had one already, which then stays."""
+    return put_json(paths.evaluation(evaluation.step, name), asdict(evaluation), if_absent=True)
 
 
-def read_evaluations(paths: RunPaths) -> list[Evaluation]:
-    """The run's evaluations by step."""
-    return [Evaluation(**json.loads(data)) for data in read_all(listing(paths.evaluations).values())]
+def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
+    """The evaluations of one evaluator by step."""
+    folder = paths.evaluations_of(name)
+    return [Evaluation(**json.loads(data)) for data in read_all(folder / file for file in sorted(filter(_is_evaluation, names(folder))))]
 
 
-def evaluated_steps(paths: RunPaths) -> set[int]:
-    """The steps that have an evaluation, without reading them."""
-    return {int(name.removeprefix("step-").removesuffix(".json")) for name in names(paths.evaluations)}
+def evaluated_steps(paths: RunPaths, name: str | None = None) -> set[int]:
+    """The steps that have an evaluation of one evaluator, without reading them."""
+    found = filter(_is_evaluation, names(paths.evaluations_of(name)))
+    return {int(file.removeprefix("step-").removesuffix(".json")) for file in found}
+
+
+def evaluator_names(paths: RunPaths) -> list[str]:
+    """The evaluators beside the run's own that have evaluated something, sorted."""
+    return sorted({place.partition("/")[0] for place in listing(paths.evaluators) if _is_evaluation(place.partition("/")[2])})
+
+
+def _is_evaluation(file: str) -> bool:
+    return file.startswith("step-") and file.endswith(".json")
 
 
 def ranked(evaluations: list[Evaluation], metric: str, mode: Literal["max", "min"] | str) -> list[Evaluation]:

@@ -47,8 +47,13 @@ class RunPaths:
 
     @property
     def evaluations(self) -> Location:
-        """Folder with one file per evaluated step."""
+        """Folder with one file per step that the run's own evaluator evaluated."""
         return self.root / "evaluations"
+
+    @property
+    def evaluators(self) -> Location:
+        """Folder with one folder per evaluator beside the run's own, by its name."""
+        return self.root / "evaluators"
 
     @property
     def metrics(self) -> Location:
@@ -83,9 +88,13 @@ class RunPaths:
         """Folder of one checkpoint."""
         return self.checkpoints / f"step-{step:08d}-{fence:04d}"
 
-    def evaluation(self, step: int) -> Location:
+    def evaluations_of(self, evaluator: str | None) -> Location:
+        """Folder with one file per step that an evaluator evaluated; None: the run's own."""
+        return self.evaluations if evaluator is None else self.evaluators / evaluator
+
+    def evaluation(self, step: int, evaluator: str | None = None) -> Location:
         """The evaluation of the checkpoint at a step."""
-        return self.evaluations / f"step-{step:08d}.json"
+        return self.evaluations_of(evaluator) / f"step-{step:08d}.json"
 
     def ray_storage(self, fence: int) -> Path:
         """What Ray Train writes for itself during one `fit()`; for a run on S3 in a temporary folder of the driver's machine."""

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ray_app.record.evaluations import Evaluation, read_evaluations
+from ray_app.record.evaluations import Evaluation, evaluator_names, read_evaluations
 from ray_app.record.files import Location, names
 from ray_app.record.journal import MetricsReader, StepRecord, read_events
 from ray_app.record.paths import RunPaths
 
 _LOST_AFTER_S = 60.0
 _TAKEN = StepRecord(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, [], [], "")
+
+
+OWN = ""
+"""What stands for the run's own evaluator, which has no name, where a name is needed."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,33 @@ class Point:
         step: Finished steps.
         time_ms: When it was recorded, milliseconds since 1970 (UTC).
         metrics: Value by name; NaN and infinity are left as they are.
-        evaluation: Whether an evaluator found them.
+        evaluator: Which evaluator found them, see `OWN`; None: they are of a block of steps.
     """
 
     step: int
     time_ms: int
     metrics: dict[str, float]
-    evaluation: bool
+    evaluator: str | None = None
+
+
+@dataclass
+class Sent:
+    """How far the record was sent.
+
+    Args:
+        sent_step: Step of the last point of a block that MLflow has.
+        evaluations: For each evaluator, the steps whose evaluation MLflow has.
+    """
+
+    sent_step: int = 0
+    evaluations: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, point: Point) -> None:
+        """Notes that a point was sent."""
+        if point.evaluator is None:
+            self.sent_step = point.step
+        else:
+            self.evaluations.setdefault(point.evaluator, []).append(point.step)
 
 
 class Backlog:
@@ -46,7 +70,7 @@ class Backlog:
 
     def __init__(self, paths: RunPaths, every_steps: int) -> None:
         self._paths, self._every_steps = paths, every_steps
-        self._evaluations: list[Evaluation] = []
+        self._evaluations: dict[str, list[Evaluation]] = {}
         self._failed_at_s: list[float] = []
         self._files: dict[Location, int] = {}
         self.rewind()
@@ -77,8 +101,9 @@ class Backlog:
             self.newest_step = max(self.newest_step, record.step)
             if record.step > sent_step:
                 self._steps[record.step] = record
-        if self._has_changed(self._paths.evaluations):
-            self._evaluations = read_evaluations(self._paths)
+        for name in (OWN, *evaluator_names(self._paths)):
+            if self._has_changed(self._paths.evaluations_of(name or None)):
+                self._evaluations[name] = read_evaluations(self._paths, name or None)
         if self._has_changed(self._paths.events):
             self._failed_at_s = [event.time_s for event in read_events(self._paths, "failed")]
 
@@ -88,21 +113,21 @@ class Backlog:
             self._steps.pop(known, None)
         self._forgotten = max(self._forgotten, step)
 
-    def unsent_evaluations(self, sent: Collection[int]) -> list[Evaluation]:
-        """Evaluations by step, without those of the steps in `sent`."""
-        return [evaluation for evaluation in self._evaluations if evaluation.step not in sent]
+    def unsent_evaluations(self, sent: Sent) -> Iterator[Point]:
+        """The points of evaluations that were not sent, of one evaluator after the other, by step."""
+        for name, evaluations in self._evaluations.items():
+            known = frozenset(sent.evaluations.get(name, ()))
+            yield from (evaluation_point(evaluation, name) for evaluation in evaluations if evaluation.step not in known)
 
-    def points(self, sent_step: int, sent_evaluations: Collection[int], finished: bool) -> Iterator[Point]:
+    def points(self, sent: Sent, finished: bool) -> Iterator[Point]:
         """What can be sent now, in the order of the steps, then the evaluations in theirs.
 
         Args:
-            sent_step: The step of the last point that was sent.
-            sent_evaluations: Steps whose evaluation was sent.
+            sent: What was sent before this call.
             finished: Whether no more steps will come, so that the last block is what there is of it.
         """
-        yield from self._step_points(sent_step, finished)
-        for evaluation in self.unsent_evaluations(sent_evaluations):
-            yield evaluation_point(evaluation)
+        yield from self._step_points(sent.sent_step, finished)
+        yield from list(self.unsent_evaluations(sent))
 
     def _step_points(self, sent_step: int, finished: bool) -> Iterator[Point]:
         newest, every = max(self._steps, default=0), self._every_steps
@@ -152,13 +177,14 @@ def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point
         "workers": float(last.workers),
         "restarts": float(sum(at_s <= last.time_s for at_s in failed_at_s)),
     }
-    return Point(last.step, int(last.time_s * 1e3), metrics, evaluation=False)
+    return Point(last.step, int(last.time_s * 1e3), metrics)
 
 
-def evaluation_point(evaluation: Evaluation) -> Point:
-    """The point of an evaluation, `eval_<name>` for each of its metrics that is a number."""
-    metrics = {f"eval_{name}": float(value) for name, value in evaluation.metrics.items() if isinstance(value, int | float)}
-    return Point(evaluation.step, int(evaluation.time_s * 1e3), metrics, evaluation=True)
+def evaluation_point(evaluation: Evaluation, evaluator: str = OWN) -> Point:
+    """The point of an evaluation: `eval_<metric>` for each metric that is a number, of a named evaluator `eval_<evaluator>_<metric>`."""
+    prefix = f"eval_{evaluator}_" if evaluator else "eval_"
+    metrics = {prefix + name: float(value) for name, value in evaluation.metrics.items() if isinstance(value, int | float)}
+    return Point(evaluation.step, int(evaluation.time_s * 1e3), metrics, evaluator)
 
 
 def _ratio(value: float, by: float) -> float:

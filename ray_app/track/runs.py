@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ from ray_app.errors import ConfigError
 from ray_app.record.files import put_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.track.client import METRICS_PER_CALL, MlflowRun, redact, sqlite_file
-from ray_app.track.points import Backlog, Point
+from ray_app.track.points import OWN, Backlog, Point, Sent
 
 logger = logging.getLogger(__name__)
 
@@ -42,22 +42,18 @@ _LIBRARIES = ("torch", "ray", "mlflow")
 
 
 @dataclass
-class _Cursor:
-    """What `tracking.json` holds.
+class _Cursor(Sent):
+    """What `tracking.json` holds besides what was sent.
 
     Args:
         run_uuid: What the MLflow run is tagged with; stored before the run is created.
         run_id: Id of the MLflow run.
         uri: Where it was created, without credentials.
-        sent_step: Step of the last point that MLflow has.
-        evaluations: Steps whose evaluation MLflow has.
     """
 
-    run_uuid: str
+    run_uuid: str = ""
     run_id: str | None = None
     uri: str = ""
-    sent_step: int = 0
-    evaluations: list[int] = field(default_factory=list)
 
 
 class Tracker:
@@ -148,15 +144,12 @@ class Tracker:
         self._look_s = time.perf_counter() - began
         if not self._connected:
             self._connect(cursor)
-        for points in packed(self._backlog.points(cursor.sent_step, frozenset(cursor.evaluations), finished)):
+        for points in packed(self._backlog.points(cursor, finished)):
             if self._abandoned.is_set():
                 return
             self._mlflow.log(points)
             for point in points:
-                if point.evaluation:
-                    cursor.evaluations.append(point.step)
-                else:
-                    cursor.sent_step = point.step
+                cursor.add(point)
             put_json(self._paths.tracking, asdict(cursor))
             self._backlog.sent(cursor.sent_step)
 
@@ -166,7 +159,7 @@ class Tracker:
         if run_id != cursor.run_id:
             if cursor.run_id is not None:
                 logger.warning("MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self._uri), cursor.run_id)
-                cursor.sent_step, cursor.evaluations = 0, []
+                cursor.sent_step, cursor.evaluations = 0, {}
                 self._backlog.rewind()
             cursor.run_id, cursor.uri = run_id, redact(self._uri)
             put_json(self._paths.tracking, asdict(cursor))
@@ -190,8 +183,8 @@ class Tracker:
         self._trouble = None
 
     def _missing(self, status: str, timeout_s: float) -> str:
-        cursor = self._cursor or _Cursor("")
-        steps = [evaluation.step for evaluation in self._backlog.unsent_evaluations(cursor.evaluations)]
+        cursor = self._cursor or _Cursor()
+        steps = sorted({point.step for point in self._backlog.unsent_evaluations(cursor)})
         lacks = [f"its status {status}", "config.yaml and summary.json"]
         if self._backlog.newest_step > cursor.sent_step:
             lacks.append(f"the metrics after step {cursor.sent_step} (recorded: up to {self._backlog.newest_step})")
@@ -270,8 +263,10 @@ def _load(paths: RunPaths) -> _Cursor:
     known = {item.name for item in fields(_Cursor)}
     stored = read_json(paths.tracking)
     if stored is not None:
+        if isinstance(stored.get("evaluations"), list):  # of a run that was started before evaluators had names
+            stored["evaluations"] = {OWN: stored["evaluations"]}
         return _Cursor(**{name: value for name, value in stored.items() if name in known})
-    cursor = _Cursor(uuid.uuid4().hex)
+    cursor = _Cursor(run_uuid=uuid.uuid4().hex)
     put_json(paths.tracking, asdict(cursor))
     return cursor
 

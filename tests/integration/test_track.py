@@ -22,12 +22,12 @@ import pytest
 
 from ray_app.config import ClassSpec, Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
-from ray_app.record.evaluations import Evaluation, put_evaluation
+from ray_app.record.evaluations import Evaluation, evaluated_steps, evaluator_names, put_evaluation, read_evaluations
 from ray_app.record.files import put_json, read_json
 from ray_app.record.journal import MetricsWriter, StepRecord, put_event, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.track.client import redact
-from ray_app.track.points import Backlog
+from ray_app.track.points import Backlog, Sent
 from ray_app.track.runs import Tracker, check_available, run_tags
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -53,7 +53,7 @@ class Run:
             run__name=root.name, run__storage_path=str(root.parent), tracking__uri=uri, scaling__max_workers=2, **fields
         )
         self.records: dict[int, StepRecord] = {}
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[tuple[str, Evaluation]] = []
         put_json(self.paths.manifest, {})
         self.paths.config.write_text(self.config.to_yaml())
 
@@ -80,10 +80,10 @@ class Run:
             writer.add(record)
         writer.close()
 
-    def evaluate(self, step: int, **metrics: float) -> None:
+    def evaluate(self, step: int, evaluator: str | None = None, **metrics: float) -> None:
         evaluation = Evaluation(step, 0, "digest", metrics or {"accuracy": step / 7, "val/loss": 0.1}, 10, 0.5, BASE_S + step * 0.2)
-        assert put_evaluation(self.paths, evaluation)
-        self.evaluations.append(evaluation)
+        assert put_evaluation(self.paths, evaluation, evaluator)
+        self.evaluations.append((f"eval_{evaluator}_" if evaluator else "eval_", evaluation))
 
     def tracker(self, tags: dict[str, str] | None = None, every_steps: int = EVERY, **fields: Any) -> Tracker:
         tracker = Tracker(self.paths, self.config.replace(**fields), tags or {"kind": "test"}, every_steps)
@@ -109,9 +109,9 @@ class Run:
             }
             for name, value in values.items():
                 points.setdefault(name, []).append((end, int(block[-1].time_s * 1000), value))
-        for evaluation in self.evaluations:
+        for prefix, evaluation in self.evaluations:
             for name, value in evaluation.metrics.items():
-                points.setdefault(f"eval_{name}", []).append((evaluation.step, int(evaluation.time_s * 1000), value))
+                points.setdefault(prefix + name, []).append((evaluation.step, int(evaluation.time_s * 1000), value))
         return points
 
 
@@ -181,6 +181,24 @@ def check_what_describes_it(run: Run) -> None:
     assert data.tags["ray_app.run_root"] == str(run.paths.root)
     assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["config.yaml", "summary.json"]
     assert "secret" not in Path(client.download_artifacts(found.info.run_id, "config.yaml")).read_text()
+
+
+def test_every_evaluator_has_metrics_of_its_own(run: Run) -> None:
+    run.record(1, 20)
+    run.evaluate(10)
+    run.evaluate(10, "robust")
+    older = {"run_uuid": "abc", "evaluations": [10]}
+    put_json(run.paths.tracking, older)
+    tracker = run.tracker()
+    until(lambda: read_json(run.paths.tracking)["evaluations"] == {"": [10], "robust": [10]})
+    run.evaluate(20, "robust", accuracy=0.5)
+    run.evaluate(20, "fair")
+    assert evaluator_names(run.paths) == ["fair", "robust"]
+    assert evaluated_steps(run.paths, "robust") == {10, 20} != evaluated_steps(run.paths)
+    assert [e.step for e in read_evaluations(run.paths, "robust")] == [10, 20]
+    assert tracker.close("FINISHED", 20)
+    del run.evaluations[0]  # the older cursor says that MLflow has it
+    assert_tracked(run, 20, "FINISHED")
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
@@ -352,13 +370,13 @@ def test_a_killed_writers_steps_do_not_stop_the_rest(run: Run) -> None:
     run.record(1, 7)
     run.record(9, 300)
     backlog.read(0)
-    assert not list(backlog.points(0, (), finished=False))
+    assert not list(backlog.points(Sent(), finished=False))
     run.record(301, 650)
     backlog.read(0)
-    steps = [point.step for point in backlog.points(0, (), finished=False)]
+    steps = [point.step for point in backlog.points(Sent(), finished=False)]
     assert steps == list(range(10, 651, 10))
     backlog.sent(640)
-    assert [point.step for point in backlog.points(640, (), finished=False)] == [650]
+    assert [point.step for point in backlog.points(Sent(640), finished=False)] == [650]
 
 
 def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +393,7 @@ def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatc
     with pytest.raises(OSError, match="away"):
         backlog.read(0)
     backlog.read(0)
-    assert [point.step for point in backlog.points(0, (), finished=False)] == [10, 20]
+    assert [point.step for point in backlog.points(Sent(), finished=False)] == [10, 20]
 
 
 @pytest.mark.parametrize(
