@@ -26,7 +26,7 @@ from ray_app.record.evaluations import Evaluation, evaluated_steps, evaluator_na
 from ray_app.record.files import put_json, read_json
 from ray_app.record.journal import MetricsWriter, StepRecord, put_event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.track.client import redact
+from ray_app.record.redact import redact
 from ray_app.track.points import Backlog, Sent
 from ray_app.track.runs import Tracker, check_available, run_tags
 
@@ -369,13 +369,13 @@ def test_a_killed_writers_steps_do_not_stop_the_rest(run: Run) -> None:
     backlog = Backlog(run.paths, EVERY)
     run.record(1, 7)
     run.record(9, 300)
-    backlog.read(0)
+    backlog.read(Sent())
     assert not list(backlog.points(Sent(), finished=False))
     run.record(301, 650)
-    backlog.read(0)
+    backlog.read(Sent())
     steps = [point.step for point in backlog.points(Sent(), finished=False)]
     assert steps == list(range(10, 651, 10))
-    backlog.sent(640)
+    backlog.sent(Sent(640))
     assert [point.step for point in backlog.points(Sent(640), finished=False)] == [650]
 
 
@@ -391,8 +391,8 @@ def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatc
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with pytest.raises(OSError, match="away"):
-        backlog.read(0)
-    backlog.read(0)
+        backlog.read(Sent())
+    backlog.read(Sent())
     assert [point.step for point in backlog.points(Sent(), finished=False)] == [10, 20]
 
 
