@@ -49,11 +49,12 @@ class NodeSampler:
         paths: The run.
         fence: Number of the driver's start.
         every_s: Seconds between two looks.
+        step: Finished steps of the run so far.
     """
 
-    def __init__(self, paths: RunPaths, fence: int, every_s: float) -> None:
+    def __init__(self, paths: RunPaths, fence: int, every_s: float, step: int = 0) -> None:
         self._paths, self._fence, self._every_s = paths, fence, every_s
-        self.step = 0
+        self.step = step
         self._own, self._here = Probe(), ray.get_runtime_context().get_node_id()
         self._nodes: dict[str, _Node] = {}
         self._names: dict[str, str] = {}

@@ -23,16 +23,15 @@ from ray_app.evaluate.actor import pending, start_evaluator
 from ray_app.pipeline.closing import mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
-from ray_app.pipeline.nodes import NodeSampler
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
+from ray_app.pipeline.tracking import make_sampler, make_tracker
 from ray_app.record.files import put_json
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import Lease, acquire
 from ray_app.record.redact import redact
-from ray_app.track.client import DataSet
-from ray_app.track.runs import Tracker, check_available, run_tags
+from ray_app.track.runs import Tracker, check_available
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
@@ -130,18 +129,21 @@ class _Run:
         self._max_workers, self._console, self._faults = max_workers, console, faults
         self._interrupted = threading.Event()
         self._error: BaseException | None = None
-        self._sampler: NodeSampler | None = None
+        self._sampler = make_sampler(self._job)
         self._lease = lease
         lease.on_lost(self._interrupted.set)
 
     def go(self) -> Result:
         job = self._job
         put_event(job.paths, "started", job.fence, max_workers=self._max_workers)
-        tracker = self._start_tracker()
+        tracker = make_tracker(job, self._evaluation)
+        if tracker is not None:
+            tracker.start()
         try:
             with _stopping_at_signals(self._interrupted), ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
-                self._start_sampler(stack)
+                if self._sampler is not None:
+                    stack.enter_context(self._sampler)
                 evaluator = self._start_evaluator(stack)
                 if not self._is_complete():
                     self._train(stack)
@@ -175,26 +177,6 @@ class _Run:
         if self._error is not None:
             raise self._error
         return Result(job.paths.root, summary, job.task)
-
-    def _start_tracker(self) -> Tracker | None:
-        if not self._config.tracking.enabled:
-            return None
-        config, manifest = self._config, self._job.plan.manifest
-        datasets = [DataSet("training", config.data.path, manifest.digest, manifest.num_rows)]
-        if self._evaluation is not None:
-            manifest = self._evaluation.manifest
-            datasets.append(DataSet("evaluation", str(config.data.eval_path), manifest.digest, manifest.num_rows))
-        tags = run_tags(config, self._job.plan.manifest.digest)
-        tracker = Tracker(self._job.paths, config, tags, config.tracking.every_steps, datasets)
-        tracker.start()
-        return tracker
-
-    def _start_sampler(self, stack: ExitStack) -> None:
-        tracking = self._config.tracking
-        if tracking.enabled and tracking.system_metrics_s is not None:
-            self._sampler = stack.enter_context(NodeSampler(self._job.paths, self._job.fence, tracking.system_metrics_s))
-            commit = newest_commit(self._job)
-            self._sampler.step = commit.step if commit else 0
 
     def _start_evaluator(self, stack: ExitStack) -> Any | None:
         if self._evaluation is None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +26,11 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
 from ray_app.track.points import Backlog, Sent
 from ray_app.track.runs import Tracker, check_available, run_tags
-
-os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+from tests.mlflow_server import Server, until
 
 EVERY = 10
 BASE_S = 1_700_000_000.25
 History = list[tuple[int, int, float]]
-
-
-def until(true: Callable[[], Any], limit_s: float = 30.0) -> None:
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.02)
 
 
 class Run:
@@ -273,43 +262,6 @@ def test_defaults_make_the_database_in_the_storage_folder(tmp_path: Path, caplog
     assert_tracked(run, 10, "FINISHED")
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert "INFO" not in capfd.readouterr().err
-
-
-class Server:
-    """A real MLflow server that can be killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.folder, self.uri = folder, f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen | None = None
-
-    def start(self) -> None:
-        where = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
-        stores = ["--backend-store-uri", f"sqlite:///{self.folder / 'server.db'}", "--artifacts-destination", str(self.folder / "files")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", *where, *stores],
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            stdout=(self.folder / "server.log").open("ab"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        until(self.answers, 60)
-
-    def answers(self) -> bool:
-        assert self.process is not None
-        assert self.process.poll() is None, (self.folder / "server.log").read_text()
-        try:
-            return urllib.request.urlopen(f"{self.uri}/health", timeout=1).status == 200
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
 
 
 @pytest.fixture

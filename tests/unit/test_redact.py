@@ -35,10 +35,25 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    (
-        "token hf_token HF_TOKEN authToken client_secret password dbPassword PASSWD api_key OPENAI_API_KEY apikey aws_access_key_id"
-        " AWS_SECRET_ACCESS_KEY private_key credentials GOOGLE_CREDENTIAL token_value"
-    ).split(),
+    [
+        "token",
+        "hf_token",
+        "HF_TOKEN",
+        "authToken",
+        "client_secret",
+        "password",
+        "dbPassword",
+        "PASSWD",
+        "api_key",
+        "OPENAI_API_KEY",
+        "apikey",
+        "aws_access_key_id",
+        "AWS_SECRET_ACCESS_KEY",
+        "private_key",
+        "credentials",
+        "GOOGLE_CREDENTIAL",
+        "token_value",
+    ],
 )
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
