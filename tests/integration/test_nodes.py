@@ -42,7 +42,7 @@ with local_nodes(1, evaluates=False) as nodes:
         for name, values in newest().nodes.items():
             assert {"cpu_percent", "memory_percent", "memory_gb"} <= values.keys(), values
             assert 0 < values["memory_percent"] <= 100 and 0 <= values["cpu_percent"] <= 100, values
-        loaded = lambda self: [m for m in ("torch", "mlflow", "pandas") if m in __import__("sys").modules]
+        loaded = lambda self: [m for m in ("torch", "mlflow") if m in __import__("sys").modules]
         probes = [node.probe for node in sampler._nodes.values()]
         found = ray.get([probe.__ray_call__.remote(loaded) for probe in probes])
         assert found == [[], []], found
