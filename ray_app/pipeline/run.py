@@ -23,6 +23,7 @@ from ray_app.evaluate.actor import pending, start_evaluator
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
+from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.record.files import put_json
@@ -161,6 +162,8 @@ class _Run:
         put_json(job.paths.summary, summarize(job, status))
         if tracker is not None:
             tracker.close(_MLFLOW_STATUS.get(status, "FINISHED"), _TRACKING_END_S)
+            if status in REGISTRABLE and self._config.tracking.registered_model is not None:
+                try_to_register(job, self._evaluation)
         summary = summarize(job, status)
         put_json(job.paths.summary, summary)
         for event in read_events(job.paths, "environment_changed"):
