@@ -194,8 +194,9 @@ def register_run(options: RegisterOptions) -> Registered:
         DataError: The run's data is not what it was.
         Exception: See `register_best`.
     """
-    root = location(options.run)
-    paths = RunPaths(root)
+    if options.promote is not None and not options.promote.strip():
+        raise ConfigError("--promote needs a reason: why is this version better than what serves now?")
+    paths = RunPaths(location(options.run))
     config, summary = _config_of(paths, options), read_json(paths.summary)
     status = (summary or {}).get("status", "without a summary")
     if summary is None or status not in REGISTRABLE:

@@ -98,10 +98,10 @@ def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -
         names = [name for name in example if name in batch.read]
         try:
             got = loader.named(task.forward(model, {name: whole[name] for name in names}))
-        except KeyError:  # they were read in a way that is not watched
+        except Exception:  # more were read, in a way that is not watched
             return list(example)
     same = all(torch.equal(mine, other) for (_, mine), (_, other) in zip(wanted, got, strict=True))
-    return names if names and same else list(example)
+    return names if same else list(example)
 
 
 class _Watched(dict[str, Tensor]):

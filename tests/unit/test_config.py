@@ -181,6 +181,7 @@ def changed(**fields: Any) -> bool:
         {"evaluate__every": "latest", "evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__threads": 2},
         {"tracking__enabled": False, "tracking__every_steps": 3, "tracking__uri": "http://x", "tracking__experiment": "e"},
+        {"tracking__registered_model": "m"},
     ],
     ids=str,
 )
