@@ -88,7 +88,7 @@ def register_best(job: Job, evaluation: EvaluationJob | None, name: str, uri: st
             commit.params_digest,
             tags_of(job, commit, best),
             lambda folder: make_package(job.task, load_model(job, commit), example_of(job, evaluation), folder),
-            getpass.getuser(),
+            _user(),
         )
     put_event(job.paths, "registered", job.fence, name=done.name, version=done.version, aliases=list(done.aliases))
     return done
@@ -204,11 +204,18 @@ def register_run(options: RegisterOptions) -> Registered:
     prepared = prepare(config)
     name, uri = str(config.tracking.registered_model), default_tracking_uri(config)
     done = register_best(prepared.job, prepared.evaluation, name, uri)
-    if options.promote is not None and promote(connect(uri), name, done.version, options.promote, getpass.getuser()):
+    if options.promote is not None and promote(connect(uri), name, done.version, options.promote, _user()):
         done = Registered(done.name, done.version, tuple(sorted({*done.aliases, "champion"})))
         put_event(paths, "registered", 0, name=done.name, version=done.version, aliases=list(done.aliases))
     put_json(paths.summary, summary | {"model": {"name": done.name, "version": done.version, "aliases": list(done.aliases)}})
     return done
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container whose user has no name
+        return "unknown"
 
 
 def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:

@@ -81,7 +81,7 @@ def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], 
                 libraries = write(served, inputs, data, code)
                 outputs = _compared(served, inputs, data)
             except Exception as error:  # torch.export raises whatever it meets
-                refused.append(f"{name}: {type(error).__name__}: {error}")
+                refused.append(f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
                 continue
             _save(folder, data, code, libraries, inputs, _outputs(served, inputs))
             return Package(folder, name, outputs, tuple(refused))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -65,7 +66,7 @@ def register(
     Args:
         client: MLflow's client.
         name: Name of the model, made when it is not there.
-        run_id: The MLflow run that the files are logged to, in the folder `models/`.
+        run_id: The MLflow run that the files are logged to, in a new folder below `models`: a version's files are never written again.
         run_uuid: What identifies the run.
         params_digest: What identifies the parameters.
         tags: More tags of the version.
@@ -81,8 +82,9 @@ def register(
         tags = {RUN_UUID: run_uuid, PARAMS_DIGEST: params_digest, **tags}
         with tempfile.TemporaryDirectory() as temporary:
             made = package(Path(temporary) / "package")
-            source = _upload(client, run_id, f"models/{params_digest[:16]}", made.folder)
+            source = _upload(client, run_id, f"models/{params_digest[:16]}-{uuid.uuid4().hex[:8]}", made.folder)
             tags |= {"ray_app.format": made.format, "ray_app.outputs": made.outputs}
+            tags |= {"ray_app.refused": "; ".join(made.refused)} if made.refused else {}
         _make_model(client, name)
         tags = {tag: str(value)[:_TAG_CHARS] for tag, value in tags.items()}
         version = client.create_model_version(name, source, run_id, tags=tags)
