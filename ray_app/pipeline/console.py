@@ -159,12 +159,19 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], tracking_uri:
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
     rows.append(("disturbances", spent(job.paths, job.config.failure) or "none"))
     rows.append(("parameters", f"sha256 {summary['params_digest']}"))
+    if summary.get("model"):
+        rows.append(("model", model_line(summary["model"])))
     rows.append(("run directory", str(job.paths.root)))
     if tracking_uri:
         rows.append(("MLflow page", _mlflow_page(tracking_uri)))
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def model_line(model: dict[str, Any]) -> str:
+    """A registered version in a line, from the field `model` of a summary."""
+    return f"{model['name']} version {model['version']}" + "".join(f" @{alias}" for alias in model["aliases"])
 
 
 def _mlflow_page(uri: str) -> str:

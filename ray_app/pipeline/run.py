@@ -25,6 +25,7 @@ from ray_app.pipeline.closing import close_orphan, mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
+from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.pipeline.tracking import make_sampler, make_tracker
@@ -171,6 +172,8 @@ class _Run:
         put_json(job.paths.summary, summarize(job, status))
         if tracker is not None:
             tracker.close(mlflow_status(status), _TRACKING_END_S)
+            if status in REGISTRABLE and self._config.tracking.registered_model is not None:
+                try_to_register(job)
         summary = summarize(job, status)
         put_json(job.paths.summary, summary)
         for event in read_events(job.paths, "environment_changed"):
