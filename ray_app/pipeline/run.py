@@ -23,6 +23,7 @@ from ray_app.evaluate.actor import pending, start_evaluator
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
+from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.record.files import put_json
@@ -132,7 +133,8 @@ class _Run:
 
     def go(self) -> Result:
         job = self._job
-        put_event(job.paths, "started", job.fence, max_workers=self._max_workers)
+        metric, mode = job.best_metric, job.best_mode
+        put_event(job.paths, "started", job.fence, max_workers=self._max_workers, metric=metric, mode=mode, total_steps=job.total_steps)
         tracker = self._start_tracker()
         try:
             with _stopping_at_signals(self._interrupted), ExitStack() as stack:
@@ -158,15 +160,17 @@ class _Run:
         status = self._status()
         kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
         put_event(job.paths, kind, job.fence, reason=str(self._error) if self._error else None)
-        put_json(job.paths.summary, summarize(job, status))
-        if tracker is not None:
-            tracker.close(_MLFLOW_STATUS.get(status, "FINISHED"), _TRACKING_END_S)
         summary = summarize(job, status)
         put_json(job.paths.summary, summary)
+        facts = report_end(job.paths)
+        if tracker is not None:
+            tracker.close(_MLFLOW_STATUS.get(status, "FINISHED"), _TRACKING_END_S)
+            summary["mlflow_run_id"] = tracker.run_id or summary["mlflow_run_id"]
+            put_json(job.paths.summary, summary)
         for event in read_events(job.paths, "environment_changed"):
             if event.fence == job.fence:
                 self._console.print(_MIX.format(**event.details), markup=False, highlight=False)
-        print_end(self._console, job, summary, default_tracking_uri(self._config) if tracker is not None else None)
+        print_end(self._console, job, summary, facts, default_tracking_uri(self._config) if tracker is not None else None)
         if self._error is not None:
             raise self._error
         return Result(job.paths.root, summary, job.task)

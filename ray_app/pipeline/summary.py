@@ -30,6 +30,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "status": status,
         "run_name": job.paths.name,
         "mlflow_run_id": tracking.get("run_id"),
+        "ended_s": events[-1].time_s if events else None,
         "epochs": last_step // job.plan.steps_per_epoch,
         "steps": last_step,
         "rows": sum(sum(record.rows) for record in records),

@@ -90,7 +90,7 @@ class Tracker:
         self._thread.start()
 
     def close(self, status: Status, timeout_s: float) -> bool:
-        """Sends the rest of the record, `config.yaml` and `summary.json`, and ends the MLflow run.
+        """Sends the rest of the record, `config.yaml`, `summary.json` and `report.html`, and ends the MLflow run.
 
         Call it when nobody writes the record any more. It can be called again and then returns the same.
 
@@ -126,7 +126,7 @@ class Tracker:
             try:
                 self._sweep(finished=status == "FINISHED")
                 if status is not None and not self._abandoned.is_set():
-                    self._mlflow.finish(status, [self._paths.config, self._paths.summary])
+                    self._mlflow.finish(status, [self._paths.config, self._paths.summary, self._paths.report])
                     self._done = True
                     return
                 self._say_reached()
@@ -185,7 +185,7 @@ class Tracker:
     def _missing(self, status: str, timeout_s: float) -> str:
         cursor = self._cursor or _Cursor()
         steps = sorted({point.step for point in self._backlog.unsent_evaluations(cursor)})
-        lacks = [f"its status {status}", "config.yaml and summary.json"]
+        lacks = [f"its status {status}", "config.yaml, summary.json and report.html"]
         if self._backlog.newest_step > cursor.sent_step:
             lacks.append(f"the metrics after step {cursor.sent_step} (recorded: up to {self._backlog.newest_step})")
         if steps:
