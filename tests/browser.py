@@ -57,8 +57,9 @@ class Browser:
             f"--user-data-dir={profile}",
             "--remote-debugging-pipe",
         ]
+        # the pipe's ends have to be 3 and 4; dash knows no descriptors above 9
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", program, *flags],
+            ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", program, *flags],
             pass_fds=(theirs_in, theirs_out),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -115,5 +115,5 @@ class Axis:
     text: Callable[[float], str] = number
 
 
-STEPS = Axis("step", whole_ticks)
+STEPS = Axis("step", whole_ticks, lambda step: f"{step:,.0f}")
 TIME = Axis("running time", time_ticks, seconds)

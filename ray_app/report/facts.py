@@ -97,7 +97,8 @@ class Facts:
     @property
     def reason(self) -> str | None:
         """Why the run ended, if that was not its plan."""
-        return next((str(e.details["reason"]) for e in self.events[::-1] if e.kind in _ENDS and e.details.get("reason")), None)
+        end = _end(self.events)
+        return str(end.details["reason"]) if end and end.details.get("reason") else None
 
     @property
     def total_steps(self) -> int | None:
@@ -191,12 +192,16 @@ def read_config(paths: RunPaths) -> Config:
 
 
 def _status(paths: RunPaths, events: list[Event]) -> str:
-    starts = starts_of(events)
-    if starts:
-        end = next((e.kind for e in reversed(events) if e.kind in _ENDS and e.fence == starts[-1].fence), None)
-        if end is not None:
-            return _ENDS[end]
+    end = _end(events)
+    if end is not None:
+        return _ENDS[end.kind]
     return "running" if is_held(paths) else "vanished"
+
+
+def _end(events: list[Event]) -> Event | None:
+    """How the newest start ended, if it said so."""
+    starts = starts_of(events)
+    return next((e for e in reversed(events) if starts and e.kind in _ENDS and e.fence == starts[-1].fence), None)
 
 
 def _detail(events: list[Event], name: str) -> Any:

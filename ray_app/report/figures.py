@@ -130,8 +130,9 @@ def _metric(facts: Facts, name: str) -> Figure | None:
     if not points:
         return None
     best = facts.best if name == facts.metric else None
-    unit = f"on {facts.evaluations[-1].rows:,} held-out rows" + (f", best {best.metrics[name]:.4f} at step {best.step:,}" if best else "")
-    return Figure(f"Evaluation: {name}", unit, line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame()))
+    marks = [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")] if best else []
+    unit = f"on {facts.evaluations[-1].rows:,} held-out rows" + (", best ◆" if best else "")
+    return Figure(f"Evaluation: {name}", unit, line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks))
 
 
 def _over_time(facts: Facts, title: str, unit: str, draw: Callable[[Frame], Markup]) -> Figure:

@@ -99,12 +99,13 @@ def _cards(facts: Facts) -> list[Card]:
         cards.append(Card(f"best {facts.metric}", f"{best.metrics[facts.metric]:.4f}", f"at step {best.step:,}"))
     elif last is not None:
         cards.append(Card("loss", f"{last.loss:.4f}", f"at step {last.step:,}"))
-    newest = f"newest checkpoint at {facts.newest.step:,}" if facts.newest else "no checkpoint"
-    of = f"of {facts.total_steps:,}, " if facts.total_steps else ""
+    notes = [f"of {facts.total_steps:,}"] if facts.total_steps else []
+    if facts.newest is None or last is None or facts.newest.step != last.step:
+        notes.append(f"newest checkpoint at {facts.newest.step:,}" if facts.newest else "no checkpoint")
     digest = facts.newest.params_digest if facts.newest else ""
     return [
         *cards,
-        Card("steps", f"{last.step if last else 0:,}", of + newest),
+        Card("steps", f"{last.step if last else 0:,}", ", ".join(notes)),
         Card("rows", f"{facts.rows:,}", f"in {last.epoch + 1 if last else 0:,} epochs begun"),
         Card("wall time", seconds(facts.wall_s), _rate(facts)),
         Card("goodput", f"{part:.1%}" if part is not None else "-", "of the time since the first step"),

@@ -112,9 +112,9 @@ def test_a_running_run_is_told_from_one_whose_driver_vanished(tmp_path: Path) ->
     run.steps(1, 50, 2.0)
     assert read_facts(run.paths).status == "vanished"
     run.hold()
-    before = sorted(str(path) for path in run.paths.root.rglob("*"))  # type: ignore[union-attr]
+    before = sorted(str(path) for path in run.paths.root.rglob("*"))
     write_report(run.paths)
-    after = sorted(str(path) for path in run.paths.root.rglob("*"))  # type: ignore[union-attr]
+    after = sorted(str(path) for path in run.paths.root.rglob("*"))
     assert set(after) - set(before) == {str(run.paths.report)}
     text = page_of(run).text
     assert "run running" in " ".join(text.split())
@@ -146,7 +146,6 @@ def test_what_comes_from_the_run_is_text_and_nothing_else(tmp_path: Path) -> Non
     assert hostile in page.text
     assert name in page.text
     assert [value for tag, key, value in page.attributes if (tag, key) == ("img", "src")] == [png()]
-    assert "49" not in re.findall(r"\D(49)\D", page.text.replace("0.49", ""))
 
 
 _IMAGES = [
@@ -217,7 +216,6 @@ def test_the_best_earlier_run_is_compared_with(tmp_path: Path) -> None:
     assert facts.earlier is not None
     assert (facts.earlier.name, facts.earlier.value, facts.earlier.differs) == ("better", 0.97, {"seed": ("3", "0")})
     assert comparison(facts)[0] == ("best accuracy", "-", "0.9700 at step 300")
-    run.paths.events.joinpath("x").unlink(missing_ok=True)  # type: ignore[union-attr]
 
 
 def test_the_least_is_the_best_where_less_is_better(tmp_path: Path) -> None:
@@ -290,7 +288,8 @@ def test_axes() -> None:
     assert ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert whole_ticks(0, 2.2, 5) == [0, 1, 2]
     assert time_ticks(0, 400, 5) == [0, 120, 240, 360]
-    assert log_ticks(0.02, 3, 6) == pytest.approx([0.1, 1.0]) or log_ticks(0.02, 3, 6)[0] == 0.02
+    assert log_ticks(0.02, 3, 7) == pytest.approx([0.1, 1.0])
+    assert log_ticks(0.2, 3, 8) == pytest.approx([0.2, 0.5, 1.0, 2.0])
     assert [number(v) for v in (0, 0.25, 12345, 2.5e6, 1.5e-6)] == ["0", "0.25", "12.35k", "2.5M", "1.5e-6"]
     assert [seconds(v) for v in (0, 0.25, 2.5, 42.4, 200, 7500, 90000)] == [
         "0 s",
@@ -338,7 +337,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_report_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = full_run(tmp_path)
-    next(iter(run.paths.metrics.iterdir())).write_text(json.dumps({"step": [1]}))  # type: ignore[union-attr]
+    next(iter(run.paths.metrics.iterdir())).write_text(json.dumps({"step": [1]}))
     assert report_end(run.paths) is None
     assert "The report could not be made: KeyError" in caplog.text
     assert report_end(RunPaths(tmp_path / "nowhere")) is None
