@@ -81,9 +81,9 @@ class MadeRun:
         CheckpointStore(self.paths).write({}, made)
         self.event("checkpointed", at_s, step=step, why=why, duration_s=0.2)
 
-    def evaluate(self, step: int, at_s: float, metrics: dict[str, float], **fields: Any) -> None:
-        """An evaluation."""
-        put_evaluation(self.paths, Evaluation(step, 0, "", metrics, 500, 0.3, self.began_s + at_s, **fields))
+    def evaluate(self, step: int, at_s: float, metrics: dict[str, float], name: str | None = None, **fields: Any) -> None:
+        """An evaluation of the evaluator `name`."""
+        put_evaluation(self.paths, Evaluation(step, 0, "", metrics, 500, 0.3, self.began_s + at_s, **fields), name)
 
     def end(self, at_s: float, status: str = "finished", value: float | None = None, reason: str | None = None) -> None:
         """The end of a start, and the summary."""
@@ -153,6 +153,7 @@ def full_run(folder: Path, name: str = "run", classes: int = 10, text: str = "cl
         at_s = 20.0 if step < 400 else done_s + 1
         metrics = {"accuracy": 0.9 + step / 5000, "f1": 0.8, "loss": 50 / step}
         run.evaluate(step, at_s + step / 100, metrics, tables=tables, classes=names, examples=examples)
+    run.evaluate(400, 90.0, {"accuracy": 0.7}, "harder")
     run.event("finished", done_s + 6, fence=2, reason=None)
     put_json(run.paths.summary, json.loads("{}"))
     return run

@@ -15,7 +15,7 @@ import yaml
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config, flatten, from_yaml
 from ray_app.errors import ConfigError
-from ray_app.record.evaluations import Evaluation, ranked, read_evaluations
+from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
 from ray_app.record.files import folders, read_all
 from ray_app.record.history import goodput, world_sizes
 from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
@@ -63,7 +63,8 @@ class Facts:
         records: Its steps, in order, the first record of each.
         repeated: Records of steps that were done again.
         events: In the order of time.
-        evaluations: By step.
+        evaluations: Those of the run's own evaluator, by step.
+        others: Those of other evaluators, by their name.
         newest: The newest checkpoint.
         metric: Metric that decides which checkpoint is best.
         mode: Whether more (`max`) or less (`min`) of it is better.
@@ -78,6 +79,7 @@ class Facts:
     repeated: list[StepRecord]
     events: list[Event]
     evaluations: list[Evaluation]
+    others: dict[str, list[Evaluation]]
     newest: Commit | None
     metric: str
     mode: str
@@ -159,6 +161,7 @@ def read_facts(paths: RunPaths) -> Facts:
         reader.repeated,
         events,
         evaluations,
+        {name: read_evaluations(paths, name) for name in evaluator_names(paths)},
         commits[-1] if commits else None,
         metric,
         mode,

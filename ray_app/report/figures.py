@@ -53,8 +53,10 @@ def learning_figures(facts: Facts) -> list[Figure]:
     if not facts.records:
         return []
     figures = [figure for figure in [_loss(facts)] if figure]
-    names = sorted({name for e in facts.evaluations for name in e.metrics} - {"loss"}, key=lambda n: (n != facts.metric, n))
-    figures += [figure for figure in (_metric(facts, name) for name in names) if figure]
+    for evaluator, found in [("", facts.evaluations), *facts.others.items()]:
+        hidden = set() if evaluator else {"loss"}  # which stands beside that of the training
+        names = sorted({name for e in found for name in e.metrics} - hidden, key=lambda n: (n != facts.metric, n))
+        figures += [figure for figure in (_metric(facts, evaluator, found, name) for name in names) if figure]
     rate = finite((float(r.step), r.lr) for r in facts.records)
     if rate:
         figures.append(
@@ -125,14 +127,19 @@ def _with_mean(name: str, tone: Tone, points: list[Point]) -> list[Line]:
     return [Line(name, tone, points, "faint"), Line(f"{name}, mean", tone, means)] if means else [Line(name, tone, points)]
 
 
-def _metric(facts: Facts, name: str) -> Figure | None:
-    points = finite((float(e.step), e.metrics[name]) for e in facts.evaluations if name in e.metrics)
+def _metric(facts: Facts, evaluator: str, found: list[Evaluation], name: str) -> Figure | None:
+    """A metric of an evaluator; the run's own has no name."""
+    points = finite((float(e.step), e.metrics[name]) for e in found if name in e.metrics)
     if not points:
         return None
-    best = facts.best if name == facts.metric else None
+    best = facts.best if name == facts.metric and not evaluator else None
     marks = [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")] if best else []
-    unit = f"on {facts.evaluations[-1].rows:,} held-out rows" + (", best ◆" if best else "")
-    return Figure(f"Evaluation: {name}", unit, line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks))
+    unit = f"on {found[-1].rows:,} held-out rows" + (", best ◆" if best else "")
+    return Figure(
+        f"Evaluation{evaluator and f' {evaluator}'}: {name}",
+        unit,
+        line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks),
+    )
 
 
 def _over_time(facts: Facts, title: str, unit: str, draw: Callable[[Frame], Markup]) -> Figure:

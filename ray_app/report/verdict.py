@@ -109,12 +109,13 @@ def _confused(matrix: list[list[int]], classes: list[str]) -> list[tuple[str, st
 
 
 def _per_class(found: Evaluation, classes: list[str]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
-    """Figures per class; if there are many classes, those with the lowest last figure first."""
+    """Figures per class; if there are many classes, those with the lowest F1 first, without it those with the lowest last figure."""
     tables = {name: _numbers(table) for name, table in found.tables.items()}
     usable = {name: values for name, values in tables.items() if values and len(values) == len(classes)}
     rows: list[tuple[str, list[float | None]]] = [(name, [v[i] for v in usable.values()]) for i, name in enumerate(classes)]
-    if len(rows) > _MOST_CLASSES:
-        rows.sort(key=lambda row: row[1][-1] if row[1] and row[1][-1] is not None else -1.0)
+    if len(rows) > _MOST_CLASSES and usable:
+        worth = [math.inf if value is None else value for value in usable.get("f1", list(usable.values())[-1])]
+        rows = [rows[i] for i in sorted(range(len(rows)), key=worth.__getitem__)]
     return list(usable), rows if usable else []
 
 

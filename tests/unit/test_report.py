@@ -75,6 +75,7 @@ def test_a_finished_run_has_everything(tmp_path: Path) -> None:
         "before",
         "optimizer.init_args.lr",
         "best accuracy",
+        "Evaluation harder: accuracy",
         "0.9800",
         "came after 1 h 23 min without a driver",
     ):
