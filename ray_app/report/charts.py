@@ -161,10 +161,10 @@ def _x_axis(frame: Frame, across: Scale, top: float, bottom: float) -> list[Mark
         at, text = across(tick), frame.x.text(tick)
         parts.append(_tag("line", x1=at, x2=at, y1=top, y2=bottom, class_="grid"))
         half = len(text) * 3.1
-        middle = min(max(at, frame.left - 8 + half), frame.width - 2 - half)
+        middle = min(max(at, frame.left - 3 + half), frame.width - 2 - half)
         if middle - half < free:
             continue
-        parts.append(_tag("text", text, x=middle, y=bottom + 14, text_anchor="middle"))
+        parts.append(_tag("text", text, x=middle, y=bottom + 15, text_anchor="middle"))
         free = middle + half + 6
     return [*parts, _tag("text", frame.x.name, x=frame.width - _RIGHT, y=bottom + 28, text_anchor="end", class_="name")]
 
