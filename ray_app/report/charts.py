@@ -154,7 +154,7 @@ def _roomy(low: float, high: float, log: bool, has_marks: bool, from_zero: bool)
 
 
 def _x_axis(frame: Frame, across: Scale, top: float, bottom: float) -> list[Markup]:
-    places = frame.x.place(across.low, across.high, max(3, int(across.end - across.start) // 84))
+    places = frame.x.place(across.low, across.high, max(3, int(across.end - across.start) // 70))
     parts = [_tag("line", x1=frame.left, x2=frame.width - _RIGHT, y1=bottom, y2=bottom, class_="axis")]
     free = frame.left - 20.0
     for tick in places:

@@ -12,12 +12,9 @@ from ray_app.record.journal import Event
 from ray_app.report.axes import TIME, Axis, number, seconds, whole_ticks
 from ray_app.report.charts import Frame, Lane, Line, Mark, Tone, line_chart, timeline
 from ray_app.report.facts import Facts
-from ray_app.report.series import Point, finite, rates, sizes_over_time, smoothed, thinned
+from ray_app.report.series import Point, finite, rates, sizes_over_time, smoothed, spans_powers, thinned
 
 WIDE, NARROW = 1010, 420
-_LOG_FROM = 50.0
-"""Ratio of the largest to the smallest loss from which a logarithmic axis shows more."""
-
 _SHAPES = {
     "failed": ("red", "cross"),
     "preempted": ("purple", "diamond"),
@@ -113,8 +110,7 @@ def _loss(facts: Facts) -> Figure | None:
     if evaluated:
         lines.append(Line("evaluation", "orange", evaluated, "dots"))
         legend.append(("orange", "evaluation"))
-    values = [y for line in lines for _, y in line.points]
-    log = min(values) > 0 and max(values) / min(values) >= _LOG_FROM
+    log = spans_powers([y for line in lines for _, y in line.points])
     left_out = len(raw) - len(points)
     note = f"{left_out:,} steps whose loss was NaN or infinite are left out." if left_out else ""
     wide, narrow = (line_chart(lines, Axis("loss"), Frame(width), height=250, log=log) for width in (WIDE, NARROW))

@@ -12,6 +12,8 @@ from ray_app.record.journal import Event, StepRecord
 MOST_POINTS = 1000
 """Most points of one curve."""
 
+_LOG_FROM = 50.0
+
 Point = tuple[float, float]
 
 
@@ -135,8 +137,14 @@ def starts_of(events: Iterable[Event]) -> list[Event]:
     return [event for event in events if event.kind == "started"]
 
 
+def spans_powers(values: Sequence[float]) -> bool:
+    """Whether values are better seen on a logarithmic axis: all positive, the largest at least 50 times the smallest."""
+    return min(values, default=0.0) > 0 and max(values) / min(values) >= _LOG_FROM
+
+
 def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
-    """A curve in characters: means of equally many values, from the lowest mark to the highest; empty without finite values.
+    """A curve in characters: means of equally many values, from the lowest mark to the highest, by their logarithm where they span powers;
+    empty without finite values.
 
     Args:
         values: The curve.
@@ -147,5 +155,6 @@ def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
     width = min(width, len(usable))
     cells = [usable[i * len(usable) // width : (i + 1) * len(usable) // width] for i in range(width)]
     means = [sum(cell) / len(cell) for cell in cells]
+    means = [math.log(mean) for mean in means] if spans_powers(means) else means
     low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
     return "".join(marks[round((mean - low) / span * (len(marks) - 1))] for mean in means)

@@ -306,6 +306,8 @@ def test_axes() -> None:
 def test_a_small_curve_for_the_console(tmp_path: Path) -> None:
     assert sparkline([3, 2, 1, math.nan], "abc") == "cba"
     assert sparkline([], "abc") == ""
+    assert sparkline([1e-4, 1e-2, 1.0], "abc") == "abc"
+    assert sparkline([0.0, 1e-2, 1.0], "abc") == "aac"
     assert sparkline([1, 1], "abc") == "aa"
     assert len(smoothed([(float(i), 1.0) for i in range(1000)])) == 120
     run = MadeRun(tmp_path)
