@@ -132,7 +132,7 @@ def _metric(facts: Facts, evaluator: str, found: list[Evaluation], name: str) ->
     marks = [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")] if best else []
     unit = f"on {found[-1].rows:,} held-out rows" + (", best ◆" if best else "")
     return Figure(
-        f"Evaluation{evaluator and f' {evaluator}'}: {name}",
+        f"Evaluation{evaluator and f' {evaluator}'}: {name.replace('_', ' ')}",
         unit,
         line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks),
     )
