@@ -69,6 +69,9 @@ class Alone:
     def enter(self, phase: Phase) -> None:
         """See `Membership.enter`."""
 
+    def moved(self) -> None:
+        """See `Membership.moved`."""
+
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """See `Membership.report`."""
 
@@ -177,7 +180,7 @@ def side(name: str, folder: Path) -> Cost:
     prepared = prepare(make_config(folder, 2 * PERIOD if name == OURS else None))
     with acquire(prepared.job.paths) as lease:
         job = claim(prepared, lease.fence).job
-        windows = CachedWindows(load_all(fetch_here, job.reader, job.plan.manifest, job.fields, 1000))
+        windows = CachedWindows(load_all(fetch_here, job.source))
         hook = Periods(saving(job, folder) if name == SAVE else None)
         train(job, Alone(), lambda job, cursor, played: windows, torch.device("cpu"), Hooks(after_step=hook))
     reader = MetricsReader(job.paths)

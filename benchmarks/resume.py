@@ -66,7 +66,8 @@ def first_batch_s(job: Job, fraction: float) -> float:
     data, epochs = job.config.data, job.config.train.epochs
 
     def open_windows(at: Cursor, played: range) -> StreamedWindows:
-        return StreamedWindows(job.plan, at, played, epochs, fetch_ray, job.reader, job.fields, job.task_rows, data.prefetch_windows)
+        source = job.source
+        return StreamedWindows(job.plan, at, played, epochs, fetch_ray, source.reader, job.fields, source.task_rows, data.prefetch_windows)
 
     began = time.perf_counter()
     feed = Feed(job.plan, open_windows, torch.device("cpu"))

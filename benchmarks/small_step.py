@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, ingest_rows, report, run_side
 
 ROWS, BATCH, WARM_UP, STEPS = 50_000, 32, 1563, 4689
+_EVALUATED_TOGETHER = 256
 KERAS = ROOT / ".venv-keras" / "bin" / "python"
 
 
@@ -119,20 +120,16 @@ def evaluations(rounds: int) -> dict[str, list[Sample]]:
     """The evaluator's pass over all rows against a bare forward loop that counts right answers, in one process."""
     import torch
 
-    from ray_app.config import EvaluateSection
-    from ray_app.evaluate.actor import EvaluationJob, evaluate
-    from ray_app.plan.manifest import Manifest
+    from ray_app.task.scoring import combine, score
     from ray_app.task.tabular import TabularClassification
 
     torch.set_num_threads(1)
     pixels, labels = make_rows()
     arrays = {"features": pixels.reshape(ROWS, 784).astype("float32") / 255, "label": labels}
     task = TabularClassification(num_classes=10)
-    task.inputs = 784
-    section = EvaluateSection()
-    job = EvaluationJob(section, task, "", 0, "", Manifest.from_files([("rows.parquet", [ROWS])]), {}, 64.0)
+    task.inputs, task.classes = 784, [str(i) for i in range(10)]
     model = task.build_model().eval()
-    tensors = [torch.from_numpy(arrays[name]).split(section.batch_size) for name in ("features", "label")]
+    tensors = [torch.from_numpy(arrays[name]).split(_EVALUATED_TOGETHER) for name in ("features", "label")]
 
     def bare_pass() -> None:
         right = 0
@@ -146,7 +143,7 @@ def evaluations(rounds: int) -> dict[str, list[Sample]]:
             run()
         return Sample((time.perf_counter() - wall) * 100, (time.process_time() - cpu) * 100)
 
-    ours = lambda: timed(lambda: evaluate(job, model, arrays, torch.device("cpu")))  # noqa: E731
+    ours = lambda: timed(lambda: combine(task, score(task, model, arrays, _EVALUATED_TOGETHER, torch.device("cpu"))))  # noqa: E731
     ours()
     return alternate({"bare forward loop": lambda: timed(bare_pass), "evaluator": ours}, rounds)
 

@@ -110,6 +110,15 @@ def _check_run(config: Config) -> list[str]:
         )
     if not config.task.class_path:
         problems.append("task.class_path is missing; name a task such as ray_app.task.image.ImageClassification.")
+    if config.evaluate.patience is not None and config.data.eval_path is None:
+        problems.append(
+            "evaluate.patience is set without data.eval_path: there is nothing to judge by. Set data.eval_path or leave patience out."
+        )
+    if config.evaluate.patience is not None and config.evaluate.every != "checkpoint":
+        problems.append(
+            f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is {config.evaluate.every}; set it to"
+            " checkpoint, or leave patience out."
+        )
     if not config.data.path:
         problems.append("data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one).")
     return problems

@@ -317,6 +317,11 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
         "scaling.logical_workers": config.logical_workers,
         "scaling.threads_per_worker": config.scaling.threads_per_worker,
     }
+    if config.evaluate.patience is not None:  # then evaluations choose the result
+        section, cadence = config.evaluate, config.checkpoint
+        found |= {"evaluate.metric": section.metric, "evaluate.mode": section.mode, "evaluate.min_delta": section.min_delta}
+        found |= {"evaluate.where": section.where, "evaluate.batch_size": section.batch_size}
+        found |= {"checkpoint.every_steps": cadence.every_steps, "checkpoint.every_epochs": cadence.every_epochs}
     for owner, prefix in [(config, ""), *((getattr(config, name), f"{name}.") for name in SECTIONS)]:
         for item in dataclasses.fields(owner):
             value = getattr(owner, item.name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_app.checkpoint.store import Commit
+from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.errors import NonFiniteError
 from ray_app.record.files import location
 from ray_app.record.journal import read_events
@@ -74,6 +74,25 @@ class KillEvaluator:
         if commit.step == self.step and not Path(self.proof).exists():
             Path(self.proof).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Late:
+    """Holds the evaluator up until training has made a checkpoint, a minute at most.
+
+    Args:
+        run: The run's directory.
+        step: Of the checkpoint.
+    """
+
+    run: str
+    step: int
+
+    def __call__(self, commit: Commit) -> None:
+        store = CheckpointStore(RunPaths(location(self.run)))
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s and all(c.step < self.step for c in store.commits()):
+            time.sleep(0.05)
 
 
 @dataclass(frozen=True)

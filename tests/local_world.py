@@ -147,13 +147,13 @@ def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task
 
 def streamed(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process, in read tasks of a few rows."""
-    return StreamedWindows(job.plan, cursor, played, job.config.train.epochs, fetch_here, job.reader, job.fields, task_rows=7)
+    return StreamedWindows(job.plan, cursor, played, job.config.train.epochs, fetch_here, job.source.reader, job.fields, task_rows=7)
 
 
 def cached(job: Job, cursor: Cursor, played: range) -> Windows:
     """Gathers from memory."""
     del cursor, played
-    return CachedWindows(load_all(fetch_here, job.reader, job.plan.manifest, job.fields, 10))
+    return CachedWindows(load_all(fetch_here, job.source))
 
 
 def feed_of(plan: Plan, cursor: Cursor, played: range, windows: Windows) -> Feed:

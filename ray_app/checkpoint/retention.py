@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MOST_HELD = 32
-"""Checkpoints that followers can keep alive; the oldest beyond it go, and are recorded as skipped."""
+ALL = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Hold:
-    """What a follower (an evaluator) still needs: every checkpoint after `done_step`, until it expires.
+    """What a follower (an evaluator) still needs: the newest checkpoints after `done_step`, until it expires.
 
     Args:
         done_step: Newest step that it is done with.
         expires_s: When the hold ends unless it is renewed, seconds since 1970 (UTC).
+        most: How many it keeps alive at most; older ones go, and are recorded as skipped.
     """
 
     done_step: int
     expires_s: float
+    most: int = 32
 
 
 def removable(steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[int]:
@@ -34,13 +35,13 @@ def removable(steps: Iterable[int], keep_last: int, best: Iterable[int], holds: 
     """
     ordered = sorted(set(steps))
     kept = set(ordered[-max(1, keep_last) :]) | set(best)
-    live = [hold.done_step for hold in holds if hold.expires_s > now_s]
-    if live:
-        kept |= set([step for step in ordered if step > min(live)][-MOST_HELD:])
+    for hold in holds:
+        if hold.expires_s > now_s:
+            kept |= set([step for step in ordered if step > hold.done_step][-hold.most :])
     return set(ordered) - kept
 
 
 def skipped(gone: Iterable[int], holds: Iterable[Hold], now_s: float) -> list[int]:
-    """Which of the removed checkpoints a live follower was still waiting for, because it lags behind by more than `MOST_HELD`."""
+    """Which of the removed checkpoints a live follower was still waiting for: it lags too far behind."""
     live = [hold.done_step for hold in holds if hold.expires_s > now_s]
     return sorted(step for step in gone if live and step > min(live))

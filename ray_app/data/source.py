@@ -182,13 +182,31 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         raise own_error(error) from error
 
 
-def load_all(fetch: Fetch, reader: Reader, manifest: Manifest, fields: dict[str, ArraySpec], max_rows: int) -> dict[str, npt.NDArray]:
+@dataclass(frozen=True)
+class RowSource:
+    """A data set to be decoded.
+
+    Args:
+        reader: Reads and decodes.
+        manifest: What to read.
+        fields: What a decoded row looks like.
+        task_rows: Most rows of one read task.
+    """
+
+    reader: Reader
+    manifest: Manifest
+    fields: dict[str, ArraySpec]
+    task_rows: int
+
+
+def load_all(fetch: Fetch, source: RowSource) -> dict[str, npt.NDArray]:
     """Decodes a whole data set into one array per field, in manifest order, each of shape (rows, ...)."""
-    arrays = {name: np.empty((manifest.num_rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
+    manifest = source.manifest
+    arrays = {name: np.empty((manifest.num_rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in source.fields.items()}
     done = 0
-    for table in fetch(reader, whole(manifest, max_rows)):
+    for table in fetch(source.reader, whole(manifest, source.task_rows)):
         check_positions(table, np.arange(done, done + table.num_rows))
-        for name, spec in fields.items():
+        for name, spec in source.fields.items():
             arrays[name][done : done + table.num_rows] = decode(table.column(name), spec)
         done += table.num_rows
     if done != manifest.num_rows:

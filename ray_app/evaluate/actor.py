@@ -1,16 +1,17 @@
 """The evaluator actor: watches the store, evaluates what is committed, and writes one file per step.
 
 It shares nothing with the trainer but the run directory, so neither can hold the other up: it says in a hold what it still needs, and
-an evaluation is written once, whoever gets to it first.
+an evaluation is written once, whoever gets to it first. Where the cluster outlives the driver it does, too: when the driver is gone it
+finishes what is committed, has the run's end recorded, and ends itself.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -18,99 +19,23 @@ import ray
 import torch
 
 from ray_app.checkpoint.format import unpack_model
-from ray_app.checkpoint.retention import Hold
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config import EvaluateSection
-from ray_app.data.columns import ArraySpec
-from ray_app.data.source import Fetch, Reader, fetch_ray, load_all, rows_per_task
+from ray_app.data.source import Fetch, fetch_ray, load_all
 from ray_app.errors import CheckpointError
-from ray_app.plan.manifest import Manifest
+from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
-from ray_app.record.files import location, poll_s
+from ray_app.record.files import poll_s
 from ray_app.record.journal import put_event
-from ray_app.record.paths import RunPaths
-from ray_app.task.base import Task
+from ray_app.record.lease import LIFE_S, Observer
+from ray_app.task.scoring import combine, score
 
 logger = logging.getLogger(__name__)
 
-FOLLOWER = "evaluator"
+NAMESPACE = "ray_app"
 HOLD_S = 300.0
 """Seconds that a hold outlives the evaluator; long enough for Ray to start it again."""
 _LONGEST_PAUSE_S = 10.0
-_METRIC_ROWS = 8192
-
-
-@dataclass(frozen=True)
-class EvaluationJob:
-    """What an evaluator needs to know.
-
-    Args:
-        section: How to follow.
-        task: The prepared task.
-        run_root: The run's directory.
-        fence: Number of the driver's start.
-        data_root: Folder that the manifest's paths are relative to.
-        manifest: The evaluation data.
-        fields: What a decoded row looks like.
-        read_task_mb: Most decoded megabytes of one read task.
-    """
-
-    section: EvaluateSection
-    task: Task
-    run_root: str
-    fence: int
-    data_root: str
-    manifest: Manifest
-    fields: dict[str, ArraySpec]
-    read_task_mb: float
-
-    @property
-    def paths(self) -> RunPaths:
-        """The run directory."""
-        return RunPaths(location(self.run_root))
-
-
-def pending(job: EvaluationJob) -> list[Commit]:
-    """The checkpoints that wait for an evaluation, oldest first; with `every: latest` at most the newest."""
-    done = evaluated_steps(job.paths)
-    waiting = {c.step: c for c in CheckpointStore(job.paths).commits() if c.step not in done}
-    ordered = [waiting[step] for step in sorted(waiting)]
-    if job.section.every == "latest":
-        return [c for c in ordered[-1:] if c.step > max(done, default=-1)]
-    return ordered
-
-
-def _last_evaluated(paths: RunPaths) -> int:
-    return max(evaluated_steps(paths), default=-1)
-
-
-def evaluate(job: EvaluationJob, model: torch.nn.Module, arrays: dict[str, npt.NDArray], device: torch.device) -> dict[str, float]:
-    """Evaluates a model on all rows.
-
-    Args:
-        job: Task and batch size.
-        model: The model, on the device.
-        arrays: Every decoded field, each (rows, ...).
-        device: Where to compute.
-
-    Returns:
-        The task's metrics and the mean loss.
-    """
-    from torchmetrics import MeanMetric
-
-    task, size = job.task, job.section.batch_size
-    metrics = task.metrics().to(device)
-    losses = MeanMetric().to(device)
-    fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    model.eval()
-    with torch.inference_mode():
-        for low in range(0, job.manifest.num_rows, size):
-            batch = {name: values[low : low + size].to(device) for name, values in fields.items()}
-            outputs = task.forward(model, batch)
-            losses.update(task.loss(outputs, batch))
-            task.update(metrics, outputs, batch)
-    values = metrics.compute() | {"loss": losses.compute()}
-    return {name: float(value) for name, value in values.items() if torch.as_tensor(value).numel() == 1}
+_LOOKS_PER_LEASE = 10
 
 
 class Evaluator:
@@ -120,19 +45,30 @@ class Evaluator:
         job: What to evaluate on, and how.
         fetch: How read tasks run.
         before_evaluation: For fault tests: called before each evaluation.
+        when_orphaned: Called with the run's directory when the driver is gone and everything is evaluated; not given: the driver is not
+            watched, and the evaluator ends with it.
     """
 
-    def __init__(self, job: EvaluationJob, fetch: Fetch = fetch_ray, before_evaluation: Callable[[Commit], None] | None = None) -> None:
-        self._job, self._fetch, self._before = job, fetch, before_evaluation
+    def __init__(
+        self,
+        job: EvaluationJob,
+        fetch: Fetch = fetch_ray,
+        before_evaluation: Callable[[Commit], None] | None = None,
+        when_orphaned: Callable[[str], object] | None = None,
+    ) -> None:
+        self._job, self._fetch, self._before, self._when_orphaned = job, fetch, before_evaluation, when_orphaned
         self._store = CheckpointStore(job.paths)
-        self._stopped = threading.Event()
+        self._stopped, self._hurry = threading.Event(), threading.Event()
+        self._driver = "held"
         self._error: str | None = None
+        self._itself = ray.get_runtime_context().current_actor if when_orphaned and ray.is_initialized() else None
         torch.set_num_threads(job.section.threads)
         self._device = torch.device("cuda" if job.section.num_gpus else "cpu")
         self._model = job.task.build_model().to(self._device)
         self._arrays: dict[str, npt.NDArray] | None = None
-        self._done_step = _last_evaluated(job.paths)
-        self._threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in (self._follow, self._renew)]
+        self._done_step = last_evaluated(evaluated_steps(job.paths, job.name))
+        runs = [self._follow, self._renew, *([self._watch] if when_orphaned else [])]
+        self._threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in runs]
         for thread in self._threads:
             thread.start()
 
@@ -140,30 +76,40 @@ class Evaluator:
         """Why the evaluator gave up, if it did."""
         return self._error
 
+    def hurry(self) -> None:
+        """Pauses no more between evaluations: nobody trains any longer, and somebody waits."""
+        self._hurry.set()
+
     def stop(self) -> None:
         """Ends after the evaluation at hand."""
         self._stopped.set()
+        self._hurry.set()
         for thread in self._threads:
             thread.join()
 
     def _follow(self) -> None:
-        look_s = poll_s(self._job.paths.root)
-        pause_s = look_s
+        look_s = wait_s = poll_s(self._job.paths.root)
         while not self._stopped.is_set():
             try:
+                if self._driver == "superseded":
+                    return self._leave()
                 waiting = pending(self._job)
                 if waiting:
-                    self._hold(waiting[0].step - 1)
-                    self._evaluate(waiting[0])
-                pause_s = 0.0 if waiting else look_s
+                    wait_s, duration_s = 0.0, self._evaluate_next(waiting)
+                    self._hurry.wait(pause_s(duration_s, self._share(), self._job.section.budget))
+                elif self._driver == "over":
+                    return self._end_of_driver()
+                else:
+                    wait_s = look_s
             except (OSError, ray.exceptions.RayError) as error:  # storage or cluster; may pass
                 logger.warning("The evaluator will try again: %s", error)
-                pause_s = min(_LONGEST_PAUSE_S, 2 * max(pause_s, look_s))
+                wait_s = min(_LONGEST_PAUSE_S, 2 * max(wait_s, look_s))
             except Exception as error:
                 logger.exception("The evaluator gives up")
                 self._error = f"{type(error).__name__}: {error}"
-                return
-            self._stopped.wait(pause_s)
+                return None
+            self._stopped.wait(wait_s)
+        return None
 
     def _renew(self) -> None:
         """Keeps the hold alive, however long one evaluation takes."""
@@ -173,39 +119,113 @@ class Evaluator:
             except OSError as error:
                 logger.warning("The evaluator's hold could not be renewed, will try again: %s", error)
 
+    def _watch(self) -> None:
+        """Looks whether the driver that started this evaluator still lives."""
+        observer = Observer(self._job.paths, self._job.fence)
+        while self._driver == "held" and not self._stopped.wait(LIFE_S / _LOOKS_PER_LEASE):
+            try:
+                self._driver = observer.look()
+            except OSError as error:
+                logger.warning("The driver's lease could not be read, will try again: %s", error)
+        self._hurry.set()
+
+    def _end_of_driver(self) -> None:
+        assert self._when_orphaned is not None
+        try:
+            self._when_orphaned(self._job.run_root)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Ends this actor for good: a detached actor has nobody else to end it."""
+        self._stopped.set()
+        if self._itself is not None:
+            ray.kill(self._itself, no_restart=True)
+
+    def _share(self) -> float:
+        """Share of the cluster that this evaluator reserves."""
+        section = self._job.section
+        if section.budget >= 1:
+            return 0.0
+        cluster = ray.cluster_resources() if ray.is_initialized() else {"CPU": float(os.cpu_count() or 1)}
+        kind, own = ("GPU", section.num_gpus) if section.num_gpus else ("CPU", max(section.num_cpus, section.threads))
+        return min(1.0, own / max(cluster.get(kind, own), 1e-9))
+
     def _hold(self, done_step: int) -> None:
         """Says which checkpoints are still needed: those after `done_step`."""
         self._done_step = done_step
-        self._store.hold(FOLLOWER, Hold(done_step, time.time() + HOLD_S))
+        self._store.hold(self._job.follower, self._job.hold(done_step, time.time() + HOLD_S))
 
-    def _evaluate(self, commit: Commit) -> None:
+    def _evaluate_next(self, waiting: list[Commit]) -> float:
+        """Evaluates one checkpoint; returns the seconds that it took."""
+        began = time.perf_counter()
+        commit, passed = choose(waiting, self._job.section.every)
+        self._hold(commit.step - 1)
+        for older in passed:
+            self._skipped(older, f"a newer one was there, step {commit.step}")
+        self._evaluate(commit, len(waiting) - len(passed) - 1)
+        return time.perf_counter() - began
+
+    def _evaluate(self, commit: Commit, behind: int) -> None:
         job, began = self._job, time.perf_counter()
         if self._before is not None:
             self._before(commit)
         try:
             self._model.load_state_dict(unpack_model(self._store.load(commit)))
         except CheckpointError as error:
-            put_event(job.paths, "evaluation_skipped", job.fence, step=commit.step, reason=str(error))
+            self._skipped(commit, str(error))
             self._store.mark_bad(commit, str(error))
             return
         except FileNotFoundError:
             return  # retention removed it meanwhile
         if self._arrays is None:
-            reader = Reader(job.data_root, job.task.columns(), job.task.decode)
-            self._arrays = load_all(self._fetch, reader, job.manifest, job.fields, rows_per_task(job.fields, job.read_task_mb))
-        metrics = evaluate(job, self._model, self._arrays, self._device)
-        duration_s = time.perf_counter() - began
-        made = Evaluation(commit.step, commit.epoch, commit.params_digest, metrics, job.manifest.num_rows, duration_s, time.time())
-        if put_evaluation(job.paths, made):
-            put_event(job.paths, "evaluated", job.fence, step=commit.step, metrics=metrics, duration_s=duration_s)
+            self._arrays = load_all(self._fetch, job.data)
+        scores = combine(job.task, score(job.task, self._model, self._arrays, job.section.batch_size, self._device))
+        now_s = time.time()
+        made = Evaluation(
+            step=commit.step,
+            epoch=commit.epoch,
+            params_digest=commit.params_digest,
+            rows=job.data.manifest.num_rows,
+            duration_s=time.perf_counter() - began,
+            time_s=now_s,
+            data_digest=job.data.manifest.digest,
+            behind=behind,
+            lag_s=now_s - commit.time_s,
+            **scores.record(job.task.classes),
+        )
+        if put_evaluation(job.paths, made, job.name):
+            details = {"by": job.name} if job.name else {}
+            put_event(job.paths, "evaluated", job.fence, step=commit.step, metrics=made.metrics, duration_s=made.duration_s, **details)
+
+    def _skipped(self, commit: Commit, reason: str) -> None:
+        details = {"by": self._job.name} if self._job.name else {}
+        put_event(self._job.paths, "evaluation_skipped", self._job.fence, step=commit.step, reason=reason, **details)
 
 
-def start_evaluator(job: EvaluationJob, before_evaluation: Callable[[Commit], None] | None = None) -> Any:
+def start_evaluator(
+    job: EvaluationJob, before_evaluation: Callable[[Commit], None] | None = None, when_orphaned: Callable[[str], object] | None = None
+) -> Any:
     """Holds the checkpoints, starts the named actor with its own resources, and returns its handle.
 
     Ray starts it again whenever it dies; what it had not finished is then evaluated anew.
+
+    Args:
+        job: What to evaluate on, and how.
+        before_evaluation: For fault tests.
+        when_orphaned: See `Evaluator`; with it the actor outlives the driver.
     """
-    CheckpointStore(job.paths).hold(FOLLOWER, Hold(_last_evaluated(job.paths), time.time() + HOLD_S))
-    options = {"num_cpus": job.section.num_cpus, "num_gpus": job.section.num_gpus, "max_restarts": -1, "max_task_retries": -1}
-    name = f"evaluator-{job.paths.name}-{job.fence}"
-    return ray.remote(Evaluator).options(name=name, max_concurrency=4, **options).remote(job, fetch_ray, before_evaluation)
+    done = last_evaluated(evaluated_steps(job.paths, job.name))
+    CheckpointStore(job.paths).hold(job.follower, job.hold(done, time.time() + HOLD_S))
+    options: dict[str, Any] = {
+        "name": f"{job.follower}-{job.paths.name}-{job.fence}",
+        "namespace": NAMESPACE,
+        "num_cpus": job.section.num_cpus,
+        "num_gpus": job.section.num_gpus,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "max_concurrency": 4,
+    }
+    if when_orphaned is not None:
+        options["lifetime"] = "detached"
+    return ray.remote(Evaluator).options(**options).remote(job, fetch_ray, before_evaluation, when_orphaned)

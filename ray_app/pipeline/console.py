@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ray_app.checkpoint.store import Commit
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import poll_s
 from ray_app.record.journal import StepRecord
@@ -52,10 +54,11 @@ class RunConsole:
         job: The run.
         max_workers: Most workers it can have.
         console: Where to print.
+        waiting: Returns the checkpoints that wait for the evaluator.
     """
 
-    def __init__(self, job: Job, max_workers: int, console: Console) -> None:
-        self._job, self._max_workers, self._console = job, max_workers, console
+    def __init__(self, job: Job, max_workers: int, console: Console, waiting: Callable[[], list[Commit]]) -> None:
+        self._job, self._max_workers, self._console, self._waiting = job, max_workers, console, waiting
         self._live = console.is_terminal
         self._rate, self._line_s = _Rate(), 0.0
         self._evaluated, self._spent, self._looked_s = "", "", 0.0
@@ -111,12 +114,14 @@ class RunConsole:
         try:
             evaluations = read_evaluations(self._job.paths)
             self._spent = spent(self._job.paths, self._job.config.failure)
+            waiting = self._waiting()
         except OSError as error:  # a passing outage of the storage
             logger.warning("The record could not be read, will try again: %s", error)
             return
         if evaluations:
             metric = self._job.best_metric
-            self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step})"
+            behind = f", {len(waiting)} checkpoints, {time.time() - waiting[0].time_s:.0f} s behind" if len(waiting) > 1 else ""
+            self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step}{behind})"
 
     def _text(self, newest: StepRecord) -> str:
         rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)

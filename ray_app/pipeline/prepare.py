@@ -6,6 +6,7 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
+import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
@@ -15,14 +16,16 @@ from ray_app.checks import check
 from ray_app.config import Config, digest, from_yaml, refuse_other_config, result_fields
 from ray_app.data.columns import spec_like
 from ray_app.data.dataset import open_dataset
-from ray_app.data.source import first_row, probe
+from ray_app.data.source import Reader, RowSource, first_row, probe, rows_per_task
 from ray_app.errors import ConfigError, DataError, RayAppError, RunExistsError
-from ray_app.evaluate.actor import EvaluationJob
+from ray_app.evaluate.job import EvaluationJob
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
+from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import location, put_atomic
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
+from ray_app.task.scoring import combine, score
 from ray_app.train.job import Job
 from ray_app.train.snapshots import refuse_if_too_big
 from ray_app.train.state import TrainingState, load_class
@@ -95,7 +98,11 @@ def prepare(config: Config) -> Prepared:
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
     _rehearse(job, row)
-    return Prepared(job, _prepare_evaluation(job), before is not None)
+    data = _prepare_evaluation(job)
+    if data is not None and config.evaluate.where == "workers":
+        return Prepared(replace(job, evaluation=data), None, before is not None)
+    evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data) if data is not None else None
+    return Prepared(job, evaluation, before is not None)
 
 
 def _stored_config(paths: RunPaths) -> Config | None:
@@ -180,7 +187,13 @@ def _rehearse(job: Job, row: dict[str, npt.NDArray]) -> None:
         )
 
 
-def _prepare_evaluation(job: Job) -> EvaluationJob | None:
+def _prepare_evaluation(job: Job) -> RowSource | None:
+    """The evaluation data, if there is any.
+
+    Raises:
+        DataError: It is not like the training data, or not what this run was evaluated on before.
+        ConfigError: The task has no such metric.
+    """
     config = job.config
     if config.data.eval_path is None:
         return None
@@ -193,10 +206,18 @@ def _prepare_evaluation(job: Job) -> EvaluationJob | None:
             " must be alike. Ingest them the same way."
         )
     if config.evaluate.metric is not None:
-        known = sorted([*map(str, job.task.metrics().keys()), "loss"])
+        blank = {name: np.zeros((2, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
+        known = sorted(combine(job.task, score(job.task, job.task.build_model(), blank, 2, torch.device("cpu"))).values)
         if job.best_metric not in known:
-            raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task has {', '.join(known)}.")
-    return EvaluationJob(config.evaluate, job.task, job.run_root, 0, dataset.root, dataset.manifest, fields, config.data.read_task_mb)
+            raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task's metrics of one number are {', '.join(known)}.")
+    before = {e.data_digest for e in read_evaluations(job.paths)} - {dataset.manifest.digest}
+    if before and config.evaluate.patience is not None:
+        raise DataError(
+            f"data.eval_path {config.data.eval_path} (digest {dataset.manifest.digest}) is not what this run was evaluated on before"
+            f" ({', '.join(before)}), but evaluate.patience makes the result depend on it. Give the data of before, or another run.name."
+        )
+    reader = Reader(dataset.root, job.task.columns(), job.task.decode)
+    return RowSource(reader, dataset.manifest, fields, rows_per_task(fields, config.data.read_task_mb))
 
 
 def claim(prepared: Prepared, fence: int) -> Prepared:

@@ -19,17 +19,20 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.cache import start_cache
 from ray_app.errors import ConfigError, DataError, LeaseLostError, own_error
-from ray_app.evaluate.actor import pending, start_evaluator
+from ray_app.evaluate.actor import start_evaluator
+from ray_app.evaluate.job import pending
+from ray_app.pipeline.closing import close_orphan
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
-from ray_app.record.files import put_json
+from ray_app.record.files import poll_s, put_json
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import Lease, acquire
 from ray_app.track.runs import Tracker, check_available, run_tags
+from ray_app.train.early_stop import early_stop
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
@@ -88,12 +91,12 @@ def _opened(config: Config, console: Console, faults: Faults = Faults()) -> Iter
     if config.tracking.enabled:
         check_available(config)
     prepared = prepare(config)
-    with cluster(config):
+    with cluster(config) as is_own:
         max_workers = workers_that_fit(config, ray.cluster_resources())
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             _announce(console, prepared, max_workers)
-            yield _Run(prepared, lease, max_workers, console, faults)
+            yield _Run(prepared, lease, max_workers, console, faults, is_own)
 
 
 def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
@@ -122,10 +125,11 @@ def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
 class _Run:
     """The parts of one start of a run and how they end."""
 
-    def __init__(self, prepared: Prepared, lease: Lease, max_workers: int, console: Console, faults: Faults) -> None:
+    def __init__(self, prepared: Prepared, lease: Lease, max_workers: int, console: Console, faults: Faults, own_cluster: bool) -> None:
         self._job, self._evaluation = prepared.job, prepared.evaluation
         self._config = prepared.job.config
-        self._max_workers, self._console, self._faults = max_workers, console, faults
+        self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
+        self._stops_early = False
         self._interrupted = threading.Event()
         self._error: BaseException | None = None
         self._lease = lease
@@ -186,13 +190,21 @@ class _Run:
     def _start_evaluator(self, stack: ExitStack) -> Any | None:
         if self._evaluation is None:
             return None
-        evaluator = start_evaluator(self._evaluation, self._faults.before_evaluation)
+        evaluator = start_evaluator(self._evaluation, self._faults.before_evaluation, None if self._own_cluster else close_orphan)
         stack.callback(_end_actor, evaluator)
         return evaluator
 
     def _is_complete(self) -> bool:
         newest = newest_commit(self._job)
-        return newest is not None and newest.step >= self._job.total_steps
+        return (newest is not None and newest.step >= self._job.total_steps) or self._is_over()
+
+    def _is_over(self) -> bool:
+        """Whether the evaluations say that training is over; looks again until they do."""
+        try:
+            self._stops_early = self._stops_early or early_stop(self._job) is not None
+        except OSError as error:  # a passing outage of the storage
+            logger.warning("The evaluations could not be read, will try again: %s", error)
+        return self._stops_early
 
     def _train(self, stack: ExitStack) -> None:
         """Runs `fit` in a thread; the main thread is for signals and the console."""
@@ -204,18 +216,25 @@ class _Run:
             stack.callback(_end_actor, actor)
         cache = None
         if self._config.data.cache == "memory":
-            cache = start_cache(job.reader, job.plan.manifest, job.fields, job.task_rows)
+            cache = start_cache(job.source)
             stack.callback(_end_actor, cache)
-        thread = threading.Thread(
-            target=self._fit, args=(Start(job, rendezvous, cache, tuple(keepers), self._faults.train),), name="fit", daemon=True
-        )
-        with RunConsole(job, self._config.scaling.max_workers, self._console) as shown:
+        evaluation = None
+        if job.evaluation is not None:
+            evaluation = start_cache(job.evaluation)
+            stack.callback(_end_actor, evaluation)
+        start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train)
+        thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
+        with RunConsole(job, self._config.scaling.max_workers, self._console, self._waiting) as shown:
             thread.start()
-            told = False
+            told, looked_s = False, time.monotonic()
             while thread.is_alive():
-                if self._interrupted.is_set():
+                if time.monotonic() - looked_s > poll_s(job.paths.root):
+                    looked_s = time.monotonic()
+                    self._is_over()
+                if self._interrupted.is_set() or self._stops_early:
                     if not told:
-                        self._console.print("Stopping after this step, with a checkpoint ...")
+                        why = "The evaluations say that training is over, stopping" if self._stops_early else "Stopping"
+                        self._console.print(f"{why} after this step, with a checkpoint ...")
                     told = True
                     ray.get(rendezvous.raise_flags.remote(Flags.STOP))  # again and again: the rendezvous may have been started anew
                 seen: Gathering = ray.get(rendezvous.status.remote())
@@ -231,9 +250,10 @@ class _Run:
             self._error = own_error(error)
 
     def _wait_for_evaluator(self, evaluator: Any | None) -> None:
-        """Waits until the evaluator has caught up, at most `drain_timeout_s`."""
+        """Waits until the evaluator has caught up, or until patience has run out, at most `drain_timeout_s`."""
         if evaluator is None or self._evaluation is None:
             return
+        evaluator.hurry.options(max_task_retries=0).remote()
         deadline = time.monotonic() + self._config.evaluate.drain_timeout_s
         while waiting := self._unevaluated():
             if time.monotonic() > deadline:
@@ -245,11 +265,15 @@ class _Run:
                 return
             time.sleep(_LOOK_S)
 
+    def _waiting(self) -> list[Commit]:
+        """The checkpoints that wait for the evaluator."""
+        return pending(self._evaluation) if self._evaluation is not None else []
+
     def _unevaluated(self) -> list[int]:
         """Steps of the checkpoints that wait for the evaluator; none if nobody waits for it any more."""
-        while not self._interrupted.is_set() and self._evaluation is not None:
+        while not self._interrupted.is_set() and not self._is_over():
             try:
-                return [commit.step for commit in pending(self._evaluation)]
+                return [commit.step for commit in self._waiting()]
             except OSError as error:  # a passing outage of the storage
                 logger.warning("The evaluations could not be read, will try again: %s", error)
                 self._interrupted.wait(_LOOK_S)
@@ -258,6 +282,8 @@ class _Run:
     def _status(self) -> Status:
         if self._error is not None:
             return "failed"
+        if self._is_over():
+            return "stopped_early"
         return "finished" if self._is_complete() else "interrupted"
 
 

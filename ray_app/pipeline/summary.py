@@ -6,10 +6,11 @@ from statistics import median
 from typing import Any, Literal
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.record.evaluations import ranked, read_evaluations
+from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import read_json
 from ray_app.record.history import count, goodput, recoveries, restarts, world_sizes
 from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
+from ray_app.train.early_stop import best_first, early_stop
 from ray_app.train.job import Job
 
 Status = Literal["finished", "stopped_early", "interrupted", "failed"]
@@ -19,12 +20,13 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
     """Makes the content of `summary.json`, a public interface; see docs/architecture.md for its fields."""
     reader = MetricsReader(job.paths)
     reader.poll()
+    stop = early_stop(job)
     newest = newest_commit(job)
-    last_step = newest.step if newest else 0
+    last_step = stop.stop_step if stop else newest.step if newest else 0
     records = [record for step, record in sorted(reader.records.items()) if step <= last_step]
     events = read_events(job.paths)
-    evaluations = read_evaluations(job.paths)
-    best = ranked(evaluations, job.best_metric, job.best_mode)[:1]
+    evaluations = [e for e in read_evaluations(job.paths) if e.step <= last_step]
+    best = best_first(job)[:1]
     tracking = read_json(job.paths.tracking) or {}
     return {
         "status": status,
@@ -40,9 +42,16 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "redone_steps": len(reader.repeated),
         "recovery_s": recoveries(events, [*reader.records.values(), *reader.repeated]),
         "goodput": goodput(records, reader.repeated),
-        "params_digest": newest.params_digest if newest else None,
+        "params_digest": _digest_at(job, stop.best_step) if stop else newest.params_digest if newest else None,
         "metrics": evaluations[-1].metrics if evaluations else {},
         "best": {"step": best[0].step, "metric": job.best_metric, "value": best[0].metrics[job.best_metric]} if best else None,
+        "stopped_early": {"step": stop.stop_step, "best_step": stop.best_step} if stop else None,
+        "evaluation": {
+            "done": len(evaluations),
+            "skipped": len({e.details["step"] for e in events if e.kind == "evaluation_skipped" and "by" not in e.details}),
+            "most_behind": max((e.behind for e in evaluations), default=0),
+            "lag_s": round(max((e.lag_s for e in evaluations), default=0.0), 3),
+        },
         "checkpoints": {
             "committed": count(events, "checkpointed"),
             "fallbacks": count(events, "fallback"),
@@ -50,6 +59,10 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         },
         "timing": _timing(records, events),
     }
+
+
+def _digest_at(job: Job, step: int) -> str | None:
+    return next((c.params_digest for c in CheckpointStore(job.paths).commits() if c.step == step), None)
 
 
 def newest_commit(job: Job) -> Commit | None:

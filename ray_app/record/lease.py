@@ -158,6 +158,38 @@ class Lease:
         put_json(self._paths.fence(self.fence), asdict(self._record))
 
 
+class Observer:
+    """Tells whether the holder of a fence still lives, without waiting and without trusting its clock.
+
+    Args:
+        paths: The run.
+        fence: The fence that is watched.
+    """
+
+    def __init__(self, paths: RunPaths, fence: int) -> None:
+        self._paths, self._fence = paths, fence
+        self._last: Record | None = None
+        self._changed_s = time.monotonic()
+
+    def look(self) -> Literal["held", "over", "superseded"]:
+        """Looks once; to be called several times in the life of a lease. `superseded`: a later start has taken the run over.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        if newest_fence(self._paths) > self._fence:
+            return "superseded"
+        record = _read(self._paths.fence(self._fence))
+        if record is None:
+            return "over"
+        if record != self._last:
+            self._last, self._changed_s = record, time.monotonic()
+        state = record.state(Holder.here(), time.time())
+        if state == "unclear":
+            state = "free" if time.monotonic() - self._changed_s > record.life_s else "held"
+        return "over" if state == "free" else "held"
+
+
 def acquire(paths: RunPaths, life_s: float = LIFE_S) -> Lease:
     """Claims a run for this process; takes over what a dead driver left. Blocks for the life of a lease if that must be watched.
 

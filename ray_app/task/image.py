@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -153,13 +154,15 @@ class ImageClassification(Task):
 
     def picture(self, batch: Batch, row: int) -> bytes | None:
         """See `Task.picture`."""
-        import torchvision
+        from PIL import Image
 
         image = batch["image"][row].cpu()
         if image.shape[0] not in (1, 3):
             return None
         pixels = (image.to(torch.float32) * (255 / self.pixel_max)).round().clamp(0, 255).to(torch.uint8)
-        return bytes(torchvision.io.encode_png(pixels).numpy())
+        file = io.BytesIO()
+        Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy()).save(file, "png")
+        return file.getvalue()
 
 
 def _classifiers() -> list[str]:

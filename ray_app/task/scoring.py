@@ -7,10 +7,12 @@ how many processes there were.
 from __future__ import annotations
 
 import math
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 MOST_MISTAKES = 12
+_WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000
 _MOST_NUMBERS = 10_000
 """Largest table that is recorded: a confusion matrix of 100 classes."""
 
@@ -58,28 +61,36 @@ class Scores:
     tables: dict[str, list[Any]] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
 
+    def record(self, classes: list[str]) -> dict[str, Any]:
+        """The fields of an `Evaluation` that say what was found."""
+        examples = [asdict(m) | {"image": m.image and "data:image/png;base64," + b64encode(m.image).decode()} for m in self.mistakes]
+        return {"metrics": self.values, "tables": self.tables, "classes": classes, "examples": examples}
 
-def ranges(rows: int, size: int, part: int = 0, parts: int = 1) -> list[tuple[int, int]]:
-    """The chunks [low, high) that one of several processes scores: every `parts`-th."""
-    return [(low, min(low + size, rows)) for low in range(part * size, rows, parts * size)]
 
-
-def score_chunks(task: Task, model: nn.Module, batches: Iterable[tuple[int, Batch]]) -> Iterator[Chunk]:
-    """Scores some chunks.
+def score(
+    task: Task, model: nn.Module, arrays: dict[str, npt.NDArray], size: int, device: torch.device, part: int = 0, parts: int = 1
+) -> Iterator[Chunk]:
+    """Scores a data set, or every `parts`-th chunk of it.
 
     Args:
         task: The prepared task.
-        model: In evaluation mode, on the device of the batches.
-        batches: First row of each chunk, and its decoded fields.
+        model: The model, on the device; it is put into evaluation mode.
+        arrays: Every decoded field, each (rows, ...).
+        size: Rows of one forward pass.
+        device: Where to compute.
+        part: Which of several processes this is.
+        parts: How many there are.
     """
-    metrics = task.metrics()
-    placed, worst = False, list[float]()
-    for low, batch in batches:
-        if not placed:
-            metrics, placed = metrics.to(next(iter(batch.values())).device), True
+    model.eval()
+    metrics = task.metrics().to(device)
+    fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    rows, worst = len(next(iter(arrays.values()))), list[float]()
+    step = _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
+    for low in range(part * step, rows, parts * step):
+        batch = {name: values[low : low + step].to(device) for name, values in fields.items()}
         metrics.reset()
         with torch.inference_mode():
-            outputs = task.forward(model, batch)
+            outputs = _forward(task, model, batch, size)
             losses = task.loss(outputs, batch)
             task.update(metrics, outputs, batch)
             mistakes = task.mistakes(outputs, batch, MOST_MISTAKES)
@@ -90,6 +101,22 @@ def score_chunks(task: Task, model: nn.Module, batches: Iterable[tuple[int, Batc
                 found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
         states = {str(name): _on_cpu(metric) for name, metric in metrics.items(keep_base=True, copy_state=True)}
         yield Chunk(low, len(losses), losses.double().sum().item(), states, found)
+
+
+def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
+    """Rows of a chunk: some forward passes, since a metric's update costs much more than a row, but enough chunks to share."""
+    passes = min(rows // (_WANTED_CHUNKS * size), _MOST_ROWS // size, _MOST_BYTES // max(1, row_bytes * size))
+    return size * max(1, passes)
+
+
+def _forward(task: Task, model: nn.Module, batch: Batch, size: int) -> Any:
+    """The outputs for a chunk, put together from passes of `size` rows where they are tensors."""
+    rows = len(next(iter(batch.values())))
+    passes = [{name: values[low : low + size] for name, values in batch.items()} for low in range(0, rows, size)]
+    outputs = [task.forward(model, one) for one in passes]
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat(outputs) if all(isinstance(one, Tensor) for one in outputs) else task.forward(model, batch)
 
 
 def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:

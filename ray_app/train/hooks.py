@@ -15,7 +15,8 @@ class Hooks:
     Args:
         after_step: With (rank, finished steps) after each step.
         before_commit: With the checkpoint before each commit, in the saver's thread.
-        at: With (phase, rank, finished steps) whenever a worker begins something else: `forming`, `data`, `compute`, `exchange`, `done`.
+        at: With (phase, rank, finished steps) whenever a worker begins something else: `forming`, `data`, `compute`, `exchange`,
+            `evaluate`, `done`.
     """
 
     after_step: Callable[[int, int], None] | None = None

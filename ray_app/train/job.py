@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ray_app.config import Config
 from ray_app.data.columns import ArraySpec
-from ray_app.data.source import Reader, rows_per_task
+from ray_app.data.source import Reader, RowSource, rows_per_task
 from ray_app.plan.order import Plan
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
@@ -28,6 +28,7 @@ class Job:
         fence: Number of this start.
         best_metric: Metric that decides which checkpoint is best.
         best_mode: `max` or `min`.
+        evaluation: What the workers evaluate on at the end of every epoch, if they do.
     """
 
     config: Config
@@ -40,6 +41,7 @@ class Job:
     fence: int
     best_metric: str
     best_mode: str
+    evaluation: RowSource | None = None
 
     @property
     def paths(self) -> RunPaths:
@@ -47,14 +49,10 @@ class Job:
         return RunPaths(location(self.run_root))
 
     @property
-    def reader(self) -> Reader:
-        """Reads and decodes the training data."""
-        return Reader(self.data_root, self.task.columns(), self.task.decode)
-
-    @property
-    def task_rows(self) -> int:
-        """Most rows of one read task."""
-        return rows_per_task(self.fields, self.config.data.read_task_mb)
+    def source(self) -> RowSource:
+        """The training data."""
+        reader = Reader(self.data_root, self.task.columns(), self.task.decode)
+        return RowSource(reader, self.plan.manifest, self.fields, rows_per_task(self.fields, self.config.data.read_task_mb))
 
     @property
     def total_steps(self) -> int:
@@ -66,6 +64,18 @@ class Job:
         """Whether a snapshot goes to memory outside the workers after `step` finished steps of the run."""
         every = self.config.checkpoint.snapshot_every_steps
         return every is not None and step % every == 0
+
+    def planned_evaluations(self, last: int) -> list[int]:
+        """Steps up to `last` at which the cadence plans a checkpoint that is evaluated."""
+        section = self.config.checkpoint
+        cadences = (section.every_steps or 0, (section.every_epochs or 0) * self.plan.steps_per_epoch)
+        planned = {step for every in cadences if every for step in range(every, last + 1, every)}
+        planned |= {self.total_steps} if self.total_steps <= last else set()
+        return sorted(step for step in planned if self.evaluation is None or self.is_evaluation_due(step))
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Whether the workers evaluate together after `step` finished steps of the run."""
+        return self.evaluation is not None and (step % self.plan.steps_per_epoch == 0 or step == self.total_steps)
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Whether the cadence asks for a checkpoint after `step` finished steps of the run."""

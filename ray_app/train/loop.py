@@ -26,6 +26,7 @@ from ray_app.train.recorder import Recorder
 from ray_app.train.snapshots import SnapshotSender
 from ray_app.train.state import TrainingState
 from ray_app.train.step import Step
+from ray_app.train.validation import Arrays, Validation
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def train(
     device: torch.device,
     hooks: Hooks = Hooks(),
     sender: SnapshotSender | None = None,
+    load_evaluation: Callable[[], Arrays] | None = None,
 ) -> None:
     """Trains until the last step, or until the driver asks to stop, or until this worker has to leave its node.
 
@@ -53,6 +55,7 @@ def train(
         device: Where to compute.
         hooks: For fault tests.
         sender: Where snapshots go and come from.
+        load_evaluation: Returns what the workers evaluate on at the end of every epoch; with `job.evaluation`.
 
     Raises:
         PeerLostError: Another worker left, and this membership cannot form another generation.
@@ -60,7 +63,7 @@ def train(
         RayAppError: Something that starting again cannot mend.
     """
     environment.set_up_torch(job.config, device)
-    worker = _Worker(job, membership, open_windows, device, hooks, sender or SnapshotSender([]))
+    worker = _Worker(job, membership, open_windows, device, hooks, sender or SnapshotSender([]), load_evaluation)
     with closing(worker), _settled():
         worker.work()
 
@@ -76,11 +79,13 @@ class _Worker:
         device: torch.device,
         hooks: Hooks,
         sender: SnapshotSender,
+        load_evaluation: Callable[[], Arrays] | None,
     ) -> None:
         self._job, self._membership, self._device, self._hooks, self._sender = job, membership, device, hooks, sender
         self._state = TrainingState(job.config, job.task, device, job.total_steps)
         self._recorder = Recorder(job, self._state, membership, sender, device, hooks)
         self._feed = Feed(job.plan, lambda cursor, played: open_windows(job, cursor, played), device)
+        self._validation = Validation(job, self._state, load_evaluation, device, membership.moved) if load_evaluation is not None else None
         self._rank = 0
 
     def work(self) -> None:
@@ -134,6 +139,7 @@ class _Worker:
         strategy, feed = build_strategy(job.config.train, state.model, world), self._feed
         step = Step(job.config, job.task, state, strategy, world, self._device, self._enter)
         with closing(strategy):
+            self._evaluate(world)
             if state.step < job.total_steps:
                 self._enter("data")
                 feed.play(cursor, world.played)
@@ -153,11 +159,20 @@ class _Worker:
                     recorder.snapshot()
                 if self._hooks.after_step is not None:
                     self._hooks.after_step(world.rank, state.step)
+                self._evaluate(world)
                 if result.flags & Flags.STOP:
                     return Flags.STOP
                 if result.flags & Flags.REFORM and state.step < job.total_steps:
                     return result.flags
         return Flags(0)
+
+    def _evaluate(self, world: World) -> None:
+        """At the end of an epoch, if the workers are to evaluate; a collective."""
+        if self._validation is None or not self._state.step or not self._job.is_evaluation_due(self._state.step):
+            return
+        self._enter("evaluate")
+        self._validation.run(world)
+        self._recorder.skip_time()
 
     def _leave(self, flags: Flags) -> None:
         """Ends, because the node is about to go away."""

@@ -68,6 +68,10 @@ class Membership(Protocol):
         """Says what this worker is doing now."""
         ...
 
+    def moved(self) -> None:
+        """Says that this worker moves on, although no step is finished."""
+        ...
+
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """Says how far this worker is; returns at once.
 
@@ -103,7 +107,7 @@ class RayMembership:
         _use_interface_of(host)
         self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._me = Beat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port)
-        self._generation = self._rank = self._recorded = 0
+        self._generation = self._rank = self._recorded = self._moves = 0
         self._step = -1
         self._record: StepRecord | None = None
         self._phase: Phase = "starting"
@@ -158,6 +162,7 @@ class RayMembership:
             phase=self._phase,
             record=self._record,
             recorded=self._recorded,
+            moves=self._moves,
         )
 
     def flags(self) -> Flags:
@@ -174,6 +179,10 @@ class RayMembership:
     def enter(self, phase: Phase) -> None:
         """See `Membership.enter`."""
         self._phase = phase
+
+    def moved(self) -> None:
+        """See `Membership.moved`."""
+        self._moves += 1
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """See `Membership.report`."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ray_app.record.journal import StepRecord
 
-Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "done"]
+Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "evaluate", "done"]
 """What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up."""
 
 
@@ -38,6 +38,7 @@ class Beat:
         phase: What it is doing.
         record: Rank 0: its newest finished step.
         recorded: Rank 0: the last step whose record is on storage.
+        moves: How often it has moved on besides finishing steps.
     """
 
     worker: str
@@ -50,6 +51,7 @@ class Beat:
     phase: Phase = "starting"
     record: StepRecord | None = None
     recorded: int = 0
+    moves: int = 0
 
 
 @dataclass(frozen=True)

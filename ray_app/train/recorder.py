@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,10 +16,10 @@ import torch
 from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.plan.cursor import Cursor
-from ray_app.record.evaluations import ranked, read_evaluations
 from ray_app.record.journal import MetricsWriter, StepRecord, put_event
 from ray_app.strategy.base import World, gather
 from ray_app.train import environment
+from ray_app.train.early_stop import best_first
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.membership import Membership
@@ -28,6 +29,12 @@ from ray_app.train.state import TrainingState
 from ray_app.train.step import StepResult
 
 _MOST_KEPT = 100_000
+_MOST_HELD = 2
+"""Planned checkpoints that another rank than 0 keeps: rank 0 may still write the last but one when the last is due."""
+
+
+def _same(snapshot: Snapshot) -> Snapshot:
+    return snapshot
 
 
 class Recorder:
@@ -50,8 +57,7 @@ class Recorder:
         self._world = World(0, 1, 1)
         self._generation = ""
         self._kept: deque[StepRecord] = deque(maxlen=_MOST_KEPT)
-        self._held: tuple[Commit, Snapshot] | None = None
-        self._snapshot: Snapshot | None = None
+        self._held: deque[tuple[Commit, Snapshot]] = deque()
         self._sent: Snapshot | None = None
         self._writer: MetricsWriter | None = None
         self._added_step = 0
@@ -73,9 +79,9 @@ class Recorder:
         if world.rank == 0:
             for record in self._kept:
                 self._write(record)
-            if self._held is not None and not self._is_committed(self._held[0]):
-                commit, snapshot = self._held
-                self._saver.save(lambda: snapshot, commit)
+            for commit, snapshot in self._held:
+                if not self._is_committed(commit):
+                    self._saver.save(partial(_same, snapshot), commit)
         self._report()
 
     def finished(self, cursor: Cursor, result: StepResult, lr: float, wait_s: float) -> None:
@@ -122,9 +128,12 @@ class Recorder:
 
         def take() -> Snapshot:
             self._saver.wait()  # nothing is being written from this memory
-            self._snapshot = self._state.snapshot(self._snapshot)
-            self._held = (commit, self._snapshot) if self._world.size > 1 else None
-            return self._snapshot
+            memory = None
+            while len(self._held) >= (1 if self._world.rank == 0 else _MOST_HELD):
+                memory = self._held.popleft()[1]
+            snapshot = self._state.snapshot(memory)
+            self._held.append((commit, snapshot))
+            return snapshot
 
         if self._world.rank == 0 and self._writer is not None:
             self._saver.save(take, commit)
@@ -140,6 +149,10 @@ class Recorder:
 
         if self._world.rank == 0:
             self._sender.send(take, list(self._kept))
+
+    def skip_time(self) -> None:
+        """Counts the next step from now: something else was done in between."""
+        self._previous_s = time.perf_counter()
 
     def restored(self, records: list[StepRecord]) -> None:
         """Takes over the records that came with a snapshot."""
@@ -189,5 +202,7 @@ class Recorder:
         return any((c.step, c.fence) == (commit.step, commit.fence) for c in CheckpointStore(self._job.paths).commits())
 
     def _best_steps(self) -> list[int]:
-        best = ranked(read_evaluations(self._job.paths), self._job.best_metric, self._job.best_mode)
-        return [e.step for e in best[: self._job.config.checkpoint.keep_best]]
+        keep = self._job.config.checkpoint.keep_best
+        if self._job.config.evaluate.patience is not None:
+            keep = max(1, keep)  # it may be the run's result
+        return [e.step for e in best_first(self._job)[:keep]]

@@ -98,6 +98,9 @@ class Rendezvous:
         """A worker's sign of life."""
         if beat.worker in self._gone:
             return Orders(exit=True)
+        known = self._members.get(beat.worker)
+        if known is not None and beat.moves > known.beat.moves:
+            self._progress.moved_s = time.monotonic()
         member = self._know(beat)
         self._record = beat.record or self._record
         self._recorded = max(self._recorded, beat.recorded)

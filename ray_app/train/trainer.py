@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.torch import TorchTrainer, get_device
 
 from ray_app.config import Config
+from ray_app.data.cache import cached_arrays
 from ray_app.data.feed import CachedWindows, StreamedWindows, Windows
 from ray_app.data.source import fetch_ray
 from ray_app.errors import own_error
@@ -36,6 +38,7 @@ class Start:
         rendezvous: Handle of the rendezvous actor.
         cache: Handle of the actor that holds the decoded data, with `data.cache: memory`.
         keepers: Handles of the actors that hold snapshots.
+        evaluation: Handle of the actor that holds the decoded evaluation data, if the workers evaluate.
         hooks: For fault tests.
     """
 
@@ -43,6 +46,7 @@ class Start:
     rendezvous: Any
     cache: Any | None = None
     keepers: tuple[Any, ...] = ()
+    evaluation: Any | None = None
     hooks: Hooks = Hooks()
 
 
@@ -114,7 +118,8 @@ def _work(arguments: dict[str, Any]) -> None:
     membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, job.paths, job.fence, recovers)
     over = False
     try:
-        train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)))
+        load = partial(cached_arrays, start.evaluation) if start.evaluation is not None else None
+        train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)), load)
         over = not membership.is_leaving()
     finally:
         membership.close(over)
@@ -125,16 +130,12 @@ def _open_windows(start: Start) -> OpenWindows:
 
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
         if start.cache is None:
-            data, epochs = job.config.data, job.config.train.epochs
+            data, epochs, source = job.config.data, job.config.train.epochs, job.source
             return StreamedWindows(
-                job.plan, cursor, played, epochs, fetch_ray, job.reader, job.fields, job.task_rows, data.prefetch_windows
+                job.plan, cursor, played, epochs, fetch_ray, source.reader, job.fields, source.task_rows, data.prefetch_windows
             )
         if not cached:
-            try:
-                references = ray.get(start.cache.arrays.remote())
-            except ray.exceptions.RayTaskError as error:
-                raise own_error(error) from error
-            cached.append(CachedWindows({name: ray.get(reference) for name, reference in references.items()}))
+            cached.append(CachedWindows(cached_arrays(start.cache)))
         return cached[0]
 
     return open_windows

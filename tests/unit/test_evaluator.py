@@ -14,18 +14,20 @@ from local_world import make_job, write_images
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import EvaluateSection
-from ray_app.data.source import fetch_here
+from ray_app.data.source import fetch_here, load_all
 from ray_app.evaluate import actor
-from ray_app.evaluate.actor import EvaluationJob, Evaluator, pending
+from ray_app.evaluate.actor import Evaluator
+from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.journal import read_events
+from ray_app.task.scoring import combine, score
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> EvaluationJob:
     data = write_images(tmp_path / "data", [[20, 11]])
     made = make_job(tmp_path / "run", data, logical_workers=1, batch=8)
-    return EvaluationJob(EvaluateSection(batch_size=7), made.task, made.run_root, 1, made.data_root, made.plan.manifest, made.fields, 64.0)
+    return EvaluationJob(EvaluateSection(batch_size=7), made.task, made.run_root, 1, made.source)
 
 
 def commit(job: EvaluationJob, step: int) -> None:
@@ -111,13 +113,9 @@ def test_storage_that_fails_for_a_while_is_asked_again(job: EvaluationJob) -> No
 
 
 def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> None:
-    from dataclasses import replace
-
-    from ray_app.data.source import Reader, load_all
-
-    arrays = load_all(fetch_here, Reader(job.data_root, job.task.columns(), job.task.decode), job.manifest, job.fields, 10)
+    arrays = load_all(fetch_here, job.data)
     model = job.task.build_model()
     cpu = actor.torch.device("cpu")
-    found = [actor.evaluate(replace(job, section=EvaluateSection(batch_size=size)), model, arrays, cpu) for size in (1, 7, 31, 1000)]
+    found = [combine(job.task, score(job.task, model, arrays, size, cpu)).values for size in (1, 7, 31, 1000)]
     assert {values["accuracy"] for values in found} == {found[0]["accuracy"]}
     assert all(values["loss"] == pytest.approx(found[0]["loss"], rel=1e-5) for values in found)

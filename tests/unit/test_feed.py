@@ -20,7 +20,7 @@ from local_world import feed_of, write_images
 
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.feed import CachedWindows, Feed, MicroBatch, StreamedWindows, Windows
-from ray_app.data.source import Fetch, Reader, ReadSpec, fetch_here, load_all, probe
+from ray_app.data.source import Fetch, Reader, ReadSpec, RowSource, fetch_here, load_all, probe
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.cursor import Cursor
@@ -46,7 +46,7 @@ def streamed(dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch:
 
 def cached(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
     del cursor, played
-    return CachedWindows(load_all(fetch_here, reader_of(dataset), plan.manifest, probe(dataset, COLUMNS, decode), 6))
+    return CachedWindows(load_all(fetch_here, RowSource(reader_of(dataset), plan.manifest, probe(dataset, COLUMNS, decode), 6)))
 
 
 BOTH = [streamed, cached]
@@ -271,7 +271,7 @@ def test_a_source_that_delivers_other_rows_is_refused(
         run_epoch(feed, plan)
     feed.close()
     with pytest.raises(DataError, match=r"planned|Read \d+ rows of 103"):
-        load_all(faulty, reader_of(dataset), plan.manifest, probe(dataset, COLUMNS, decode), 5)
+        load_all(faulty, RowSource(reader_of(dataset), plan.manifest, probe(dataset, COLUMNS, decode), 5))
 
 
 def test_tables_of_any_size_are_cut_to_windows(datasets: dict[str, Dataset]) -> None:

@@ -24,7 +24,7 @@ from local_world import CPU, DieAfter, KilledError, LocalMembership, Trained, ca
 
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack
-from ray_app.checkpoint.retention import MOST_HELD, Hold, removable
+from ray_app.checkpoint.retention import Hold, removable
 from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback
 from ray_app.config import CheckpointSection
 from ray_app.errors import CheckpointError
@@ -303,14 +303,14 @@ def test_what_may_go(steps: list[int], keep_last: int, best: list[int], holds: l
     assert set(sorted(set(steps))[-max(keep_last, 1) :]) <= kept, "the newest go"
     assert set(best) & set(steps) <= kept, "the best go"
     needed = sorted(step for step in set(steps) if live and step > min(live))
-    assert set(needed[-MOST_HELD:]) <= kept, "a follower loses what it needs"
-    assert len(kept) <= max(keep_last, 1) + len(set(best)) + min(len(needed), MOST_HELD), "more stay than needed"
+    assert set(needed[-Hold.most :]) <= kept, "a follower loses what it needs"
+    assert len(kept) <= max(keep_last, 1) + len(set(best)) + min(len(needed), Hold.most), "more stay than needed"
     assert removable(steps, keep_last, best, [h for h in holds if h.expires_s > now_s], now_s) == gone, "expired holds count"
     assert removable(kept, keep_last, best, holds, now_s) == set(), "a second look removes more"
 
 
 def test_a_hold_keeps_only_so_many() -> None:
-    steps = range(1, MOST_HELD + 11)
+    steps = range(1, Hold.most + 11)
     assert removable(steps, 2, [], [Hold(0, 11.0)], 10.0) == set(range(1, 11))
 
 
@@ -596,8 +596,8 @@ def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths:
     store = CheckpointStore(paths)
     store.hold("evaluator", Hold(2, time.time() + 1000))
     saver = Saver(paths, CheckpointSection(keep_last=2), lambda: [])
-    for step in range(1, MOST_HELD + 6):
+    for step in range(1, Hold.most + 6):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
     saver.check()
-    assert [c.step for c in store.commits()] == list(range(6, MOST_HELD + 6))
+    assert [c.step for c in store.commits()] == list(range(6, Hold.most + 6))
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
