@@ -9,6 +9,7 @@
     ├── DataError            the data set cannot be used (exit code 2 before the start)
     │   └── BadRowError      one row cannot be used: file, row group and row
     ├── CheckpointError      no checkpoint can be returned to
+    ├── TrackingError        MLflow did not take what it was sent
     ├── LeaseLostError       another driver has taken the run over: write nothing more
     ├── NonFiniteError       a loss or a gradient is NaN or infinite
     ├── PeerLostError        a collective failed because a worker left: form a new generation
@@ -61,6 +62,10 @@ class BadRowError(DataError):
 
 class CheckpointError(RayAppError):
     """No checkpoint can be loaded; the message names each one that was tried and why it was refused."""
+
+
+class TrackingError(RayAppError):
+    """MLflow did not take everything that was to be sent at once; what it took is not sent again."""
 
 
 class LeaseLostError(RayAppError):

@@ -18,6 +18,8 @@ from ray_app.record.paths import RunPaths
 from tests.s3_server import CREDENTIALS
 
 ROOT = Path(__file__).resolve().parents[1]
+CANARY = {"CANARY_API_KEY": "canary-of-the-environment"}
+"""A secret in the environment of every worker."""
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +31,7 @@ def ray_cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=500 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), **CREDENTIALS}},
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), **CREDENTIALS, **CANARY}},
     )
     yield
     ray.shutdown()

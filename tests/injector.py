@@ -227,3 +227,23 @@ class KillSaving:
     def happened(self) -> int:
         """To how many it happened."""
         return At(self.proof, self.step).happened
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Holds every so-manieth step up, for a minute at most, until a file of its number is there.
+
+    Args:
+        folder: Of the files.
+        every: Steps from one to the next.
+        last: The first step that is not held up any more.
+    """
+
+    folder: str
+    every: int
+    last: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        deadline_s = time.monotonic() + 60
+        while step % self.every == 0 and step < self.last and not Path(self.folder, str(step)).exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -24,11 +25,14 @@ from ray_app.plan.order import Plan
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import location, put_atomic
 from ray_app.record.paths import RunPaths
+from ray_app.record.redact import guard
 from ray_app.task.base import Task
 from ray_app.task.scoring import combine, score
 from ray_app.train.job import Job
 from ray_app.train.snapshots import refuse_if_too_big
 from ray_app.train.state import TrainingState, load_class
+
+logger = logging.getLogger(__name__)
 
 _ADJECTIVES = (
     "amber",
@@ -80,6 +84,7 @@ def prepare(config: Config) -> Prepared:
         ConfigError: Values do not fit together or the run exists with others.
         DataError: The data does not fit.
     """
+    guard(config.to_dict())
     check(config)
     config = config if config.run.name else config.replace(run__name=new_run_name())
     paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
@@ -89,7 +94,7 @@ def prepare(config: Config) -> Prepared:
         check(config)
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
-    plan = _plan(config, dataset.manifest)
+    plan = make_plan(config, dataset.manifest)
     if before is not None:
         stored = Manifest.from_json(paths.manifest.read_text()).digest
         refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
@@ -99,10 +104,10 @@ def prepare(config: Config) -> Prepared:
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
     _rehearse(job, row)
     data = _prepare_evaluation(job)
-    if data is not None and config.evaluate.where == "workers":
-        return Prepared(replace(job, evaluation=data), None, before is not None)
-    evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data) if data is not None else None
-    return Prepared(job, evaluation, before is not None)
+    evaluation = None
+    if data is not None and not job.workers_evaluate:
+        evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data)
+    return Prepared(replace(job, evaluation=data), evaluation, before is not None)
 
 
 def _stored_config(paths: RunPaths) -> Config | None:
@@ -140,7 +145,12 @@ def make_task(config: Config) -> Task:
     return task
 
 
-def _plan(config: Config, manifest: Manifest) -> Plan:
+def make_plan(config: Config, manifest: Manifest) -> Plan:
+    """Makes the order of a run.
+
+    Raises:
+        DataError: The data has less than one step.
+    """
     data = config.data
     plan = Plan(manifest, config.seed, config.logical_workers, data.global_batch_size, data.shuffle_window_rows, data.last_batch == "keep")
     if not plan.steps_per_epoch:
@@ -235,6 +245,18 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         if job.paths.config.exists():
             raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
         put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
-        put_atomic(job.paths.config, job.config.to_yaml().encode())
+        _put_config(job)
     evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
     return Prepared(replace(job, fence=fence), evaluation, prepared.resumes)
+
+
+def _put_config(job: Job) -> None:
+    """Writes `config.yaml` whole, since the run is continued from it; with a secret in it, for its owner alone."""
+    secret = guard(job.config.to_dict())
+    put_atomic(job.paths.config, job.config.to_yaml().encode(), mode=0o600 if secret else 0o666)
+    if secret:
+        logger.warning(
+            "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs and events get it"
+            " without. Secrets are better kept in environment variables.",
+            job.paths.config,
+        )

@@ -7,9 +7,12 @@ import logging
 import sys
 from pathlib import Path
 
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, RayAppError
+from ray_app.pipeline.cli import importable_from_here
+from ray_app.pipeline.closing import close_orphan
 from ray_app.record.files import location, put_atomic
 from ray_app.record.paths import RunPaths
+from ray_app.record.redact import redact
 from ray_app.report.facts import Facts, read_facts
 from ray_app.report.page import render, write_report
 
@@ -33,6 +36,16 @@ def report_end(paths: RunPaths) -> Facts | None:
     return facts
 
 
+def _is_closed(paths: RunPaths) -> bool:
+    """Says what became of a run whose driver is gone, if that can be done here."""
+    importable_from_here()
+    try:
+        return close_orphan(str(paths.root))
+    except (RayAppError, OSError) as error:
+        logger.warning("The run could not be closed: %s", redact(str(error)))
+        return False
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command `jobs/report.py`.
 
@@ -46,13 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         paths = RunPaths(location(options.run))
         facts = read_facts(paths)
+        if facts.status == "vanished" and facts.events and _is_closed(paths):
+            facts = read_facts(paths)
         out = Path(options.out).resolve() if options.out else paths.report
         put_atomic(out, render(facts).encode())
     except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
+        print(redact(f"ConfigError: {error}"), file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"The report could not be made: {error}", file=sys.stderr)
+        print(redact(f"The report could not be made: {error}"), file=sys.stderr)
         return 1
     print(f"{paths.name}: {facts.status}; {facts.story}")
     print(out)

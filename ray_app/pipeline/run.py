@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from rich.console import Console
@@ -21,17 +21,19 @@ from ray_app.data.cache import start_cache
 from ray_app.errors import ConfigError, DataError, LeaseLostError, own_error
 from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import pending
-from ray_app.pipeline.closing import close_orphan
+from ray_app.pipeline.closing import close_orphan, mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
+from ray_app.pipeline.tracking import make_sampler, make_tracker
 from ray_app.record.files import poll_s, put_json
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import Lease, acquire
-from ray_app.track.runs import Tracker, check_available, run_tags
+from ray_app.record.redact import redact
+from ray_app.track.runs import Tracker, check_available
 from ray_app.train.early_stop import early_stop
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
@@ -44,7 +46,6 @@ from ray_app.train.trainer import Start, fit
 logger = logging.getLogger(__name__)
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
-_MLFLOW_STATUS: dict[str, Literal["KILLED", "FAILED"]] = {"interrupted": "KILLED", "failed": "FAILED"}
 _LOOK_S = 0.25
 _MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."
 _TRACKING_END_S = 60.0
@@ -102,7 +103,7 @@ def _opened(config: Config, console: Console, faults: Faults = Faults()) -> Iter
 def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
     job, config = prepared.job, prepared.job.config
     verb = "Continuing" if prepared.resumes else "Starting"
-    console.print(f"{verb} run {job.paths.name} in {job.paths.root}", markup=False, highlight=False, soft_wrap=True)
+    console.print(redact(f"{verb} run {job.paths.name} in {job.paths.root}"), markup=False, highlight=False, soft_wrap=True)
     if "_ray_pkg_" in str(job.paths.root):
         console.print(
             "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
@@ -132,6 +133,7 @@ class _Run:
         self._stops_early = False
         self._interrupted = threading.Event()
         self._error: BaseException | None = None
+        self._sampler = make_sampler(self._job)
         self._lease = lease
         lease.on_lost(self._interrupted.set)
 
@@ -139,10 +141,14 @@ class _Run:
         job = self._job
         metric, mode = job.best_metric, job.best_mode
         put_event(job.paths, "started", job.fence, max_workers=self._max_workers, metric=metric, mode=mode, total_steps=job.total_steps)
-        tracker = self._start_tracker()
+        tracker = make_tracker(job)
+        if tracker is not None:
+            tracker.start()
         try:
             with _stopping_at_signals(self._interrupted), ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
+                if self._sampler is not None:
+                    stack.enter_context(self._sampler)
                 evaluator = self._start_evaluator(stack)
                 if not self._is_complete():
                     self._train(stack)
@@ -168,24 +174,16 @@ class _Run:
         put_json(job.paths.summary, summary)
         facts = report_end(job.paths)
         if tracker is not None:
-            tracker.close(_MLFLOW_STATUS.get(status, "FINISHED"), _TRACKING_END_S)
+            tracker.close(mlflow_status(status), _TRACKING_END_S)
             summary["mlflow_run_id"] = tracker.run_id or summary["mlflow_run_id"]
             put_json(job.paths.summary, summary)
         for event in read_events(job.paths, "environment_changed"):
             if event.fence == job.fence:
                 self._console.print(_MIX.format(**event.details), markup=False, highlight=False)
-        print_end(self._console, job, summary, facts, default_tracking_uri(self._config) if tracker is not None else None)
+        print_end(self._console, job, summary, facts, redact(default_tracking_uri(self._config)) if tracker is not None else None)
         if self._error is not None:
             raise self._error
         return Result(job.paths.root, summary, job.task)
-
-    def _start_tracker(self) -> Tracker | None:
-        if not self._config.tracking.enabled:
-            return None
-        tags = run_tags(self._config, self._job.plan.manifest.digest)
-        tracker = Tracker(self._job.paths, self._config, tags, self._config.tracking.every_steps)
-        tracker.start()
-        return tracker
 
     def _start_evaluator(self, stack: ExitStack) -> Any | None:
         if self._evaluation is None:
@@ -219,7 +217,7 @@ class _Run:
             cache = start_cache(job.source)
             stack.callback(_end_actor, cache)
         evaluation = None
-        if job.evaluation is not None:
+        if job.workers_evaluate and job.evaluation is not None:
             evaluation = start_cache(job.evaluation)
             stack.callback(_end_actor, evaluation)
         start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train)
@@ -238,6 +236,8 @@ class _Run:
                     told = True
                     ray.get(rendezvous.raise_flags.remote(Flags.STOP))  # again and again: the rendezvous may have been started anew
                 seen: Gathering = ray.get(rendezvous.status.remote())
+                if self._sampler is not None and seen.record is not None:
+                    self._sampler.step = seen.record.step
                 shown.show(seen.record, seen.waiting or "waiting for the workers to start ...", seen.waiting is not None)
                 if self._faults.watch is not None:
                     self._faults.watch(job)
@@ -261,7 +261,7 @@ class _Run:
                 return
             error = _ask(evaluator)
             if error is not None:
-                self._console.print(f"The evaluator gave up: {error}", markup=False)
+                self._console.print(redact(f"The evaluator gave up: {error}"), markup=False)
                 return
             time.sleep(_LOOK_S)
 
@@ -337,9 +337,9 @@ def main(arguments: list[str] | None = None) -> int:
             result = run.go()
     except Exception as error:
         if isinstance(error, (ConfigError, DataError)) and not started:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
             return 2
-        print(f"The run failed: {type(error).__name__}: {error}", file=sys.stderr)
+        print(redact(f"The run failed: {type(error).__name__}: {error}"), file=sys.stderr)
         if getattr(error, "retryable", True) and started:
             print("Starting it again continues from its newest checkpoint.", file=sys.stderr)
         return 1

@@ -72,6 +72,7 @@ def newest_commit(job: Job) -> Commit | None:
 
 
 def _timing(records: list[StepRecord], events: list[Event]) -> dict[str, float | None]:
+    events = [e for e in events if e.kind != "driver_lost"]  # that was when it was noticed
     started = [e.time_s for e in events if e.kind == "started"]
     stalls = [s for e in events if e.kind == "left" for s in e.details["stalls_ms"]]
     total_ms = sum(r.step_ms for r in records)

@@ -56,7 +56,7 @@ def in_memory(content: Content) -> bytes:
     return file.getvalue()
 
 
-def put_atomic(path: Location, data: Content, *, if_absent: bool = False) -> bool:
+def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: int = 0o666) -> bool:
     """Writes `data` to `path` so that every reader sees the old file, the new one, or none, also when the writer is stopped in the middle.
 
     On a disk a temporary file is synced, then renamed or linked into place; on S3 it is one put, or one upload in parts if it is big.
@@ -65,6 +65,7 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False) -> boo
         path: Where to; its folder is made.
         data: The whole content.
         if_absent: Leave a file that is there already.
+        mode: Who may do what with a file on a disk, less the process's umask.
 
     Returns:
         Whether it was written; False only with `if_absent`.
@@ -77,7 +78,7 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False) -> boo
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data) if isinstance(data, bytes) else data(file)
             file.flush()
             os.fsync(file.fileno())

@@ -17,6 +17,7 @@ from typing import Any
 
 from ray_app.record.files import listing, names, poll_s, put_atomic, put_json, read_all
 from ray_app.record.paths import RunPaths
+from ray_app.record.redact import guard_run, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +163,9 @@ class Event:
 
 
 def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> None:
-    """Records an event; a failure to write it is logged and never stops the caller."""
-    event = Event(kind, time.time(), fence, details)
+    """Records an event, without secrets; a failure to write it is logged and never stops the caller."""
+    guard_run(paths.config)
+    event = Event(kind, time.time(), fence, redacted(details))
     try:
         put_json(paths.events / f"{time.time_ns():020d}-{kind}-{os.getpid()}.json", asdict(event))
     except OSError as error:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 LIFE_S = 30.0
 """Seconds that a lease lasts unless it is renewed."""
 _CLOCKS_DIFFER_S = 900.0
+_CLOSING_S, _CLOSING_LOOK_S = 60.0, 0.2
 _RENEWALS_PER_LIFE, _TRIES_PER_LIFE, _LOOKS_PER_LIFE = 3, 30, 30
 
 
@@ -72,6 +73,7 @@ class Record:
         renewed_s: When it was renewed last, likewise.
         life_s: Seconds after that at which it expires.
         released: Whether its holder has ended.
+        closing: Whether it only says what became of the run, which takes seconds: a start waits for it.
     """
 
     holder: Holder
@@ -79,6 +81,7 @@ class Record:
     renewed_s: float
     life_s: float
     released: bool = False
+    closing: bool = False
 
     def state(self, here: Holder, now_s: float) -> Literal["free", "held", "unclear"]:
         """What an observer can say at one look.
@@ -190,12 +193,13 @@ class Observer:
         return "over" if state == "free" else "held"
 
 
-def acquire(paths: RunPaths, life_s: float = LIFE_S) -> Lease:
+def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False) -> Lease:
     """Claims a run for this process; takes over what a dead driver left. Blocks for the life of a lease if that must be watched.
 
     Args:
         paths: The run; it need not exist yet.
         life_s: Seconds that the lease lasts unless it is renewed.
+        closing: It is only to say what became of the run: a start waits for that, another that closes it does not.
 
     Raises:
         RunHeldError: Another driver writes this run.
@@ -204,9 +208,9 @@ def acquire(paths: RunPaths, life_s: float = LIFE_S) -> Lease:
     while True:
         fence = newest_fence(paths)
         if fence:
-            _refuse_if_held(paths, fence)
+            _refuse_if_held(paths, fence, waits=not closing)
         now_s = time.time()
-        record = Record(Holder.here(), now_s, now_s, life_s)
+        record = Record(Holder.here(), now_s, now_s, life_s, closing=closing)
         if put_json(paths.fence(fence + 1), asdict(record), if_absent=True):
             return Lease(paths, fence + 1, record)
 
@@ -227,6 +231,13 @@ def newest_fence(paths: RunPaths) -> int:
     return max((int(name.removesuffix(".json")) for name in names(paths.fences)), default=0)
 
 
+def is_released(paths: RunPaths) -> bool:
+    """Whether the last holder of the run has ended in order."""
+    fence = newest_fence(paths)
+    record = _read(paths.fence(fence)) if fence else None
+    return record is None or record.released
+
+
 def refuse_if_lost(paths: RunPaths, fence: int) -> None:
     """Refuses to go on writing if a later start has taken the run over; called before every commit.
 
@@ -244,7 +255,7 @@ def refuse_if_lost(paths: RunPaths, fence: int) -> None:
         )
 
 
-def _refuse_if_held(paths: RunPaths, fence: int) -> None:
+def _refuse_if_held(paths: RunPaths, fence: int, waits: bool) -> None:
     place, here = paths.fence(fence), Holder.here()
     record = _read(place)
     state = record.state(here, time.time()) if record else "free"
@@ -255,6 +266,11 @@ def _refuse_if_held(paths: RunPaths, fence: int) -> None:
         )  # fmt: skip
         record = _watch(place, record)
         state = "free" if record is None or record.released else "held"
+    deadline_s = time.monotonic() + _CLOSING_S
+    while waits and record and record.closing and state == "held" and time.monotonic() < deadline_s:
+        time.sleep(_CLOSING_LOOK_S)
+        record = _read(place)
+        state = "free" if record is None or record.state(here, time.time()) == "free" else "held"
     if record and state == "held":
         raise RunHeldError(
             f"The run {paths.name!r} is being written by process {record.holder.pid} on {record.holder.host}, since"

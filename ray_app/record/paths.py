@@ -66,6 +66,11 @@ class RunPaths:
         return self.root / "events"
 
     @property
+    def system(self) -> Location:
+        """Folder with one file per look at how busy the nodes are."""
+        return self.root / "system"
+
+    @property
     def summary(self) -> Location:
         """What came of the run."""
         return self.root / "summary.json"

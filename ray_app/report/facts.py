@@ -21,12 +21,15 @@ from ray_app.record.history import goodput, world_sizes
 from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
 from ray_app.record.lease import is_held
 from ray_app.record.paths import RunPaths
+from ray_app.record.redact import guard, redacted
 from ray_app.report.series import Clock, starts_of
 from ray_app.report.story import what_happened
 
 logger = logging.getLogger(__name__)
 
 _ENDS = {"finished": "finished", "stopped_early": "stopped early", "interrupted": "interrupted", "gave_up": "failed"}
+_LOST = "driver_lost"
+"""What whoever found the driver gone has recorded, with the status."""
 _PRIVATE = ("run.", "tracking.")
 """Fields that say nothing about the result, or may hold credentials."""
 
@@ -171,14 +174,16 @@ def read_facts(paths: RunPaths) -> Facts:
 
 
 def read_config(paths: RunPaths) -> Config:
-    """The configuration of a run.
+    """The configuration of a run; its secrets are hidden from then on.
 
     Raises:
         ConfigError: There is none, or not one of this version.
         OSError: The storage does not answer.
     """
     try:
-        return from_yaml(paths.config.read_text())
+        config = from_yaml(paths.config.read_text())
+        guard(config.to_dict())
+        return config
     except FileNotFoundError:
         near = ", ".join(sorted(folders(paths.root))[:10])
         raise ConfigError(
@@ -197,14 +202,14 @@ def read_config(paths: RunPaths) -> Config:
 def _status(paths: RunPaths, events: list[Event]) -> str:
     end = _end(events)
     if end is not None:
-        return _ENDS[end.kind]
+        return _ENDS.get(str(end.details.get("status")), "interrupted") if end.kind == _LOST else _ENDS[end.kind]
     return "running" if is_held(paths) else "vanished"
 
 
 def _end(events: list[Event]) -> Event | None:
     """How the newest start ended, if it said so."""
     starts = starts_of(events)
-    return next((e for e in reversed(events) if starts and e.kind in _ENDS and e.fence == starts[-1].fence), None)
+    return next((e for e in reversed(events) if starts and e.kind in (*_ENDS, _LOST) and e.fence == starts[-1].fence), None)
 
 
 def _detail(events: list[Event], name: str) -> Any:
@@ -241,7 +246,7 @@ def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, befor
 
 
 def _differing(theirs: Config, ours: Config) -> dict[str, tuple[str, str]]:
-    one, other = flatten(theirs.to_dict()), flatten(ours.to_dict())
+    one, other = flatten(redacted(theirs.to_dict())), flatten(redacted(ours.to_dict()))
     names = [name for name in {**other, **one} if one.get(name) != other.get(name) and not name.startswith(_PRIVATE)]
     return {name: (_shown(one.get(name)), _shown(other.get(name))) for name in names}
 
@@ -252,5 +257,5 @@ def _shown(value: Any) -> str:
 
 def changed_fields(config: Config) -> dict[str, str]:
     """Fields of a configuration that differ from their default, but names, places and tracking, as text."""
-    values, defaults = flatten(config.to_dict()), flatten(Config().to_dict())
+    values, defaults = flatten(redacted(config.to_dict())), flatten(Config().to_dict())
     return {n: _shown(v) for n, v in values.items() if v != defaults.get(n) and not n.startswith(_PRIVATE)}

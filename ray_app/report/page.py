@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ray_app.record.files import Location, put_atomic
 from ray_app.record.paths import RunPaths
+from ray_app.record.redact import redact
 from ray_app.report.axes import number, seconds
 from ray_app.report.facts import Facts, changed_fields, read_facts
 from ray_app.report.figures import cluster_figures, learning_figures
@@ -38,8 +39,8 @@ def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
 
 
 def render(facts: Facts) -> str:
-    """The page, with everything that it needs inside: it fetches nothing and runs no script."""
-    return (
+    """The page, with everything that it needs inside and without secrets: it fetches nothing and runs no script."""
+    return redact(
         _environment()
         .get_template("report.html.j2")
         .render(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ray_app.errors import ConfigError
 from ray_app.record.files import Location
+from ray_app.record.redact import redact
 from ray_app.track.points import Point
 
 logger = logging.getLogger(__name__)
@@ -19,6 +22,7 @@ logger = logging.getLogger(__name__)
 METRICS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
 _KEY_CHARS, _PARAM_CHARS, _TAG_CHARS = 250, 6000, 8000
+_DIGEST_CHARS, _NAME_CHARS = 36, 500
 _UUID_TAG, _ROOT_TAG, _RESUMED_WITH = "ray_app.run_uuid", "ray_app.run_root", "ray_app.resumed_with."
 
 _ENVIRONMENT = {
@@ -27,6 +31,23 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 """MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Data that a run uses.
+
+    Args:
+        context: What for: `training` or `evaluation`.
+        path: Where it is.
+        digest: Digest of its manifest.
+        rows: How many it has.
+    """
+
+    context: str
+    path: str
+    digest: str
+    rows: int
 
 
 class MlflowRun:
@@ -70,17 +91,28 @@ class MlflowRun:
         self.run_id = run_id
         return run_id
 
-    def describe(self, params: dict[str, Any], tags: dict[str, str]) -> None:
+    def describe(self, params: dict[str, Any], tags: dict[str, str], datasets: Sequence[DataSet], is_over: bool) -> None:
         """Sets the run running and gives it what it lacks of these; what it has with another value becomes a tag of its own.
 
         A parameter of an MLflow run can never change, and the first commit of a run is worth keeping.
+
+        Args:
+            params: Parameters by name.
+            tags: Tags by name.
+            datasets: Its inputs.
+            is_over: The run has ended, so it is not set running, and what it has stays without a word.
         """
         from mlflow.entities import Param, RunTag
 
-        data = self._client.get_run(self.run_id).data
+        known = self._client.get_run(self.run_id)
+        data = known.data
         new_params, other_params = _compared(params, data.params, data.tags, _PARAM_CHARS)
         new_tags, other_tags = _compared(tags, data.tags, data.tags, _TAG_CHARS)
-        self._client.update_run(self.run_id, status="RUNNING")
+        if is_over:
+            other_params, other_tags = {}, {}
+        else:
+            self._client.update_run(self.run_id, status="RUNNING")
+        self._add_inputs(datasets, known.inputs.dataset_inputs if known.inputs else [])
         for some in _chunks([Param(*item) for item in new_params.items()], _PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, params=some, synchronous=True)
         for some in _chunks([RunTag(*item) for item in (new_tags | other_params | other_tags).items()], _PARAMS_PER_CALL):
@@ -94,14 +126,32 @@ class MlflowRun:
         for some in _chunks(metrics, METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=some, synchronous=True)
 
-    def finish(self, status: str, files: list[Location]) -> None:
-        """Logs files as artifacts, those that exist and without credentials, and ends the run, also where that fails."""
+    def finish(self, status: str, artifacts: Mapping[str, str]) -> None:
+        """Logs texts as artifacts, by their paths, and ends the run, also where that fails."""
         try:
-            for file in files:
-                if file.exists():
-                    self._client.log_text(self.run_id, redact(file.read_text()), file.name)
+            for path, text in artifacts.items():
+                self._client.log_text(self.run_id, redact(text), path)
         finally:
             self._client.set_terminated(self.run_id, status)
+
+    def _add_inputs(self, datasets: Sequence[DataSet], known: Sequence[Any]) -> None:
+        """Logs the inputs for what the run has none for yet. MLflow cuts the digest, so the whole of it is in the profile."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+        from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+
+        contexts = {tag.value for found in known for tag in found.tags if tag.key == MLFLOW_DATASET_CONTEXT}
+        new = []
+        for data in datasets:
+            if data.context not in contexts:
+                path = redact(data.path)
+                name = "/".join(path.rstrip("/").split("/")[-2:])[-_NAME_CHARS:]
+                profile = json.dumps({"num_rows": data.rows, "manifest_digest": data.digest})
+                source = json.dumps({"uri": path})
+                kind = "s3" if "://" in path else "local"
+                entity = Dataset(name, data.digest[:_DIGEST_CHARS], kind, source, profile=profile)
+                new.append(DatasetInput(entity, [InputTag(MLFLOW_DATASET_CONTEXT, data.context)]))
+        if new:
+            self._client.log_inputs(self.run_id, new)
 
     def _is_active(self, run_id: str) -> bool:
         from mlflow.exceptions import MlflowException
@@ -124,12 +174,6 @@ class MlflowRun:
                 f" {found.experiment_id}) or start again with another tracking.experiment."
             )
         return str(found.experiment_id)
-
-
-def redact(text: str) -> str:
-    """The text without the credentials of the URIs in it: `user:password@`, and parameters named like a secret."""
-    text = re.sub(r"(://)[^/\s'\"]*@", r"\1***@", text)
-    return re.sub(r"(?i)([?&][\w.-]*(?:token|secret|password|signature|key)=)[^&\s'\"]+", r"\1***", text)
 
 
 def _client(uri: str) -> Any:

@@ -1,4 +1,4 @@
-"""What MLflow gets to see of a run's record: one point for every block of steps and one for every evaluation.
+"""What MLflow gets to see of a run's record: one point for every block of steps, every evaluation and every look at the nodes.
 
 A point is a function of the record alone, its time too, so a point that is sent a second time is the same one to the last bit, and
 MLflow's SQL stores drop it.
@@ -14,6 +14,7 @@ from ray_app.record.evaluations import Evaluation, evaluator_names, read_evaluat
 from ray_app.record.files import Location, names
 from ray_app.record.journal import MetricsReader, StepRecord, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.system import Look, read_looks
 
 _LOST_AFTER_S = 60.0
 _TAKEN = StepRecord(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, [], [], "")
@@ -31,13 +32,15 @@ class Point:
         step: Finished steps.
         time_ms: When it was recorded, milliseconds since 1970 (UTC).
         metrics: Value by name; NaN and infinity are left as they are.
-        evaluator: Which evaluator found them, see `OWN`; None: they are of a block of steps.
+        evaluator: Which evaluator found them, see `OWN`; None: none did.
+        look: Name of the look at the nodes that they come from; None: they do not. With neither they are of a block of steps.
     """
 
     step: int
     time_ms: int
     metrics: dict[str, float]
     evaluator: str | None = None
+    look: str | None = None
 
 
 @dataclass
@@ -47,17 +50,21 @@ class Sent:
     Args:
         sent_step: Step of the last point of a block that MLflow has.
         evaluations: For each evaluator, the steps whose evaluation MLflow has.
+        look: Name of the last look at the nodes that MLflow has.
     """
 
     sent_step: int = 0
     evaluations: dict[str, list[int]] = field(default_factory=dict)
+    look: str = ""
 
     def add(self, point: Point) -> None:
         """Notes that a point was sent."""
-        if point.evaluator is None:
-            self.sent_step = point.step
-        else:
+        if point.look is not None:
+            self.look = point.look
+        elif point.evaluator is not None:
             self.evaluations.setdefault(point.evaluator, []).append(point.step)
+        else:
+            self.sent_step = point.step
 
 
 class Backlog:
@@ -80,12 +87,13 @@ class Backlog:
         self._reader = MetricsReader(self._paths)
         self._steps: dict[int, StepRecord] = {}
         self._forgotten = self.newest_step = 0
+        self._looks: dict[str, Look] = {}
 
-    def read(self, sent_step: int) -> None:
+    def read(self, sent: Sent) -> None:
         """Takes what is new in the record.
 
         Args:
-            sent_step: Steps up to this one are not needed again.
+            sent: What is not needed again.
 
         Raises:
             OSError: The run directory cannot be read for now; the next call starts over and misses nothing.
@@ -95,23 +103,25 @@ class Backlog:
         except Exception:
             self.rewind()
             raise
-        self._forgotten = max(self._forgotten, sent_step)
+        self._forgotten = max(self._forgotten, sent.sent_step)
         for record in records:
             self._reader.records[record.step] = _TAKEN
             self.newest_step = max(self.newest_step, record.step)
-            if record.step > sent_step:
+            if record.step > sent.sent_step:
                 self._steps[record.step] = record
         for name in (OWN, *evaluator_names(self._paths)):
             if self._has_changed(self._paths.evaluations_of(name or None)):
                 self._evaluations[name] = read_evaluations(self._paths, name or None)
         if self._has_changed(self._paths.events):
             self._failed_at_s = [event.time_s for event in read_events(self._paths, "failed")]
+        self._looks |= read_looks(self._paths, sent.look, self._looks)
 
-    def sent(self, step: int) -> None:
-        """Forgets the steps up to this one."""
-        for known in range(self._forgotten + 1, step + 1):
+    def sent(self, sent: Sent) -> None:
+        """Forgets what was sent."""
+        for known in range(self._forgotten + 1, sent.sent_step + 1):
             self._steps.pop(known, None)
-        self._forgotten = max(self._forgotten, step)
+        self._forgotten = max(self._forgotten, sent.sent_step)
+        self._looks = {name: look for name, look in self._looks.items() if name > sent.look}
 
     def unsent_evaluations(self, sent: Sent) -> Iterator[Point]:
         """The points of evaluations that were not sent, of one evaluator after the other, by step."""
@@ -120,7 +130,7 @@ class Backlog:
             yield from (evaluation_point(evaluation, name) for evaluation in evaluations if evaluation.step not in known)
 
     def points(self, sent: Sent, finished: bool) -> Iterator[Point]:
-        """What can be sent now, in the order of the steps, then the evaluations in theirs.
+        """What can be sent now, in the order of the steps, then the evaluations and the looks at the nodes in theirs.
 
         Args:
             sent: What was sent before this call.
@@ -128,6 +138,7 @@ class Backlog:
         """
         yield from self._step_points(sent.sent_step, finished)
         yield from list(self.unsent_evaluations(sent))
+        yield from [look_point(name, look) for name, look in sorted(self._looks.items()) if name > sent.look]
 
     def _step_points(self, sent_step: int, finished: bool) -> Iterator[Point]:
         newest, every = max(self._steps, default=0), self._every_steps
@@ -185,6 +196,12 @@ def evaluation_point(evaluation: Evaluation, evaluator: str = OWN) -> Point:
     prefix = f"eval_{evaluator}_" if evaluator else "eval_"
     metrics = {prefix + name: float(value) for name, value in evaluation.metrics.items() if isinstance(value, int | float)}
     return Point(evaluation.step, int(evaluation.time_s * 1e3), metrics, evaluator)
+
+
+def look_point(name: str, look: Look) -> Point:
+    """The point of a look at the nodes, `system/<node>/<value>` for each value."""
+    metrics = {f"system/{node}/{key}": value for node, values in sorted(look.nodes.items()) for key, value in values.items()}
+    return Point(look.step, int(look.time_s * 1e3), metrics, look=name)
 
 
 def _ratio(value: float, by: float) -> float:

@@ -12,22 +12,23 @@ import importlib.metadata
 import importlib.util
 import logging
 import platform
+import shlex
 import subprocess
 import threading
 import time
-import uuid
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from ray_app.config import Config, default_tracking_uri, digest, flatten
 from ray_app.errors import ConfigError
-from ray_app.record.files import put_json, read_json
+from ray_app.record.evaluations import evaluated_steps, evaluator_names
 from ray_app.record.paths import RunPaths
-from ray_app.track.client import METRICS_PER_CALL, MlflowRun, redact, sqlite_file
-from ray_app.track.points import OWN, Backlog, Point, Sent
+from ray_app.record.redact import redact, redacted, redacted_yaml
+from ray_app.track.client import METRICS_PER_CALL, DataSet, MlflowRun, sqlite_file
+from ray_app.track.cursor import Cursor
+from ray_app.track.points import Backlog, Point
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +42,6 @@ _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LIBRARIES = ("torch", "ray", "mlflow")
 
 
-@dataclass
-class _Cursor(Sent):
-    """What `tracking.json` holds besides what was sent.
-
-    Args:
-        run_uuid: What the MLflow run is tagged with; stored before the run is created.
-        run_id: Id of the MLflow run.
-        uri: Where it was created, without credentials.
-    """
-
-    run_uuid: str = ""
-    run_id: str | None = None
-    uri: str = ""
-
-
 class Tracker:
     """Sends a run's record to MLflow while it is written, and what an earlier driver left over.
 
@@ -64,20 +50,31 @@ class Tracker:
         config: Its configuration; becomes the MLflow run's parameters.
         tags: Tags of the MLflow run, see `run_tags`.
         every_steps: Steps that are combined into one point.
+        datasets: The data that it uses.
+        is_over: The run has ended and only what MLflow lacks is wanted: descriptions that are there stay as they are.
     """
 
-    def __init__(self, paths: RunPaths, config: Config, tags: dict[str, str], every_steps: int = 10) -> None:
-        self._paths, self._config, self._tags = paths, config, tags
-        self._uri = default_tracking_uri(config)
-        self._mlflow = MlflowRun(self._uri, config.tracking.experiment, _artifacts(paths, self._uri))
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: Config,
+        tags: dict[str, str],
+        every_steps: int = 10,
+        datasets: Sequence[DataSet] = (),
+        is_over: bool = False,
+    ) -> None:
+        self._paths, self._config, self._tags, self._datasets, self._is_over = paths, config, tags, datasets, is_over
+        self.uri = default_tracking_uri(config)
+        self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri))
         self._backlog = Backlog(paths, every_steps)
-        self._cursor: _Cursor | None = None
+        self._cursor: Cursor | None = None
         self._connected = self._done = False
         self._status: Status | None = None
         self._trouble: str | None = None
         self._look_s = 0.0
         self._wake, self._abandoned = threading.Event(), threading.Event()
         self._start_ms = int(time.time() * 1e3)
+        self.sent_points = self.sent_evaluations = 0
         self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
 
     @property
@@ -90,7 +87,7 @@ class Tracker:
         self._thread.start()
 
     def close(self, status: Status, timeout_s: float) -> bool:
-        """Sends the rest of the record, `config.yaml`, `summary.json` and `report.html`, and ends the MLflow run.
+        """Sends the rest of the record and the artifacts (`config.yaml`, `summary.json`, ...), and ends the MLflow run.
 
         Call it when nobody writes the record any more. It can be called again and then returns the same.
 
@@ -113,6 +110,15 @@ class Tracker:
                 logger.warning("%s", self._missing(status, timeout_s))
         return self._done
 
+    def send_all(self, status: Status) -> None:
+        """Does at once, in this thread, what `close` does; for a run that has ended and a tracker that was not started.
+
+        Raises:
+            Exception: Whatever MLflow raises; what it took is noted, and not sent again.
+        """
+        self._sweep(finished=status == "FINISHED")
+        self._mlflow.finish(status, _artifacts(self._paths))
+
     def abandon(self) -> None:
         """Ends without sending or writing anything more: the run belongs to another driver now."""
         self._abandoned.set()
@@ -126,7 +132,7 @@ class Tracker:
             try:
                 self._sweep(finished=status == "FINISHED")
                 if status is not None and not self._abandoned.is_set():
-                    self._mlflow.finish(status, [self._paths.config, self._paths.summary, self._paths.report])
+                    self._mlflow.finish(status, _artifacts(self._paths))
                     self._done = True
                     return
                 self._say_reached()
@@ -138,9 +144,9 @@ class Tracker:
 
     def _sweep(self, finished: bool) -> None:
         """Reads what is new in the record and sends what can be sent."""
-        cursor = self._cursor = self._cursor or _load(self._paths)
+        cursor = self._cursor = self._cursor or Cursor.load(self._paths)
         began = time.perf_counter()
-        self._backlog.read(cursor.sent_step)
+        self._backlog.read(cursor)
         self._look_s = time.perf_counter() - began
         if not self._connected:
             self._connect(cursor)
@@ -150,21 +156,26 @@ class Tracker:
             self._mlflow.log(points)
             for point in points:
                 cursor.add(point)
-            put_json(self._paths.tracking, asdict(cursor))
-            self._backlog.sent(cursor.sent_step)
+                self.sent_points += 1
+                self.sent_evaluations += point.evaluator is not None
+            cursor.store(self._paths)
+            self._backlog.sent(cursor)
 
-    def _connect(self, cursor: _Cursor) -> None:
+    def _connect(self, cursor: Cursor) -> None:
         """Finds or creates the MLflow run, and notes its id before anything else is logged."""
-        run_id = self._mlflow.open(cursor.run_id, cursor.run_uuid, self._paths.root, self._start_ms)
-        if run_id != cursor.run_id:
-            if cursor.run_id is not None:
-                logger.warning("MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self._uri), cursor.run_id)
-                cursor.sent_step, cursor.evaluations = 0, {}
+        before = cursor.run_id
+        run_id = self._mlflow.open(before, cursor.run_uuid, self._paths.root, self._start_ms)
+        if run_id != before:
+            if before is not None:
+                logger.warning("MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self.uri), before)
+                cursor.forget()
                 self._backlog.rewind()
-            cursor.run_id, cursor.uri = run_id, redact(self._uri)
-            put_json(self._paths.tracking, asdict(cursor))
-            self._backlog.read(cursor.sent_step)
-        self._mlflow.describe(flatten(self._config.to_dict()), self._tags)
+            cursor.run_id = run_id
+            self._backlog.read(cursor)
+        if (before, cursor.uri) != (run_id, redact(self.uri)):
+            cursor.uri = redact(self.uri)
+            cursor.store(self._paths)
+        self._mlflow.describe(flatten(redacted(self._config.to_dict())), self._tags, self._datasets, self._is_over)
         self._connected = True
 
     def _say_trouble(self, error: Exception) -> None:
@@ -172,28 +183,29 @@ class Tracker:
         if self._trouble is None:
             logger.warning(
                 "MLflow at %s does not get the record for now; training goes on and it is sent later: %s",
-                redact(self._uri),
+                redact(self.uri),
                 _first_line(error),
             )
         self._trouble = _first_line(error)
 
     def _say_reached(self) -> None:
         if self._trouble is not None:
-            logger.warning("MLflow at %s gets the record again.", redact(self._uri))
+            logger.warning("MLflow at %s gets the record again.", redact(self.uri))
         self._trouble = None
 
     def _missing(self, status: str, timeout_s: float) -> str:
-        cursor = self._cursor or _Cursor()
+        cursor = self._cursor or Cursor()
         steps = sorted({point.step for point in self._backlog.unsent_evaluations(cursor)})
-        lacks = [f"its status {status}", "config.yaml, summary.json and report.html"]
+        lacks = [f"its status {status}", "its artifacts"]
         if self._backlog.newest_step > cursor.sent_step:
             lacks.append(f"the metrics after step {cursor.sent_step} (recorded: up to {self._backlog.newest_step})")
         if steps:
             lacks.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
         return (
-            f"MLflow at {redact(self._uri)} did not take everything within {timeout_s:g} s. Its run {cursor.run_id or '(not created)'} may"
-            f" lack {'; '.join(lacks)}. All of it is in {self._paths.root} and is sent when {self._paths.name!r} is started again."
-            f" Last error: {self._trouble or 'none, it was still being sent'}"
+            f"MLflow at {redact(self.uri)} did not take everything within {timeout_s:g} s. Its run {cursor.run_id or '(not created)'} may"
+            f" lack {'; '.join(lacks)}. All of it is in {self._paths.root}; send it with\n  python jobs/track.py --replay"
+            f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
+            f" {self._trouble or 'none, it was still being sent'}"
         )
 
 
@@ -251,24 +263,26 @@ def packed(points: Iterable[Point]) -> Iterator[list[Point]]:
         yield group
 
 
-def _artifacts(paths: RunPaths, uri: str) -> Path | None:
+def _artifacts(paths: RunPaths) -> dict[str, str]:
+    """What an ended run has for people, and the newest evaluation of each evaluator, without secrets, by the artifact's path."""
+    found = {}
+    for file in (paths.config, paths.summary, paths.report):
+        if file.exists():
+            text = file.read_text()
+            found[file.name] = redacted_yaml(text) if file == paths.config else text
+    for name in (None, *evaluator_names(paths)):
+        steps = evaluated_steps(paths, name)
+        if steps:
+            file = paths.evaluation(max(steps), name)
+            found["/".join(("evaluations", *((name,) if name else ()), file.name))] = file.read_text()
+    return found
+
+
+def _artifact_folder(paths: RunPaths, uri: str) -> Path | None:
     """Folder for the artifacts of an MLflow without a server: beside the run, or beside the SQLite file if the run is on S3."""
     if isinstance(paths.root, Path):
         return paths.root.resolve().parent / "mlartifacts"
     return Path(sqlite_file(uri)).resolve().parent / "mlartifacts" if uri.startswith("sqlite") else None
-
-
-def _load(paths: RunPaths) -> _Cursor:
-    """The cursor as the last driver left it, or a new one, stored at once."""
-    known = {item.name for item in fields(_Cursor)}
-    stored = read_json(paths.tracking)
-    if stored is not None:
-        if isinstance(stored.get("evaluations"), list):  # of a run that was started before evaluators had names
-            stored["evaluations"] = {OWN: stored["evaluations"]}
-        return _Cursor(**{name: value for name, value in stored.items() if name in known})
-    cursor = _Cursor(run_uuid=uuid.uuid4().hex)
-    put_json(paths.tracking, asdict(cursor))
-    return cursor
 
 
 def _first_line(error: Exception) -> str:

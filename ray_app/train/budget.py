@@ -11,6 +11,7 @@ from ray_app.record.files import location
 from ray_app.record.history import disturbances
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.redact import guard_run, redact
 
 _DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _SAME = 3
@@ -48,6 +49,7 @@ class Budget:
         Raises:
             RayAppError: The run has to end.
         """
+        guard_run(self.paths.config)
         reasons = {str(rank): _brief(e) for rank, e in errors.items()}
         if all(isinstance(e, PreemptedError) for e in errors.values()):
             return self.preempted(len(errors), step, left)
@@ -97,7 +99,7 @@ class Budget:
 
 def _brief(error: BaseException) -> str:
     """What to say of an error: for a process that died how it did, otherwise what the error says of itself."""
-    text = str(error)
+    text = redact(str(error))  # before it is cut, so that no part of a secret is left
     died = _DIED.search(text)
     if died is not None:
         return f"the worker process died: {died[1].strip()}"

@@ -28,7 +28,7 @@ class Job:
         fence: Number of this start.
         best_metric: Metric that decides which checkpoint is best.
         best_mode: `max` or `min`.
-        evaluation: What the workers evaluate on at the end of every epoch, if they do.
+        evaluation: The evaluation data, if there is any.
     """
 
     config: Config
@@ -71,11 +71,16 @@ class Job:
         cadences = (section.every_steps or 0, (section.every_epochs or 0) * self.plan.steps_per_epoch)
         planned = {step for every in cadences if every for step in range(every, last + 1, every)}
         planned |= {self.total_steps} if self.total_steps <= last else set()
-        return sorted(step for step in planned if self.evaluation is None or self.is_evaluation_due(step))
+        return sorted(step for step in planned if not self.workers_evaluate or self.is_evaluation_due(step))
+
+    @property
+    def workers_evaluate(self) -> bool:
+        """Whether the workers evaluate together at the end of every epoch."""
+        return self.config.evaluate.where == "workers" and self.config.data.eval_path is not None
 
     def is_evaluation_due(self, step: int) -> bool:
         """Whether the workers evaluate together after `step` finished steps of the run."""
-        return self.evaluation is not None and (step % self.plan.steps_per_epoch == 0 or step == self.total_steps)
+        return self.workers_evaluate and (step % self.plan.steps_per_epoch == 0 or step == self.total_steps)
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Whether the cadence asks for a checkpoint after `step` finished steps of the run."""

@@ -19,6 +19,7 @@ from ray_app.data.feed import CachedWindows, StreamedWindows, Windows
 from ray_app.data.source import fetch_ray
 from ray_app.errors import own_error
 from ray_app.plan.cursor import Cursor
+from ray_app.record.redact import guard
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import OpenWindows, train
@@ -112,6 +113,7 @@ def _work(arguments: dict[str, Any]) -> None:
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     start: Start = ray.get(arguments["start"])
     job = start.job
+    guard(job.config.to_dict())
     device = get_device() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     assert isinstance(device, torch.device)
     recovers = _recovers_in_place(job.config)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from ray_app.config import Config, default_tracking_uri
+from ray_app.pipeline.closing import close_orphan
 from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
 from tests.cluster import ROOT, record_of
@@ -60,6 +61,11 @@ def test_the_driver_and_the_head_are_killed(short_run: Callable[..., Config], tm
             process.kill()
     assert driver.wait(20) == -signal.SIGKILL
     assert not paths.summary.exists()
+    assert close_orphan(str(paths.root))
+    assert not close_orphan(str(paths.root))
+    closed = json.loads(paths.summary.read_text())
+    assert (closed["status"], closed["steps"], closed["restarts"]["driver"]) == ("interrupted", 16, 0)
+    assert MlflowClient(default_tracking_uri(config)).get_run(closed["mlflow_run_id"]).info.status == "KILLED"
     go_on.touch()
     assert start(tmp_path, config, go_on).wait(200) == 0
     assert start(tmp_path, short_run(run__name="alone", **fields), go_on).wait(200) == 0

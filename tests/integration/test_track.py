@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +23,16 @@ from ray_app.record.evaluations import Evaluation, evaluated_steps, evaluator_na
 from ray_app.record.files import put_json, read_json
 from ray_app.record.journal import MetricsWriter, StepRecord, put_event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.track.client import redact
+from ray_app.record.redact import redact
+from ray_app.record.system import Look, put_look
+from ray_app.track.client import DataSet
 from ray_app.track.points import Backlog, Sent
 from ray_app.track.runs import Tracker, check_available, run_tags
-
-os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+from tests.mlflow_server import Server, until
 
 EVERY = 10
 BASE_S = 1_700_000_000.25
 History = list[tuple[int, int, float]]
-
-
-def until(true: Callable[[], Any], limit_s: float = 30.0) -> None:
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.02)
 
 
 class Run:
@@ -180,7 +171,7 @@ def check_what_describes_it(run: Run) -> None:
     assert data.tags["kind"] == "test"
     assert data.tags["from"] == "http://***@git/x"
     assert data.tags["ray_app.run_root"] == str(run.paths.root)
-    assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["config.yaml", "report.html", "summary.json"]
+    assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["config.yaml", "evaluations", "report.html", "summary.json"]
     assert "secret" not in Path(client.download_artifacts(found.info.run_id, "config.yaml")).read_text()
 
 
@@ -200,6 +191,60 @@ def test_every_evaluator_has_metrics_of_its_own(run: Run) -> None:
     assert tracker.close("FINISHED", 20)
     del run.evaluations[0]  # the older cursor says that MLflow has it
     assert_tracked(run, 20, "FINISHED")
+
+
+def test_a_late_tracker_adds_what_is_missing_and_changes_nothing(run: Run) -> None:
+    data = DataSet("training", "s3://me:secret@bucket/digits/train", "d" * 64, 5)
+    run.record(1, 12)
+    assert run.tracker({"commit": "a"}).close("FAILED", 20)
+    run.record(13, 20)
+    for _ in range(2):
+        late = Tracker(run.paths, run.config.replace(scaling__max_workers=1), {"commit": "b", "more": "c"}, EVERY, [data], is_over=True)
+        late.send_all("KILLED")
+    assert (late.sent_points, late.sent_evaluations) == (0, 0)
+    assert_tracked(run, 20, "KILLED")
+    found = only_mlflow_run(run)
+    assert (found.data.tags["commit"], found.data.tags["more"], found.data.params["scaling.max_workers"]) == ("a", "c", "2")
+    assert not [name for name in found.data.tags if "resumed_with" in name]
+    [logged] = found.inputs.dataset_inputs
+    assert (logged.dataset.name, logged.dataset.digest) == ("digits/train", "d" * 36)
+    assert (logged.dataset.source, json.loads(logged.dataset.profile)) == (
+        '{"uri": "s3://***@bucket/digits/train"}',
+        {"num_rows": 5, "manifest_digest": "d" * 64},
+    )
+
+
+def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: Run) -> None:
+    run.record(1, 20)
+    run.evaluate(10)
+    run.evaluate(20)
+    run.evaluate(10, "robust")
+    (run.paths.root / "report.html").write_text("<p>http://me:secret@host</p>")
+    assert run.tracker().close("FINISHED", 20)
+    client, found = client_of(run), only_mlflow_run(run)
+    assert [f.path for f in client.list_artifacts(found.info.run_id, "evaluations")] == [
+        "evaluations/robust",
+        "evaluations/step-00000020.json",
+    ]
+    assert [f.path for f in client.list_artifacts(found.info.run_id, "evaluations/robust")] == ["evaluations/robust/step-00000010.json"]
+    assert Path(client.download_artifacts(found.info.run_id, "report.html")).read_text() == "<p>http://***@host</p>"
+
+
+def test_looks_at_the_nodes_arrive_once_also_after_a_crash_and_a_resume(run: Run) -> None:
+    run.record(1, 10)
+    looks = [Look(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}}) for n in range(30)]
+    for n, look in enumerate(looks[:20]):
+        put_look(run.paths, 1, n, look)
+    assert run.tracker().close("KILLED", 20)
+    older = read_json(run.paths.tracking)
+    for n, look in enumerate(looks[20:]):
+        put_look(run.paths, 2, n, look)
+    assert run.tracker().close("KILLED", 20)
+    put_json(run.paths.tracking, older | {"look": "000001-000000007.json"})
+    assert run.tracker().close("FINISHED", 20)
+    got = histories(run, only_mlflow_run(run).info.run_id)
+    assert got["system/10.0.0.1/cpu_percent"] == [(x.step, int(x.time_s * 1e3), x.nodes["10.0.0.1"]["cpu_percent"]) for x in looks]
+    assert len(got["system/10.0.0.2/cpu_percent"]) == 30
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
@@ -276,43 +321,6 @@ def test_defaults_make_the_database_in_the_storage_folder(tmp_path: Path, caplog
     assert "INFO" not in capfd.readouterr().err
 
 
-class Server:
-    """A real MLflow server that can be killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.folder, self.uri = folder, f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen | None = None
-
-    def start(self) -> None:
-        where = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
-        stores = ["--backend-store-uri", f"sqlite:///{self.folder / 'server.db'}", "--artifacts-destination", str(self.folder / "files")]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", *where, *stores],
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            stdout=(self.folder / "server.log").open("ab"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        until(self.answers, 60)
-
-    def answers(self) -> bool:
-        assert self.process is not None
-        assert self.process.poll() is None, (self.folder / "server.log").read_text()
-        try:
-            return urllib.request.urlopen(f"{self.uri}/health", timeout=1).status == 200
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path)
@@ -348,7 +356,7 @@ def test_outages_of_a_server_lose_and_double_nothing(server: Server, tmp_path: P
     assert tracker.close("FINISHED", 20)
     assert_tracked(run, 3345, "FINISHED")
     found = only_mlflow_run(run)
-    assert [f.path for f in client_of(run).list_artifacts(found.info.run_id)] == ["config.yaml"]
+    assert [f.path for f in client_of(run).list_artifacts(found.info.run_id)] == ["config.yaml", "evaluations"]
     assert "secret" not in caplog.text + str(found.data.params) + str(found.data.tags) + run.paths.tracking.read_text()
 
 
@@ -370,13 +378,13 @@ def test_a_killed_writers_steps_do_not_stop_the_rest(run: Run) -> None:
     backlog = Backlog(run.paths, EVERY)
     run.record(1, 7)
     run.record(9, 300)
-    backlog.read(0)
+    backlog.read(Sent())
     assert not list(backlog.points(Sent(), finished=False))
     run.record(301, 650)
-    backlog.read(0)
+    backlog.read(Sent())
     steps = [point.step for point in backlog.points(Sent(), finished=False)]
     assert steps == list(range(10, 651, 10))
-    backlog.sent(640)
+    backlog.sent(Sent(640))
     assert [point.step for point in backlog.points(Sent(640), finished=False)] == [650]
 
 
@@ -392,8 +400,8 @@ def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatc
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with pytest.raises(OSError, match="away"):
-        backlog.read(0)
-    backlog.read(0)
+        backlog.read(Sent())
+    backlog.read(Sent())
     assert [point.step for point in backlog.points(Sent(), finished=False)] == [10, 20]
 
 

@@ -344,3 +344,24 @@ def test_a_report_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytes
     assert report_end(run.paths) is None
     assert "The report could not be made: KeyError" in caplog.text
     assert report_end(RunPaths(tmp_path / "nowhere")) is None
+
+
+def test_secrets_are_hidden(tmp_path: Path) -> None:
+    secret = "hunter2-and-then-some"
+    MadeRun(tmp_path, "before", BEGAN_S - 1000, task__init_args={"api_key": f"{secret}-old"}).end(100, value=0.9)
+    run = MadeRun(tmp_path, task__init_args={"api_key": secret}, data__path="s3://me:password99@bucket/x")
+    run.start()
+    run.event("failed", 1.0, number=1, errors={"0": f"refused: {secret}"}, step=0, left=0)
+    html = render(read_facts(run.paths))
+    assert "task.init_args.api_key" in html
+    assert "hunter2" not in html
+    assert "password99" not in html
+
+
+def test_a_driver_that_was_found_gone_is_told(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 20, 1.0)
+    run.event("driver_lost", 9.0, status="interrupted", step=0, noticed_by="process 1 on here")
+    assert read_facts(run.paths).status == "interrupted"
+    assert "noticed by process 1 on here" in page_of(run).text

@@ -1,0 +1,90 @@
+"""What tracking costs a step: the digits run on two workers with MLflow and system metrics, against the same run without.
+
+Steps are timed by rank 0 in mid-run, between two of them; the evaluator is off on both sides. Without tracking is measured twice for the
+null: a median ratio within the null's range is no difference that this machine can show.
+
+python benchmarks/tracking.py --rounds 5      # needs a quiet machine; about 5 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report
+
+OFF, ON = "tracking off", "tracking on"
+BAR = 1.02
+WORKERS, WARM_UP, STEPS = 2, 230, 1840
+
+
+class Digits:
+    """Runs of the application on one local Ray cluster.
+
+    Args:
+        folder: For data and runs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from ray_app.data.ingest import IngestOptions, ingest
+
+        ingest(IngestOptions(source="digits", out=str(folder / "digits")))
+        self._folder, self._number = folder, 0
+
+    def measure(self, tracking: bool) -> Sample:
+        """One run; how long its steps take once it is in stride."""
+        from rich.console import Console
+
+        from ray_app import load_config, run_training
+        from ray_app.pipeline.run import Faults
+        from ray_app.train.hooks import Hooks
+
+        self._number += 1
+        watch = Stopwatch(str(self._folder / f"watch-{self._number}"), WARM_UP, STEPS)
+        config = load_config(
+            ROOT / "conf" / "digits.yaml",
+            run__storage_path=str(self._folder / "runs"),
+            run__name=f"run-{self._number}",
+            data__path=str(self._folder / "digits" / "train"),
+            data__eval_path=None,
+            scaling__min_workers=WORKERS,
+            scaling__max_workers=WORKERS,
+            train__epochs=1000,
+            train__max_steps=STEPS,
+            tracking__enabled=tracking,
+            tracking__system_metrics_s=1.0,
+        )
+        run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=watch)))
+        return watch.sample(WORKERS)
+
+
+def main() -> int:
+    """Measures both sides; returns 0 if tracking costs no more than the bar allows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        digits = Digits(Path(folder))
+        digits.measure(tracking=True)  # makes the database, and starts processes that stay
+        found = alternate({OFF: lambda: digits.measure(False), ON: lambda: digits.measure(True)}, options.rounds)
+    ray.shutdown()
+    report("Time per step, digits on 2 workers; system metrics every second", found, {ON: BAR})
+    walls, nulls = ([s.wall_ms / b.wall_ms for s, b in zip(found[side], found[OFF], strict=True)] for side in (ON, f"{OFF} again"))
+    ratio, held = median(walls), median(walls) <= BAR
+    print(f"\nverdict: {'held' if held else 'MISSED'}: {ratio:.3f} against the bar {BAR} (null {min(nulls):.3f}-{max(nulls):.3f})")
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""What a run starts to be recorded outside its directory: the tracker, and the sampler of the nodes."""
+
+from __future__ import annotations
+
+from ray_app.pipeline.nodes import NodeSampler
+from ray_app.pipeline.summary import newest_commit
+from ray_app.track.client import DataSet
+from ray_app.track.runs import Tracker, run_tags
+from ray_app.train.job import Job
+
+
+def make_tracker(job: Job) -> Tracker | None:
+    """The tracker of a run, to be started; None if it is not tracked."""
+    config, manifest = job.config, job.plan.manifest
+    if not config.tracking.enabled:
+        return None
+    datasets = [DataSet("training", config.data.path, manifest.digest, manifest.num_rows)]
+    if job.evaluation is not None:
+        held_out = job.evaluation.manifest
+        datasets.append(DataSet("evaluation", str(config.data.eval_path), held_out.digest, held_out.num_rows))
+    return Tracker(job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, datasets)
+
+
+def make_sampler(job: Job) -> NodeSampler | None:
+    """The sampler of a run, to be entered; None if it is not wanted."""
+    tracking = job.config.tracking
+    if not tracking.enabled or tracking.system_metrics_s is None:
+        return None
+    commit = newest_commit(job)
+    return NodeSampler(job.paths, job.fence, tracking.system_metrics_s, commit.step if commit else 0)
