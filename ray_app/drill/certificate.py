@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 
 from ray_app.drill.ground import Disturbance, Ended, is_gone
-from ray_app.pipeline.summary import goodput
+from ray_app.record.history import goodput
 from ray_app.record.journal import MetricsReader, StepRecord
 from ray_app.record.lease import Holder
 from ray_app.record.paths import RunPaths

@@ -18,12 +18,15 @@ from ray_app.checkpoint.store import Commit
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import poll_s
 from ray_app.record.journal import StepRecord
+from ray_app.report.facts import Facts
+from ray_app.report.series import sparkline
 from ray_app.train.budget import spent
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
 
 _PLAIN_EVERY_S = 5.0
+_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
 @dataclass
@@ -148,8 +151,16 @@ class RunConsole:
             self._console.print(phase, markup=False, highlight=False)
 
 
-def print_end(console: Console, job: Job, summary: dict[str, Any], tracking_uri: str | None) -> None:
-    """Says what came of the run and where to look."""
+def print_end(console: Console, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None) -> None:
+    """Says what came of the run and where to look.
+
+    Args:
+        console: Where to print.
+        job: The run.
+        summary: Its `summary.json`.
+        facts: What its report tells; None if that could not be made.
+        tracking_uri: Where MLflow has it, if it does.
+    """
     rows = [("status", summary["status"])]
     rows += [(f"evaluation {name}", f"{value:.4f}") for name, value in summary["metrics"].items()]
     if summary["best"]:
@@ -157,21 +168,40 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], tracking_uri:
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
-    rows.append(("disturbances", spent(job.paths, job.config.failure) or "none"))
+    if facts is not None:
+        rows += [("loss", curve) for curve in [loss_curve(facts, console.encoding)] if curve]
+        rows.append(("cluster", facts.story))
+    else:
+        rows.append(("cluster", spent(job.paths, job.config.failure) or "nothing went wrong"))
     rows.append(("parameters", f"sha256 {summary['params_digest']}"))
     if summary.get("model"):
         rows.append(("model", model_line(summary["model"])))
     rows.append(("run directory", str(job.paths.root)))
+    if facts is not None:
+        rows.append(("report", str(job.paths.report)))
     if tracking_uri:
         rows.append(("MLflow page", _mlflow_page(tracking_uri)))
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    if not _is_utf8(console.encoding):
+        text = text.replace("→", "->").encode("ascii", "replace").decode()
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def model_line(model: dict[str, Any]) -> str:
     """A registered version in a line, from the field `model` of a summary."""
     return f"{model['name']} version {model['version']}" + "".join(f" @{alias}" for alias in model["aliases"])
+
+
+def loss_curve(facts: Facts, encoding: str) -> str:
+    """The losses of all steps in one line, between the first and the last; in plain ASCII where the console does not show more."""
+    losses = [record.loss for record in facts.records]
+    marks = _BLOCKS if _is_utf8(encoding) else _ASCII
+    return f"{losses[0]:.4f} {sparkline(losses, marks)} {losses[-1]:.4f}" if losses else ""
+
+
+def _is_utf8(encoding: str) -> bool:
+    return encoding.lower().replace("-", "") == "utf8"
 
 
 def _mlflow_page(uri: str) -> str:

@@ -26,6 +26,7 @@ from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import REGISTRABLE, try_to_register
+from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.pipeline.tracking import make_sampler, make_tracker
@@ -139,7 +140,8 @@ class _Run:
 
     def go(self) -> Result:
         job = self._job
-        put_event(job.paths, "started", job.fence, max_workers=self._max_workers)
+        metric, mode = job.best_metric, job.best_mode
+        put_event(job.paths, "started", job.fence, max_workers=self._max_workers, metric=metric, mode=mode, total_steps=job.total_steps)
         tracker = make_tracker(job)
         if tracker is not None:
             tracker.start()
@@ -169,17 +171,19 @@ class _Run:
         status = self._status()
         kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
         put_event(job.paths, kind, job.fence, reason=str(self._error) if self._error else None)
-        put_json(job.paths.summary, summarize(job, status))
+        summary = summarize(job, status)
+        put_json(job.paths.summary, summary)
+        facts = report_end(job.paths)
         if tracker is not None:
             tracker.close(mlflow_status(status), _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:
                 try_to_register(job)
-        summary = summarize(job, status)
-        put_json(job.paths.summary, summary)
+            summary = summarize(job, status)  # with what MLflow calls the run and its model
+            put_json(job.paths.summary, summary)
         for event in read_events(job.paths, "environment_changed"):
             if event.fence == job.fence:
                 self._console.print(_MIX.format(**event.details), markup=False, highlight=False)
-        print_end(self._console, job, summary, redact(default_tracking_uri(self._config)) if tracker is not None else None)
+        print_end(self._console, job, summary, facts, redact(default_tracking_uri(self._config)) if tracker is not None else None)
         if self._error is not None:
             raise self._error
         return Result(job.paths.root, summary, job.task)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from statistics import median
 from typing import Any, Literal
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import read_json
+from ray_app.record.history import count, goodput, recoveries, restarts, world_sizes
 from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
 from ray_app.train.early_stop import best_first, early_stop
 from ray_app.train.job import Job
@@ -32,6 +32,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "status": status,
         "run_name": job.paths.name,
         "mlflow_run_id": tracking.get("run_id"),
+        "ended_s": events[-1].time_s if events else None,
         "epochs": last_step // job.plan.steps_per_epoch,
         "steps": last_step,
         "rows": sum(sum(record.rows) for record in records),
@@ -52,9 +53,9 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
             "lag_s": round(max((e.lag_s for e in evaluations), default=0.0), 3),
         },
         "checkpoints": {
-            "committed": _count(events, "checkpointed"),
-            "fallbacks": _count(events, "fallback"),
-            "failed_writes": _count(events, "write_failed"),
+            "committed": count(events, "checkpointed"),
+            "fallbacks": count(events, "fallback"),
+            "failed_writes": count(events, "write_failed"),
         },
         "timing": _timing(records, events),
         "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
@@ -71,47 +72,6 @@ def newest_commit(job: Job) -> Commit | None:
     return commits[-1] if commits else None
 
 
-def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
-    """`[from_step, workers]` for every stretch of steps with one number of workers; steps count from 0."""
-    stretches: list[list[int]] = []
-    for record in records:
-        if not stretches or stretches[-1][1] != record.workers:
-            stretches.append([record.step - 1, record.workers])
-    return stretches
-
-
-def restarts(events: list[Event]) -> dict[str, int]:
-    """How often the workers or the driver were started again, by cause."""
-    return {
-        "failures": _count(events, "failed"),
-        "preemptions": _count(events, "preempted"),
-        "resizes": _count(events, "resized"),
-        "driver": max(0, _count(events, "started") - 1),
-    }
-
-
-def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
-    """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next finished step."""
-    times = sorted(record.time_s for record in records)
-    noticed = [e.time_s for e in events if e.kind in ("failed", "preempted") and not e.details["left"]]
-    noticed += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
-    return [round(later - t, 3) for t in sorted(noticed) for later in [next((done for done in times if done > t), None)] if later]
-
-
-def goodput(records: list[StepRecord], repeated: list[StepRecord]) -> float | None:
-    """Rows that counted x undisturbed time per row / wall time since the first step; 1 means that nothing was lost.
-
-    Undisturbed is the median of the steps on the most workers that the run had.
-    """
-    if len(records) < 2:
-        return None
-    wall_s = max(r.time_s for r in [*records, *repeated]) - records[0].time_s
-    full = max(r.workers for r in records[1:])
-    per_row_s = median(r.step_ms / 1e3 / max(1, sum(r.rows)) for r in records[1:] if r.workers == full)
-    rows = sum(sum(r.rows) for r in records[1:])
-    return round(min(1.0, rows * per_row_s / wall_s), 4) if wall_s > 0 else None
-
-
 def _timing(records: list[StepRecord], events: list[Event]) -> dict[str, float | None]:
     events = [e for e in events if e.kind != "driver_lost"]  # that was when it was noticed
     started = [e.time_s for e in events if e.kind == "started"]
@@ -124,7 +84,3 @@ def _timing(records: list[StepRecord], events: list[Event]) -> dict[str, float |
         "data_wait_fraction": round(sum(r.data_wait_ms for r in records) / total_ms, 4) if total_ms else None,
         "checkpoint_stall_ms": round(median(stalls), 3) if stalls else None,
     }
-
-
-def _count(events: list[Event], kind: str) -> int:
-    return sum(event.kind == kind for event in events)

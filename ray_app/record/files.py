@@ -117,6 +117,17 @@ def names(folder: Location) -> list[str]:
         return []
 
 
+def folders(folder: Location) -> list[str]:
+    """Names of the folders in a folder, in no order; none if there is no such folder."""
+    if isinstance(folder, S3Path):
+        return folder.folders()
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+
+
 def listing(folder: Location, *, temporary: bool = False) -> dict[str, Location]:
     """The files in a folder and in the folders in it, by their path relative to it and in its order. On S3 that is one request.
 

@@ -215,6 +215,17 @@ def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False) -> L
             return Lease(paths, fence + 1, record)
 
 
+def is_held(paths: RunPaths) -> bool:
+    """Whether a driver seems to write the run, at one look; for people, not for deciding to write.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    fence = newest_fence(paths)
+    record = _read(paths.fence(fence)) if fence else None
+    return record is not None and record.state(Holder.here(), time.time()) != "free"
+
+
 def newest_fence(paths: RunPaths) -> int:
     """The highest fence that was claimed; 0 for a run that was never started."""
     return max((int(name.removesuffix(".json")) for name in names(paths.fences)), default=0)

@@ -76,6 +76,11 @@ class RunPaths:
         return self.root / "summary.json"
 
     @property
+    def report(self) -> Location:
+        """The same for people: one page with curves and tables."""
+        return self.root / "report.html"
+
+    @property
     def tracking(self) -> Location:
         """The MLflow run and how far it has been fed."""
         return self.root / "tracking.json"

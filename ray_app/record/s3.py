@@ -60,6 +60,11 @@ class S3Path:
         """The last part of the key."""
         return self.key.rpartition("/")[2]
 
+    @property
+    def parent(self) -> S3Path:
+        """The prefix that it is in."""
+        return S3Path(self.bucket, self.key.rpartition("/")[0], self.query)
+
     def exists(self) -> bool:
         """Whether there is such an object."""
         try:
@@ -110,6 +115,14 @@ class S3Path:
                     name = entry["Key"].removeprefix(prefix)
                     found[name] = replace(self / name, etag=entry["ETag"])
         return found
+
+    def folders(self) -> list[str]:
+        """See `record.files.folders`; one request per thousand folders, however much is in them."""
+        with self._errors():
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=f"{self.key}/".lstrip("/"), Delimiter="/"
+            )
+            return [entry["Prefix"].rstrip("/").rpartition("/")[2] for page in pages for entry in page.get("CommonPrefixes", ())]
 
     def end_uploads(self) -> None:
         """Ends the uploads that were begun below this prefix, so that their parts take no room."""

@@ -266,7 +266,7 @@ def packed(points: Iterable[Point]) -> Iterator[list[Point]]:
 def _artifacts(paths: RunPaths) -> dict[str, str]:
     """What an ended run has for people, and the newest evaluation of each evaluator, without secrets, by the artifact's path."""
     found = {}
-    for file in (paths.config, paths.summary, paths.root / "report.html"):
+    for file in (paths.config, paths.summary, paths.report):
         if file.exists():
             text = file.read_text()
             found[file.name] = redacted_yaml(text) if file == paths.config else text

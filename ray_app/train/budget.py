@@ -8,6 +8,7 @@ from typing import Any
 from ray_app.config import FailureSection
 from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, RepeatedFailureError
 from ray_app.record.files import location
+from ray_app.record.history import disturbances
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard_run, redact
@@ -107,17 +108,4 @@ def _brief(error: BaseException) -> str:
 
 def spent(paths: RunPaths, limits: FailureSection) -> str:
     """What went wrong so far in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 2 resizes, 1 driver restart`."""
-    counts = {kind: len(read_events(paths, kind)) for kind in ("failed", "preempted", "resized", "started")}
-    parts = []
-    for kind, name, most in (("failed", "failures", limits.max_failures), ("preempted", "preemptions", limits.max_preemptions)):
-        if counts[kind]:
-            parts.append(f"{counts[kind]} of {most if most >= 0 else 'unlimited'} {name}")
-    if counts["resized"]:
-        parts.append(_counted(counts["resized"], "resize"))
-    if counts["started"] > 1:
-        parts.append(_counted(counts["started"] - 1, "driver restart"))
-    return ", ".join(parts)
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count} {name}{'' if count == 1 else 's'}"
+    return disturbances(read_events(paths, "failed", "preempted", "resized", "started"), limits)

@@ -67,7 +67,7 @@ def test_a_run_on_s3_is_the_same(
     assert sum(p.numel() for p in result.load_model("newest").parameters()) > 0
     assert len(result.metrics()) == 30
     assert summary["mlflow_run_id"] == read_json(paths.tracking)["run_id"]
-    assert sorted(names(paths.root)) == ["config.yaml", "manifest.json", "summary.json", "tracking.json"]
+    assert sorted(names(paths.root)) == ["config.yaml", "manifest.json", "report.html", "summary.json", "tracking.json"]
 
 
 def test_a_second_driver_is_refused(short_run: ShortRun, tmp_path: Path) -> None:

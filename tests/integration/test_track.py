@@ -156,6 +156,7 @@ def test_a_run_from_start_to_end(run: Run) -> None:
     run.record(45, 57)
     run.evaluate(57, accuracy=math.nan)
     run.paths.summary.write_text('{"status": "finished"}')
+    run.paths.report.write_text("<!DOCTYPE html>")
     assert tracker.close("FINISHED", 20)
     assert tracker.close("FINISHED", 20)
     assert_tracked(run, 57, "FINISHED")
@@ -170,7 +171,7 @@ def check_what_describes_it(run: Run) -> None:
     assert data.tags["kind"] == "test"
     assert data.tags["from"] == "http://***@git/x"
     assert data.tags["ray_app.run_root"] == str(run.paths.root)
-    assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["config.yaml", "evaluations", "summary.json"]
+    assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["config.yaml", "evaluations", "report.html", "summary.json"]
     assert "secret" not in Path(client.download_artifacts(found.info.run_id, "config.yaml")).read_text()
 
 

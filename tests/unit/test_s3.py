@@ -23,7 +23,7 @@ from ray_app.config import CheckpointSection, Config, default_tracking_uri
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.record import s3
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
-from ray_app.record.files import Location, listing, location, names, put_atomic, put_json, read_json, remove_tree
+from ray_app.record.files import Location, folders, listing, location, names, put_atomic, put_json, read_json, remove_tree
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.record.s3 import S3Path
@@ -76,6 +76,8 @@ def test_the_same_on_a_disk_and_on_s3(folder: Location) -> None:
     found = listing(folder)
     assert list(found) == ["a.json", "empty", "sub/c"]
     assert found["sub/c"].name == "c"
+    assert (found["sub/c"].parent, (folder / "sub").parent) == (folder / "sub", folder)
+    assert (folders(folder), folders(folder / "sub"), folders(folder / "none")) == (["sub"], [], [])
     assert [place.read_bytes() for place in found.values()][1:] == [b"", b"2"]
     assert put_atomic(folder / "sub" / "c", b"4")
     assert listing(folder)["sub/c"].read_bytes() == b"4", "an old version is remembered"

@@ -8,8 +8,8 @@ import pytest
 from ray_app.config import Config
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cluster import workers_that_fit
-from ray_app.pipeline.summary import goodput, recoveries, restarts, world_sizes
 from ray_app.record.evaluations import Evaluation, ranked
+from ray_app.record.history import goodput, recoveries, restarts, world_sizes
 from ray_app.record.journal import Event, StepRecord
 
 
@@ -35,6 +35,17 @@ def test_goodput_counts_what_was_lost() -> None:
     assert goodput(steady[:1], []) is None
     slower = [*steady[:5], *(record(step, 5.0 + 2 * (step - 5), workers=1, step_ms=2000.0) for step in range(6, 16))]
     assert goodput(slower, []) == pytest.approx(14 / 24, abs=1e-4), "on half the workers it does half the work"
+
+
+def test_undisturbed_time_is_the_mean_of_settled_steps_on_the_most_workers() -> None:
+    """1 s per step on two workers, but step 10 with a checkpoint; one is killed after step 20; alone 2 s; a new one is slow at first."""
+    both = [record(step, float(step)) for step in range(1, 10)]
+    both += [record(10, 14.0, step_ms=5000.0)] + [record(step, step + 4.0) for step in range(11, 21)]
+    alone = [replace(record(20 + i, 24.0 + 2 * i, workers=1, step_ms=2000.0), generation="1.2") for i in range(1, 11)]
+    joined = [replace(record(30 + i, 44.0 + 2.5 * i, step_ms=2500.0), generation="1.3") for i in range(1, 3)]
+    again = [replace(record(32 + i, 49.0 + i), generation="1.3") for i in range(1, 11)]
+    settled_s, settled = (5 + 5 + 10) + 10, 16 + 10  # steps 5 to 20, after 3 s, and the ten after the new worker's first 3 s
+    assert goodput([*both, *alone, *joined, *again], []) == pytest.approx(41 * settled_s / settled / 58, abs=1e-4)
 
 
 def test_recovery_is_from_detection_to_the_next_finished_step() -> None:

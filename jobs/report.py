@@ -1,0 +1,11 @@
+"""A run on one page: python jobs/report.py --run runs/NAME [--out FILE]; also of a run that still goes on, or failed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ray_app.pipeline.report import main
+
+if __name__ == "__main__":
+    sys.exit(main())

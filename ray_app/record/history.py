@@ -1,0 +1,102 @@
+"""What the record says of a run's course: world sizes, disturbances, recoveries, goodput. Pure functions of step records and events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ray_app.config import FailureSection
+from ray_app.record.journal import Event, StepRecord
+
+SETTLING_S = 3.0
+"""Seconds after a change of the workers whose steps do not count as undisturbed."""
+
+
+def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
+    """`[from_step, workers]` for every stretch of steps with one number of workers; steps count from 0."""
+    stretches: list[list[int]] = []
+    for record in records:
+        if not stretches or stretches[-1][1] != record.workers:
+            stretches.append([record.step - 1, record.workers])
+    return stretches
+
+
+def restarts(events: list[Event]) -> dict[str, int]:
+    """How often the workers or the driver were started again, by cause."""
+    return {
+        "failures": count(events, "failed"),
+        "preemptions": count(events, "preempted"),
+        "resizes": count(events, "resized"),
+        "driver": max(0, count(events, "started") - 1),
+    }
+
+
+def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
+    """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next finished step."""
+    times = sorted(record.time_s for record in records)
+    noticed = [e.time_s for e in events if e.kind in ("failed", "preempted") and not e.details["left"]]
+    noticed += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
+    return [round(later - t, 3) for t in sorted(noticed) for later in [next((done for done in times if done > t), None)] if later]
+
+
+def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> float | None:
+    """Rows that counted x undisturbed time per row / wall time since the first step; 1 means that nothing was lost, None: too few steps.
+
+    Args:
+        records: The steps that counted, in order.
+        repeated: Those that were done again.
+    """
+    if len(records) < 2:
+        return None
+    wall_s = max(r.time_s for r in [*records, *repeated]) - records[0].time_s
+    rows = sum(sum(r.rows) for r in records[1:])
+    return round(min(1.0, rows * undisturbed_row_s(records) / wall_s), 4) if wall_s > 0 else None
+
+
+def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
+    """Seconds per row in the stretches of steps on the most workers that the run had, without the first 3 s of each stretch.
+
+    A stretch ends where the generation or the number of workers changes. It is the time of all these steps over all their rows, a mean, so
+    checkpoints and waiting for data count as normal work. A run with no such steps, because it is so short, takes all on the most workers.
+
+    Args:
+        records: At least two steps, in order; the first only sets the clock.
+    """
+    full = max(r.workers for r in records[1:])
+    settled: list[StepRecord] = []
+    start, began_s = None, 0.0
+    for record in records:
+        if start != (record.generation, record.workers):
+            start, began_s = (record.generation, record.workers), record.time_s
+        if record.workers == full and record.time_s > began_s + SETTLING_S:
+            settled.append(record)
+    counted = settled or [r for r in records[1:] if r.workers == full]
+    return sum(r.step_ms for r in counted) / 1e3 / max(1, sum(sum(r.rows) for r in counted))
+
+
+def disturbances(events: list[Event], limits: FailureSection) -> str:
+    """What went wrong in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 2 resizes, 1 driver restart`.
+
+    Args:
+        events: The run's.
+        limits: The budgets.
+    """
+    happened = restarts(events)
+    parts = []
+    for name, most in (("failures", limits.max_failures), ("preemptions", limits.max_preemptions)):
+        if happened[name]:
+            parts.append(f"{happened[name]} of {most if most >= 0 else 'unlimited'} {name}")
+    if happened["resizes"]:
+        parts.append(counted_word(happened["resizes"], "resize"))
+    if happened["driver"]:
+        parts.append(counted_word(happened["driver"], "driver restart"))
+    return ", ".join(parts)
+
+
+def count(events: Iterable[Event], kind: str) -> int:
+    """How many events are of a kind."""
+    return sum(event.kind == kind for event in events)
+
+
+def counted_word(number: int, name: str) -> str:
+    """`1 resize`, `2 resizes`."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"

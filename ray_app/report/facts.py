@@ -1,0 +1,261 @@
+"""What a report tells, read from a run's directory: finished, failed or running, with or without steps and evaluations."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import yaml
+
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.config import Config, flatten, from_yaml
+from ray_app.errors import ConfigError
+from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
+from ray_app.record.files import folders, read_all
+from ray_app.record.history import goodput, world_sizes
+from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
+from ray_app.record.lease import is_held
+from ray_app.record.paths import RunPaths
+from ray_app.record.redact import guard, redacted
+from ray_app.report.series import Clock, starts_of
+from ray_app.report.story import what_happened
+
+logger = logging.getLogger(__name__)
+
+_ENDS = {"finished": "finished", "stopped_early": "stopped early", "interrupted": "interrupted", "gave_up": "failed"}
+_LOST = "driver_lost"
+"""What whoever found the driver gone has recorded, with the status."""
+_PRIVATE = ("run.", "tracking.")
+"""Fields that say nothing about the result, or may hold credentials."""
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The best run that ended before this one began.
+
+    Args:
+        name: Its name.
+        value: Its best value of the metric.
+        step: Where that was.
+        summary: Its `summary.json`.
+        differs: Fields of the configuration with another value: its value and that of this run, as text.
+        of: From how many runs it was chosen.
+    """
+
+    name: str
+    value: float
+    step: int
+    summary: dict[str, Any]
+    differs: dict[str, tuple[str, str]]
+    of: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a report shows.
+
+    Args:
+        paths: The run.
+        config: Its configuration.
+        status: `running`, `finished`, `stopped early`, `interrupted`, `failed`, or `vanished`: no driver lives, and none said how it ended.
+        records: Its steps, in order, the first record of each.
+        repeated: Records of steps that were done again.
+        events: In the order of time.
+        evaluations: Those of the run's own evaluator, by step.
+        others: Those of other evaluators, by their name.
+        newest: The newest checkpoint.
+        metric: Metric that decides which checkpoint is best.
+        mode: Whether more (`max`) or less (`min`) of it is better.
+        earlier: What it is compared with.
+        made_s: When this was read, seconds since 1970 (UTC).
+    """
+
+    paths: RunPaths
+    config: Config
+    status: str
+    records: list[StepRecord]
+    repeated: list[StepRecord]
+    events: list[Event]
+    evaluations: list[Evaluation]
+    others: dict[str, list[Evaluation]]
+    newest: Commit | None
+    metric: str
+    mode: str
+    earlier: Earlier | None
+    made_s: float
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The best evaluation."""
+        return next(iter(ranked(self.evaluations, self.metric, self.mode)), None)
+
+    @property
+    def story(self) -> str:
+        """What happened to the cluster, in one line."""
+        return what_happened(self.events, self.records, self.repeated, self.config.failure)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run ended, if that was not its plan."""
+        end = _end(self.events)
+        return str(end.details["reason"]) if end and end.details.get("reason") else None
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, if its start said so."""
+        return _detail(self.events, "total_steps")
+
+    @cached_property
+    def in_time(self) -> list[StepRecord]:
+        """All records in the order of time, also of steps that were done again."""
+        return sorted([*self.records, *self.repeated], key=lambda record: record.time_s)
+
+    @cached_property
+    def clock(self) -> Clock:
+        """The run's clock."""
+        signs = [e.time_s for e in self.events] + [r.time_s for r in self.in_time] + [e.time_s for e in self.evaluations]
+        return Clock([e.time_s for e in starts_of(self.events)], signs)
+
+    @cached_property
+    def goodput(self) -> float | None:
+        """See `summary.json`."""
+        return goodput(self.records, self.repeated)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all recorded steps."""
+        return sum(sum(record.rows) for record in self.records)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds in which a driver worked on the run."""
+        return self.clock.end_s
+
+    @property
+    def sizes(self) -> list[list[int]]:
+        """See `summary.json`."""
+        return world_sizes(self.records)
+
+
+def read_facts(paths: RunPaths) -> Facts:
+    """Reads a run.
+
+    Raises:
+        ConfigError: It is no run, or not one of this version.
+        OSError: The storage does not answer.
+    """
+    config = read_config(paths)
+    reader = MetricsReader(paths)
+    reader.poll()
+    events, evaluations = read_events(paths), read_evaluations(paths)
+    commits = CheckpointStore(paths).commits()
+    metric = config.evaluate.metric or _detail(events, "metric") or "loss"
+    mode = config.evaluate.mode or _detail(events, "mode") or ("min" if metric == "loss" else "max")
+    return Facts(
+        paths,
+        config,
+        _status(paths, events),
+        [reader.records[step] for step in sorted(reader.records)],
+        reader.repeated,
+        events,
+        evaluations,
+        {name: read_evaluations(paths, name) for name in evaluator_names(paths)},
+        commits[-1] if commits else None,
+        metric,
+        mode,
+        _best_earlier(paths, config, metric, mode, _started_s(events)),
+        time.time(),
+    )
+
+
+def read_config(paths: RunPaths) -> Config:
+    """The configuration of a run; its secrets are hidden from then on.
+
+    Raises:
+        ConfigError: There is none, or not one of this version.
+        OSError: The storage does not answer.
+    """
+    try:
+        config = from_yaml(paths.config.read_text())
+        guard(config.to_dict())
+        return config
+    except FileNotFoundError:
+        near = ", ".join(sorted(folders(paths.root))[:10])
+        raise ConfigError(
+            f"{paths.root} is no run: it has no config.yaml. Give the directory of a run, <run.storage_path>/<run.name>, on a disk or on"
+            f" s3://. {f'Folders in it: {near}.' if near else 'There are no folders in it either.'}"
+        ) from None
+    except NotADirectoryError:
+        raise ConfigError(f"{paths.root} is a file; give the directory of a run, <run.storage_path>/<run.name>.") from None
+    except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{paths.config} is no configuration of this version: {error}. Give the directory of a run that this version has made,"
+            " or use the version that made it."
+        ) from error
+
+
+def _status(paths: RunPaths, events: list[Event]) -> str:
+    end = _end(events)
+    if end is not None:
+        return _ENDS.get(str(end.details.get("status")), "interrupted") if end.kind == _LOST else _ENDS[end.kind]
+    return "running" if is_held(paths) else "vanished"
+
+
+def _end(events: list[Event]) -> Event | None:
+    """How the newest start ended, if it said so."""
+    starts = starts_of(events)
+    return next((e for e in reversed(events) if starts and e.kind in (*_ENDS, _LOST) and e.fence == starts[-1].fence), None)
+
+
+def _detail(events: list[Event], name: str) -> Any:
+    """What the newest start said of something, or None."""
+    return next((event.details[name] for event in reversed(events) if event.kind == "started" and name in event.details), None)
+
+
+def _started_s(events: list[Event]) -> float:
+    return min((event.time_s for event in starts_of(events)), default=time.time())
+
+
+def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, before_s: float) -> Earlier | None:
+    """The best of the runs next to this one; what is no finished run, or cannot be read, is passed over."""
+    storage = paths.root.parent
+    near = [RunPaths(storage / name) for name in folders(storage) if name != paths.name]
+    found: list[tuple[float, float, RunPaths, dict[str, Any]]] = []
+    for other, data in zip(near, read_all((run.summary for run in near), missing=b""), strict=True):
+        try:
+            summary = json.loads(data)
+            if summary["status"] not in ("finished", "stopped_early") or summary["best"]["metric"] != metric:
+                continue
+            value, ended_s = float(summary["best"]["value"]), float(summary["ended_s"])
+            if math.isfinite(value) and ended_s <= before_s:
+                found.append((-value if mode == "max" else value, ended_s, other, summary))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    for _, _, other, summary in sorted(found, key=lambda item: item[:2]):
+        try:
+            differs = _differing(read_config(other), config)
+            return Earlier(other.name, float(summary["best"]["value"]), int(summary["best"]["step"]), summary, differs, len(found))
+        except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
+            logger.debug("%s is not compared with: %s", other.root, error)
+    return None
+
+
+def _differing(theirs: Config, ours: Config) -> dict[str, tuple[str, str]]:
+    one, other = flatten(redacted(theirs.to_dict())), flatten(redacted(ours.to_dict()))
+    names = [name for name in {**other, **one} if one.get(name) != other.get(name) and not name.startswith(_PRIVATE)]
+    return {name: (_shown(one.get(name)), _shown(other.get(name))) for name in names}
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def changed_fields(config: Config) -> dict[str, str]:
+    """Fields of a configuration that differ from their default, but names, places and tracking, as text."""
+    values, defaults = flatten(redacted(config.to_dict())), flatten(Config().to_dict())
+    return {n: _shown(v) for n, v in values.items() if v != defaults.get(n) and not n.startswith(_PRIVATE)}

@@ -1,0 +1,215 @@
+"""Which curves and timelines a report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+from ray_app.record.evaluations import Evaluation
+from ray_app.record.journal import Event
+from ray_app.report.axes import TIME, Axis, number, seconds, whole_ticks
+from ray_app.report.charts import Frame, Lane, Line, Mark, Tone, line_chart, timeline
+from ray_app.report.facts import Facts
+from ray_app.report.series import Point, finite, rates, sizes_over_time, smoothed, spans_powers, thinned
+
+WIDE, NARROW = 1010, 420
+_SHAPES = {
+    "failed": ("red", "cross"),
+    "preempted": ("purple", "diamond"),
+    "resized": ("blue", "up"),
+    "replaced": ("green", "up"),
+    "started": ("grey", "bar"),
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its caption.
+
+    Args:
+        title: What it shows.
+        unit: In what.
+        wide: The chart for wide pages, or for all if there is no other.
+        narrow: The chart for phones.
+        legend: Tone and name of each curve, if there are several.
+        note: What else must be said.
+    """
+
+    title: str
+    unit: str
+    wide: Markup
+    narrow: Markup | None = None
+    legend: list[tuple[str, str]] = field(default_factory=list)
+    note: str = ""
+
+
+def learning_figures(facts: Facts) -> list[Figure]:
+    """Loss, evaluations, learning rate and gradient norm by step; none without steps."""
+    if not facts.records:
+        return []
+    figures = [figure for figure in [_loss(facts)] if figure]
+    for evaluator, found in [("", facts.evaluations), *facts.others.items()]:
+        hidden = set() if evaluator else {"loss"}  # which stands beside that of the training
+        names = sorted({name for e in found for name in e.metrics} - hidden, key=lambda n: (n != facts.metric, n))
+        figures += [figure for figure in (_metric(facts, evaluator, found, name) for name in names) if figure]
+    rate = finite((float(r.step), r.lr) for r in facts.records)
+    if rate:
+        figures.append(
+            Figure("Learning rate", "of each step", line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame()))
+        )
+    norm = finite((float(r.step), r.grad_norm) for r in facts.records)
+    if norm:
+        lines = _with_mean("norm", "grey", norm)
+        figures.append(Figure("Gradient norm", "L2, before clipping", line_chart(lines, Axis("gradient norm"), Frame(), from_zero=True)))
+    return figures
+
+
+def cluster_figures(facts: Facts) -> list[Figure]:
+    """Workers, rows per second and what happened, over one axis of time; none before anything happened."""
+    if not facts.events and not facts.records:
+        return []
+    struck = [_event_mark(facts, event) for event in facts.events if event.kind in _SHAPES and event.kind != "started"]
+    figures = []
+    sizes = thinned(sizes_over_time(facts.in_time, facts.clock))
+    if sizes:
+        y = Axis("workers", whole_ticks, lambda v: f"{v:.0f}")
+        figures.append(
+            _over_time(
+                facts,
+                "Workers",
+                "that step together; 0 where nobody steps",
+                lambda frame: line_chart([Line("workers", "blue", sizes, "steps")], y, frame, height=170, from_zero=True, marks=struck),
+            )
+        )
+    speed = rates(facts.records, facts.clock)
+    if speed:
+        y_speed = Axis("rows per second")
+        figures.append(
+            _over_time(
+                facts,
+                "Throughput",
+                "rows that counted, per second",
+                lambda frame: line_chart([Line("rows per second", "green", speed)], y_speed, frame, height=150, from_zero=True),
+            )
+        )
+    lanes = _lanes(facts)
+    figures.append(_over_time(facts, "Timeline", "checkpoints, evaluations and disturbances", lambda frame: timeline(lanes, frame)))
+    return figures
+
+
+def _loss(facts: Facts) -> Figure | None:
+    raw = [(float(r.step), r.loss) for r in facts.records]
+    points = finite(raw)
+    if not points:
+        return None
+    lines = _with_mean("training", "blue", points)
+    legend = [("blue", "training")] if len(lines) == 1 else [("blue faint", "training, each step"), ("blue", "mean")]
+    evaluated = finite((float(e.step), e.metrics["loss"]) for e in facts.evaluations if "loss" in e.metrics)
+    if evaluated:
+        lines.append(Line("evaluation", "orange", evaluated, "dots"))
+        legend.append(("orange", "evaluation"))
+    log = spans_powers([y for line in lines for _, y in line.points])
+    left_out = len(raw) - len(points)
+    note = f"{left_out:,} steps whose loss was NaN or infinite are left out." if left_out else ""
+    wide, narrow = (line_chart(lines, Axis("loss"), Frame(width), height=250, log=log) for width in (WIDE, NARROW))
+    return Figure("Loss", f"mean per row{', logarithmic' if log else ''}", wide, narrow, legend, note)
+
+
+def _with_mean(name: str, tone: Tone, points: list[Point]) -> list[Line]:
+    """A curve; one of many points stands behind its mean."""
+    means = smoothed(points)
+    return [Line(name, tone, points, "faint"), Line(f"{name}, mean", tone, means)] if means else [Line(name, tone, points)]
+
+
+def _metric(facts: Facts, evaluator: str, found: list[Evaluation], name: str) -> Figure | None:
+    """A metric of an evaluator; the run's own has no name."""
+    points = finite((float(e.step), e.metrics[name]) for e in found if name in e.metrics)
+    if not points:
+        return None
+    best = facts.best if name == facts.metric and not evaluator else None
+    marks = [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")] if best else []
+    unit = f"on {found[-1].rows:,} held-out rows" + (", best ◆" if best else "")
+    return Figure(
+        f"Evaluation{evaluator and f' {evaluator}'}: {name.replace('_', ' ')}",
+        unit,
+        line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks),
+    )
+
+
+def _over_time(facts: Facts, title: str, unit: str, draw: Callable[[Frame], Markup]) -> Figure:
+    span = (0.0, facts.clock.end_s)
+    wide, narrow = (draw(Frame(width, 96, span, TIME, facts.clock.pauses)) for width in (WIDE, NARROW))
+    return Figure(title, unit, wide, narrow)
+
+
+def _lanes(facts: Facts) -> list[Lane]:
+    """A lane for every kind of thing that happened."""
+    kinds = {
+        "starts": ("started",),
+        "failures": ("failed",),
+        "preemptions": ("preempted",),
+        "resizes": ("resized", "replaced"),
+    }
+    lanes = [Lane(name, [_event_mark(facts, e) for e in facts.events if e.kind in some]) for name, some in kinds.items()]
+    lanes.append(Lane("checkpoints", [_saved(facts, e) for e in facts.events if e.kind in ("checkpointed", "write_failed", "fallback")]))
+    lanes.append(Lane("evaluations", [_evaluated(facts, e) for e in facts.evaluations]))
+    return [lane for lane in lanes if lane.marks]
+
+
+def _event_mark(facts: Facts, event: Event) -> Mark:
+    tone, shape = _SHAPES[event.kind]
+    at = facts.clock.at(event.time_s)
+    return Mark(at, tone, f"{seconds(at)}: {described(event)}", shape)  # type: ignore[arg-type]
+
+
+def _saved(facts: Facts, event: Event) -> Mark:
+    at = facts.clock.at(event.time_s)
+    if event.kind != "checkpointed":
+        return Mark(at, "red", f"{seconds(at)}: {described(event)}", "cross")
+    took = float(event.details.get("duration_s") or 0.0)
+    is_extra = event.details.get("why") == "extra"
+    return Mark(at - took, "blue", f"{seconds(at)}: {described(event)}", "hollow" if is_extra else "bar", at)
+
+
+def _evaluated(facts: Facts, found: Evaluation) -> Mark:
+    at = facts.clock.at(found.time_s)
+    value = found.metrics.get(facts.metric)
+    said = f"{facts.metric} {number(value)}, " if value is not None else ""
+    behind = f", {found.behind} checkpoints behind" if found.behind else ""
+    text = f"{seconds(at)}: step {found.step:,} evaluated, {said}took {seconds(found.duration_s)}{behind}"
+    return Mark(at - found.duration_s, "orange", text, "bar", at)
+
+
+def described(event: Event) -> str:
+    """An event in words."""
+    details = event.details
+    step = f" at step {details['step']:,}" if isinstance(details.get("step"), int) else ""
+    texts = {
+        "started": f"start {event.fence} of the driver, up to {details.get('max_workers')} workers",
+        "resumed": f"went on{step}, from a {details.get('source')}",
+        "formed": f"{details.get('workers')} workers step together from step {details.get('step')}",
+        "workers": f"{details.get('workers')} workers start",
+        "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left: {_reasons(details.get('errors'))}",
+        "preempted": f"preemption {details.get('number')}{step}: {details.get('workers')} workers had to leave",
+        "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}: {details.get('reason')}",
+        "replaced": f"lost workers replaced, {details.get('before')} to {details.get('after')}{step}",
+        "start_failed": f"{details.get('workers')} more workers could not start: {details.get('reason')}",
+        "checkpointed": f"checkpoint{step} ({details.get('why')}), took {seconds(float(details.get('duration_s') or 0.0))}",
+        "evaluation_skipped": f"no evaluation{step}: {details.get('reason')}",
+        "write_retried": f"checkpoint{step} written at attempt {details.get('attempts')}: {details.get('reason')}",
+        "write_failed": f"checkpoint{step} not written: {details.get('reason')}",
+        "fallback": f"checkpoint {details.get('checkpoint')} passed over: {details.get('reason')}",
+        "environment_changed": f"another environment{step}: before {details.get('before')}, now {details.get('now')}",
+        "stacks": f"worker {details.get('rank')} held the others up{step}, while {details.get('doing')}",
+        "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
+        "left": f"rank 0 left{step}",
+    }
+    reason = f": {details['reason']}" if details.get("reason") else ""
+    return texts.get(event.kind, f"{event.kind.replace('_', ' ')}{step}{reason}")
+
+
+def _reasons(errors: object) -> str:
+    """What the workers failed with, each thing once."""
+    return "; ".join(dict.fromkeys(map(str, errors.values()))) if isinstance(errors, dict) else str(errors)

@@ -1,0 +1,121 @@
+"""The page: sections from facts, drawn with a template that escapes whatever comes from the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ray_app.record.files import Location, put_atomic
+from ray_app.record.paths import RunPaths
+from ray_app.record.redact import redact
+from ray_app.report.axes import number, seconds
+from ray_app.report.facts import Facts, changed_fields, read_facts
+from ray_app.report.figures import cluster_figures, learning_figures
+from ray_app.report.tables import budgets, comparison, counters, happenings, time_parts
+from ray_app.report.verdict import verdict
+
+_TONES = {"running": "blue", "finished": "green", "stopped early": "green", "interrupted": "orange", "failed": "red", "vanished": "red"}
+
+
+def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
+    """Makes `report.html` in the run's directory, and writes nothing else there.
+
+    Args:
+        paths: The run; it may still be running, or have failed.
+        facts: What was read of it already.
+
+    Returns:
+        Where the page is.
+
+    Raises:
+        ConfigError: It is no run.
+        OSError: The storage does not answer.
+    """
+    put_atomic(paths.report, render(facts or read_facts(paths)).encode())
+    return paths.report
+
+
+def render(facts: Facts) -> str:
+    """The page, with everything that it needs inside and without secrets: it fetches nothing and runs no script."""
+    return redact(
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            facts=facts,
+            tone=_TONES[facts.status],
+            cards=_cards(facts),
+            learning=learning_figures(facts),
+            cluster=cluster_figures(facts),
+            happenings=happenings(facts),
+            verdict=verdict(facts),
+            budgets=budgets(facts),
+            counters=counters(facts),
+            time_parts=time_parts(facts),
+            comparison=comparison(facts),
+            fields=changed_fields(facts.config),
+            environment=facts.newest.environment if facts.newest else {},
+        )
+    )
+
+
+def utc(time_s: float) -> str:
+    """A time for people: `2026-11-21 17:48:13 UTC`."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("ray_app.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.filters |= {"seconds": seconds, "number": number, "utc": utc, "shared": lambda part: f"{part:.1%}"}
+    return made
+
+
+@dataclass(frozen=True)
+class Card:
+    """A key figure.
+
+    Args:
+        name: What it is.
+        value: In large letters.
+        note: Below it.
+        whole: What a pointer on it shows.
+    """
+
+    name: str
+    value: str
+    note: str
+    whole: str = ""
+
+
+def _cards(facts: Facts) -> list[Card]:
+    """The key figures: a name, a value, a note below it, and what a pointer on it shows."""
+    best, last, part = facts.best, facts.records[-1] if facts.records else None, facts.goodput
+    cards: list[Card] = []
+    if best is not None:
+        cards.append(Card(f"best {facts.metric}", f"{best.metrics[facts.metric]:.4f}", f"at step {best.step:,}"))
+    elif last is not None:
+        cards.append(Card("loss", f"{last.loss:.4f}", f"at step {last.step:,}"))
+    notes = [f"of {facts.total_steps:,}"] if facts.total_steps else []
+    if facts.newest is None or last is None or facts.newest.step != last.step:
+        notes.append(f"newest checkpoint at {facts.newest.step:,}" if facts.newest else "no checkpoint")
+    digest = facts.newest.params_digest if facts.newest else ""
+    return [
+        *cards,
+        Card("steps", f"{last.step if last else 0:,}", ", ".join(notes)),
+        Card("rows", f"{facts.rows:,}", f"in {last.epoch + 1 if last else 0:,} epochs begun"),
+        Card("wall time", seconds(facts.wall_s), _rate(facts)),
+        Card("goodput", f"{part:.1%}" if part is not None else "-", "of the time since the first step"),
+        Card("parameters", digest[:10] or "-", "sha256 of the newest checkpoint" if digest else "no checkpoint", digest),
+    ]
+
+
+def _rate(facts: Facts) -> str:
+    times = [record.time_s for record in facts.in_time]
+    if len(times) < 2 or times[-1] <= times[0]:
+        return ""
+    return f"{facts.rows / (facts.clock.at(times[-1]) - facts.clock.at(times[0])):,.0f} rows/s on average"
