@@ -8,6 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from ray_app.config import SECTIONS, Config, flatten
 from ray_app.errors import ConfigError
 
+_MODEL_NAME = re.compile(r"[^/:'\"]{1,256}")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -121,4 +122,12 @@ def _check_run(config: Config) -> list[str]:
         )
     if not config.data.path:
         problems.append("data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one).")
+    model = config.tracking.registered_model
+    if model is not None and not config.tracking.enabled:
+        problems.append(
+            f"tracking.registered_model is {model!r}, but tracking.enabled is false: the registry is MLflow's. Enable tracking"
+            " or leave it out."
+        )
+    if model is not None and not _MODEL_NAME.fullmatch(model):
+        problems.append(f"tracking.registered_model is {model!r}; use 1 to 256 characters other than '/', ':' and quotes.")
     return problems

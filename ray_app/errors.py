@@ -15,7 +15,8 @@
     ├── PeerLostError        a collective failed because a worker left: form a new generation
     ├── PreemptedError       the nodes of all workers are about to go away
     ├── RepeatedFailureError the same failure at the same step again and again
-    └── BudgetSpentError     more failures than `failure.*` allows
+    ├── BudgetSpentError     more failures than `failure.*` allows
+    └── RegistryError        a model cannot be packaged or registered
 """
 
 
@@ -96,6 +97,10 @@ class BudgetSpentError(RayAppError):
     """The run failed more often than `failure.*` allows; a new start has a new budget."""
 
     retryable = True
+
+
+class RegistryError(RayAppError):
+    """A model cannot be packaged or registered; the training that made it is not touched."""
 
 
 def own_error(error: BaseException) -> BaseException:

@@ -136,9 +136,17 @@ def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict
     Raises:
         BadRowError: It cannot be decoded.
     """
-    first = next(i for i, rows in enumerate(dataset.manifest.rows) if rows)
-    table = Reader(dataset.root, columns, decode_rows).read((_piece(dataset.manifest, first, 0, 1),))
-    return rows_of(table.drop_columns([POSITION]))
+    return first_rows(Reader(dataset.root, columns, decode_rows), dataset.manifest, 1)
+
+
+def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, npt.NDArray]:
+    """Decodes the first rows of a data set, at most so many and all of one row group; each field is of shape (rows, ...).
+
+    Raises:
+        BadRowError: One cannot be decoded.
+    """
+    first, held = next((i, int(rows)) for i, rows in enumerate(manifest.rows) if rows)
+    return rows_of(reader.read((_piece(manifest, first, 0, min(most, held)),)).drop_columns([POSITION]))
 
 
 def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:

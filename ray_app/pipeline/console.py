@@ -174,6 +174,8 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], facts: Facts 
     else:
         rows.append(("cluster", spent(job.paths, job.config.failure) or "nothing went wrong"))
     rows.append(("parameters", f"sha256 {summary['params_digest']}"))
+    if summary.get("model"):
+        rows.append(("model", model_line(summary["model"])))
     rows.append(("run directory", str(job.paths.root)))
     if facts is not None:
         rows.append(("report", str(job.paths.report)))
@@ -195,6 +197,11 @@ def loss_curve(facts: Facts, encoding: str) -> str:
 
 def _is_utf8(encoding: str) -> bool:
     return encoding.lower().replace("-", "") == "utf8"
+
+
+def model_line(model: dict[str, Any]) -> str:
+    """A registered version in a line, from the field `model` of a summary."""
+    return f"{model['name']} version {model['version']}" + "".join(f" @{alias}" for alias in model["aliases"])
 
 
 def _mlflow_page(uri: str) -> str:

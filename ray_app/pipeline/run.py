@@ -25,6 +25,7 @@ from ray_app.pipeline.closing import close_orphan, mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.prepare import Prepared, claim, prepare
+from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.summary import Status, newest_commit, summarize
@@ -170,13 +171,14 @@ class _Run:
         status = self._status()
         kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
         put_event(job.paths, kind, job.fence, reason=str(self._error) if self._error else None)
-        summary = summarize(job, status)
-        put_json(job.paths.summary, summary)
+        put_json(job.paths.summary, summarize(job, status))
         facts = report_end(job.paths)
         if tracker is not None:
             tracker.close(mlflow_status(status), _TRACKING_END_S)
-            summary["mlflow_run_id"] = tracker.run_id or summary["mlflow_run_id"]
-            put_json(job.paths.summary, summary)
+            if status in REGISTRABLE and self._config.tracking.registered_model is not None:
+                try_to_register(job)
+        summary = summarize(job, status)
+        put_json(job.paths.summary, summary)
         for event in read_events(job.paths, "environment_changed"):
             if event.fence == job.fence:
                 self._console.print(_MIX.format(**event.details), markup=False, highlight=False)

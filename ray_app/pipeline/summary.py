@@ -58,6 +58,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
             "failed_writes": count(events, "write_failed"),
         },
         "timing": _timing(records, events),
+        "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
     }
 
 

@@ -29,6 +29,7 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 """MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself."""
 
@@ -81,7 +82,7 @@ class MlflowRun:
             Exception: Whatever MLflow raises, mostly because it cannot be reached.
         """
         if self._client is None:
-            self._client = _client(self._uri)
+            self._client = connect(self._uri)
         if run_id is None or not self._is_active(run_id):
             experiment_id = self._experiment_id()
             found = self._client.search_runs([experiment_id], filter_string=f"tags.`{_UUID_TAG}` = '{run_uuid}'", max_results=1)
@@ -176,17 +177,17 @@ class MlflowRun:
         return str(found.experiment_id)
 
 
-def _client(uri: str) -> Any:
+def connect(uri: str) -> Any:
     """MLflow's client, quiet and impatient; makes the folder of a SQLite file. Importing MLflow takes about a second."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
-    for noisy in ("mlflow.store.db.utils", "alembic"):
+    for noisy in ("mlflow.store.db.utils", "alembic", "mlflow.pyfunc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if uri.startswith("sqlite"):
         Path(sqlite_file(uri)).parent.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(tracking_uri=uri)
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def sqlite_file(uri: str) -> str:

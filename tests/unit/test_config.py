@@ -52,6 +52,14 @@ def test_the_valid_one_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (
+            {"tracking__registered_model": "m", "tracking__enabled": False},
+            "tracking.registered_model is 'm', but tracking.enabled is false: the registry is MLflow's. Enable tracking or leave it out.",
+        ),
+        (
+            {"tracking__registered_model": "a/b"},
+            "tracking.registered_model is 'a/b'; use 1 to 256 characters other than '/', ':' and quotes.",
+        ),
         ({"scaling__min_workers": 0}, "scaling.min_workers is 0; it must be at least 1."),
         ({"scaling__threads_per_worker": 0}, "scaling.threads_per_worker is 0; it must be at least 1."),
         ({"scaling__cpus_per_worker": -1}, "scaling.cpus_per_worker is -1; it must be at least 0."),
@@ -173,6 +181,7 @@ def changed(**fields: Any) -> bool:
         {"evaluate__every": "latest", "evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__threads": 2},
         {"tracking__enabled": False, "tracking__every_steps": 3, "tracking__uri": "http://x", "tracking__experiment": "e"},
+        {"tracking__registered_model": "m"},
     ],
     ids=str,
 )

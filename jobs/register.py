@@ -1,0 +1,11 @@
+"""Register the best checkpoint of a run: python jobs/register.py --run runs/NAME [--name MODEL] [--promote "why it is better"]."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ray_app.pipeline.registering import main
+
+if __name__ == "__main__":
+    sys.exit(main())
