@@ -69,6 +69,10 @@ class TrackingError(RayAppError):
     """MLflow did not take everything that was to be sent at once; what it took is not sent again."""
 
 
+class EvaluationError(RayAppError):
+    """An evaluator gave up; training is not touched, and what it had evaluated stays."""
+
+
 class LeaseLostError(RayAppError):
     """A later start of the driver has taken the run over; this one must not write it any more."""
 

@@ -226,6 +226,10 @@ class CheckpointStore:
         """Says for a follower what it still needs."""
         put_json(self._paths.holds / f"{follower}.json", asdict(hold))
 
+    def release(self, follower: str) -> None:
+        """Says for a follower that it needs nothing any more."""
+        (self._paths.holds / f"{follower}.json").unlink(missing_ok=True)
+
     def _folders(self, temporary: bool = False) -> _Folders:
         """What there is; with `temporary` what writers that were stopped in the middle have left. On S3 that is one request."""
         found: _Folders = {}

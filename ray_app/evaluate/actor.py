@@ -31,7 +31,7 @@ from ray_app.task.scoring import combine, score
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "ray_app"
+_NAMESPACE = "ray_app"
 HOLD_S = 300.0
 """Seconds that a hold outlives the evaluator; long enough for Ray to start it again."""
 _LONGEST_PAUSE_S = 10.0
@@ -206,7 +206,7 @@ class Evaluator:
 def start_evaluator(
     job: EvaluationJob, before_evaluation: Callable[[Commit], None] | None = None, when_orphaned: Callable[[str], object] | None = None
 ) -> Any:
-    """Holds the checkpoints, starts the named actor with its own resources, and returns its handle.
+    """Holds the checkpoints, starts the actor with its own resources, and returns its handle.
 
     Ray starts it again whenever it dies; what it had not finished is then evaluated anew.
 
@@ -218,8 +218,6 @@ def start_evaluator(
     done = last_evaluated(evaluated_steps(job.paths, job.name))
     CheckpointStore(job.paths).hold(job.follower, job.hold(done, time.time() + HOLD_S))
     options: dict[str, Any] = {
-        "name": f"{job.follower}-{job.paths.name}-{job.fence}",
-        "namespace": NAMESPACE,
         "num_cpus": job.section.num_cpus,
         "num_gpus": job.section.num_gpus,
         "max_restarts": -1,
@@ -227,5 +225,5 @@ def start_evaluator(
         "max_concurrency": 4,
     }
     if when_orphaned is not None:
-        options["lifetime"] = "detached"
+        options |= {"lifetime": "detached", "name": f"evaluator-{job.paths.name}-{job.fence}", "namespace": _NAMESPACE}
     return ray.remote(Evaluator).options(**options).remote(job, fetch_ray, before_evaluation, when_orphaned)

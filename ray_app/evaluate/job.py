@@ -27,6 +27,7 @@ class EvaluationJob:
         fence: Number of the driver's start.
         data: The evaluation data.
         name: Of an evaluator beside the run's own; None: the run's own.
+        attached: Whether it belongs to another job than the run's driver.
     """
 
     section: EvaluateSection
@@ -35,6 +36,7 @@ class EvaluationJob:
     fence: int
     data: RowSource
     name: str | None = None
+    attached: bool = False
 
     @property
     def paths(self) -> RunPaths:
@@ -43,8 +45,8 @@ class EvaluationJob:
 
     @property
     def follower(self) -> str:
-        """What its hold and its actor are named after."""
-        return f"evaluator-{self.name}" if self.name else "evaluator"
+        """What its hold is named after."""
+        return "-".join(["evaluator", *([self.name] if self.name else []), *(["attached"] if self.attached else [])])
 
     def hold(self, done_step: int, expires_s: float) -> Hold:
         """Says which checkpoints it still needs: those after `done_step`."""

@@ -19,14 +19,14 @@ from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.pipeline.cli import importable_from_here
-from ray_app.pipeline.closing import is_live, newest_start
+from ray_app.pipeline.closing import newest_start
 from ray_app.pipeline.cluster import cluster
 from ray_app.pipeline.prepare import evaluation_source, make_task
 from ray_app.pipeline.replay import replay
 from ray_app.pipeline.report import report_end
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import location, poll_s
-from ray_app.record.lease import newest_fence
+from ray_app.record.lease import is_held, newest_fence
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard, redact
 from ray_app.task.base import Task
@@ -92,7 +92,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
         finally:
             ray.kill(evaluator, no_restart=True)
             CheckpointStore(paths).release(job.follower)
-    if not is_live(paths):
+    if not is_held(paths):
         _tell(paths, config)
     return read_evaluations(paths, options.name)
 
@@ -125,7 +125,7 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
     """Shows each evaluation as it comes, until none will come any more."""
     shown: set[int] = {e.step for e in read_evaluations(job.paths, job.name)}
     while True:
-        is_last_look = not (follow and is_live(job.paths)) and not pending(job)
+        is_last_look = not (follow and is_held(job.paths)) and not pending(job)
         for found in read_evaluations(job.paths, job.name):
             if found.step not in shown:
                 shown.add(found.step)
@@ -168,7 +168,9 @@ def main(arguments: list[str] | None = None) -> int:
     spec = values.pop("task", None)
     console = Console()
     try:
-        found = evaluate_run(EvaluateOptions(**values), ClassSpec(spec["class_path"], spec.get("init_args") or {}) if spec else None, console)
+        found = evaluate_run(
+            EvaluateOptions(**values), ClassSpec(spec["class_path"], spec.get("init_args") or {}) if spec else None, console
+        )
     except (ConfigError, DataError) as error:
         print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2

@@ -207,27 +207,41 @@ def _prepare_evaluation(job: Job) -> RowSource | None:
     config = job.config
     if config.data.eval_path is None:
         return None
-    dataset = open_dataset(config.data.eval_path)
-    job.task.prepare(dataset.facts)
-    fields = probe(dataset, job.task.columns(), job.task.decode)
-    if fields != job.fields:
+    source = evaluation_source(job.task, config.data.eval_path, config.data.read_task_mb)
+    if source.fields != job.fields:
         raise DataError(
-            f"A decoded row of data.eval_path {config.data.eval_path} is {fields}, of data.path {config.data.path} it is {job.fields}; both"
-            " must be alike. Ingest them the same way."
+            f"A decoded row of data.eval_path {config.data.eval_path} is {source.fields}, of data.path {config.data.path} it is {job.fields};"
+            " both must be alike. Ingest them the same way."
         )
     if config.evaluate.metric is not None:
-        blank = {name: np.zeros((2, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
+        blank = {name: np.zeros((2, *spec.shape), np.dtype(spec.dtype)) for name, spec in source.fields.items()}
         known = sorted(combine(job.task, score(job.task, job.task.build_model(), blank, 2, torch.device("cpu"))).values)
         if job.best_metric not in known:
             raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task's metrics of one number are {', '.join(known)}.")
-    before = {e.data_digest for e in read_evaluations(job.paths)} - {dataset.manifest.digest}
+    before = {e.data_digest for e in read_evaluations(job.paths)} - {source.manifest.digest}
     if before and config.evaluate.patience is not None:
         raise DataError(
-            f"data.eval_path {config.data.eval_path} (digest {dataset.manifest.digest}) is not what this run was evaluated on before"
+            f"data.eval_path {config.data.eval_path} (digest {source.manifest.digest}) is not what this run was evaluated on before"
             f" ({', '.join(before)}), but evaluate.patience makes the result depend on it. Give the data of before, or another run.name."
         )
-    reader = Reader(dataset.root, job.task.columns(), job.task.decode)
-    return RowSource(reader, dataset.manifest, fields, rows_per_task(fields, config.data.read_task_mb))
+    return source
+
+
+def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
+    """A data set to evaluate on.
+
+    Args:
+        task: The task, prepared with the training data.
+        path: Folder (or file) of Parquet.
+        read_task_mb: Most decoded megabytes of one read task.
+
+    Raises:
+        DataError: The task cannot be evaluated on it.
+    """
+    dataset = open_dataset(path)
+    task.prepare(dataset.facts)
+    fields = probe(dataset, task.columns(), task.decode)
+    return RowSource(Reader(dataset.root, task.columns(), task.decode), dataset.manifest, fields, rows_per_task(fields, read_task_mb))
 
 
 def claim(prepared: Prepared, fence: int) -> Prepared:

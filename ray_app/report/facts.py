@@ -16,7 +16,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config, flatten, from_yaml
 from ray_app.errors import ConfigError
 from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
-from ray_app.record.files import folders, read_all
+from ray_app.record.files import folders, read_all, read_json
 from ray_app.record.history import goodput, world_sizes
 from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
 from ray_app.record.lease import is_held
@@ -69,6 +69,7 @@ class Facts:
         evaluations: Those of the run's own evaluator, by step.
         others: Those of other evaluators, by their name.
         newest: The newest checkpoint.
+        stopped: `summary.json` of a run that stopped early, otherwise empty.
         metric: Metric that decides which checkpoint is best.
         mode: Whether more (`max`) or less (`min`) of it is better.
         earlier: What it is compared with.
@@ -84,6 +85,7 @@ class Facts:
     evaluations: list[Evaluation]
     others: dict[str, list[Evaluation]]
     newest: Commit | None
+    stopped: dict[str, Any]
     metric: str
     mode: str
     earlier: Earlier | None
@@ -91,8 +93,16 @@ class Facts:
 
     @property
     def best(self) -> Evaluation | None:
-        """The best evaluation."""
-        return next(iter(ranked(self.evaluations, self.metric, self.mode)), None)
+        """The best evaluation; of a run that stopped early the one that named its result."""
+        named = (self.stopped.get("stopped_early") or {}).get("best_step")
+        return next((e for e in self.evaluations if e.step == named), None) or next(
+            iter(ranked(self.evaluations, self.metric, self.mode)), None
+        )
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the run's result: of its newest checkpoint, or of the best where training stopped early."""
+        return self.stopped.get("params_digest") or (self.newest.params_digest if self.newest else None)
 
     @property
     def story(self) -> str:
@@ -156,16 +166,18 @@ def read_facts(paths: RunPaths) -> Facts:
     commits = CheckpointStore(paths).commits()
     metric = config.evaluate.metric or _detail(events, "metric") or "loss"
     mode = config.evaluate.mode or _detail(events, "mode") or ("min" if metric == "loss" else "max")
+    status = _status(paths, events)
     return Facts(
         paths,
         config,
-        _status(paths, events),
+        status,
         [reader.records[step] for step in sorted(reader.records)],
         reader.repeated,
         events,
         evaluations,
         {name: read_evaluations(paths, name) for name in evaluator_names(paths)},
         commits[-1] if commits else None,
+        (read_json(paths.summary) or {}) if status == "stopped early" else {},
         metric,
         mode,
         _best_earlier(paths, config, metric, mode, _started_s(events)),

@@ -103,14 +103,19 @@ def _cards(facts: Facts) -> list[Card]:
     notes = [f"of {facts.total_steps:,}"] if facts.total_steps else []
     if facts.newest is None or last is None or facts.newest.step != last.step:
         notes.append(f"newest checkpoint at {facts.newest.step:,}" if facts.newest else "no checkpoint")
-    digest = facts.newest.params_digest if facts.newest else ""
+    digest = facts.digest or ""
     return [
         *cards,
         Card("steps", f"{last.step if last else 0:,}", ", ".join(notes)),
         Card("rows", f"{facts.rows:,}", f"in {last.epoch + 1 if last else 0:,} epochs begun"),
         Card("wall time", seconds(facts.wall_s), _rate(facts)),
         Card("goodput", f"{part:.1%}" if part is not None else "-", "of the time since the first step"),
-        Card("parameters", digest[:10] or "-", "sha256 of the newest checkpoint" if digest else "no checkpoint", digest),
+        Card(
+            "parameters",
+            digest[:10] or "-",
+            "sha256 of the result" if facts.stopped else "sha256 of the newest checkpoint" if digest else "no checkpoint",
+            digest,
+        ),
     ]
 
 

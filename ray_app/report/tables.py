@@ -99,7 +99,7 @@ def comparison(facts: Facts) -> list[tuple[str, str, str]]:
     if earlier is None:
         return []
     theirs, best = earlier.summary, facts.best
-    digest = facts.newest.params_digest if facts.newest else None
+    digest = facts.digest
     same = " (equal)" if digest and digest == theirs.get("params_digest") else ""
     wall_s = (theirs.get("timing") or {}).get("wall_s")
     return [
