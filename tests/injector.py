@@ -96,6 +96,18 @@ class Late:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """Holds every evaluation up until a file is there, two minutes at most."""
+
+    file: str
+
+    def __call__(self, commit: Commit) -> None:
+        deadline_s = time.monotonic() + 120
+        while not Path(self.file).exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
+
+@dataclass(frozen=True)
 class AtPhase:
     """Something that happens once, when a worker begins a phase, see `Hooks.at`."""
 

@@ -69,7 +69,7 @@ class EvaluateOptions:
 def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Console) -> list[Evaluation]:
     """Evaluates what is committed, and with `follow` what comes; returns the evaluations of this evaluator by step.
 
-    What was evaluated before is not evaluated again. A driver that lives sends the evaluations to MLflow; for a run that has ended this does.
+    What was evaluated before is not evaluated again. A driver that lives sends the evaluations to MLflow; after its end this does.
 
     Args:
         options: See there.
@@ -160,7 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     importable_from_here()
     parser = ArgumentParser(prog="evaluate.py", description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False)
-    parser.add_class_arguments(EvaluateOptions, None)
+    parser.add_class_arguments(EvaluateOptions, None, skip={"follow"})
+    parser.add_argument("--follow", action="store_true", help="Goes on until the run has ended, rather than ending with what is committed.")
     parser.add_subclass_arguments(
         Task, "task", instantiate=False, required=False, help="Another task, for other metrics: class_path and init_args; needs a name."
     )

@@ -210,8 +210,8 @@ def _prepare_evaluation(job: Job) -> RowSource | None:
     source = evaluation_source(job.task, config.data.eval_path, config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
-            f"A decoded row of data.eval_path {config.data.eval_path} is {source.fields}, of data.path {config.data.path} it is {job.fields};"
-            " both must be alike. Ingest them the same way."
+            f"A decoded row of data.eval_path {config.data.eval_path} is {source.fields}, of data.path {config.data.path} it is"
+            f" {job.fields}; both must be alike. Ingest them the same way."
         )
     if config.evaluate.metric is not None:
         blank = {name: np.zeros((2, *spec.shape), np.dtype(spec.dtype)) for name, spec in source.fields.items()}
