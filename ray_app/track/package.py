@@ -116,7 +116,8 @@ class _Watched(dict[str, Tensor]):
         return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
-        self.read |= {name} & set(dict.keys(self))
+        if isinstance(name, str) and super().__contains__(name):
+            self.read.add(name)
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
