@@ -116,10 +116,9 @@ class _Watched(dict[str, Tensor]):
         return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
-            self.read.add(str(name))
-            return True
-        return False
+        if isinstance(name, str) and super().__contains__(name):
+            self.read.add(name)
+        return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
         """See `dict.get`."""
