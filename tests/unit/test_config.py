@@ -181,7 +181,8 @@ def changed(**fields: Any) -> bool:
         {"evaluate__every": "latest", "evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__threads": 2},
         {"tracking__enabled": False, "tracking__every_steps": 3, "tracking__uri": "http://x", "tracking__experiment": "e"},
-        {"tracking__registered_model": "m"},
+        {"tracking__registered_model": "m", "tracking__system_metrics_s": None},
+        {"evaluate__where": "workers", "evaluate__budget": 0.5, "evaluate__most_waiting": 3, "evaluate__min_delta": 0.1},
     ],
     ids=str,
 )
@@ -209,6 +210,7 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
         {"train__reduction": "overlapped"},
         {"train__precision": "bf16"},
         {"train__grad_clip_norm": 1.0},
+        {"evaluate__patience": 3},
     ],
     ids=str,
 )
@@ -217,6 +219,20 @@ def test_what_decides_the_result_alters_the_digest(fields: dict[str, Any]) -> No
 
 
 ONE_VALUE = {"train__strategy"}
+
+
+def test_with_early_stopping_evaluations_and_cadence_decide_too() -> None:
+    judged = VALID.replace(evaluate__patience=3, data__eval_path="test")
+    for fields in (
+        {"evaluate__metric": "loss"},
+        {"evaluate__mode": "min"},
+        {"evaluate__min_delta": 0.1},
+        {"evaluate__where": "workers"},
+        {"evaluate__batch_size": 7},
+        {"checkpoint__every_steps": 7},
+        {"checkpoint__every_epochs": 3},
+    ):
+        assert digest(judged.replace(**fields), "m") != digest(judged, "m"), fields
 
 
 def test_every_field_is_known_to_decide_or_not() -> None:
