@@ -178,9 +178,8 @@ def main() -> None:
             found = alternate(sides, options.rounds)
             report("Time per step, digits on one worker, a checkpoint every 40 steps", found, {})
             through = [off.wall_ms / on.wall_ms for off, on in zip(found[OFF], found[ON], strict=True)]
-            print(
-                f"throughput, on / off: {median(through):.3f} ({min(through):.3f}-{max(through):.3f}), bar 0.95: {verdict(median(through) >= 0.95)}"
-            )
+            middle, low, high = median(through), min(through), max(through)
+            print(f"throughput, on / off: {middle:.3f} ({low:.3f}-{high:.3f}), bar 0.95: {verdict(middle >= 0.95)}")
     ray.shutdown()
 
 
