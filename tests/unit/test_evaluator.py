@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from ray_app.config import EvaluateSection
 from ray_app.data.source import fetch_here, load_all
 from ray_app.evaluate import actor
 from ray_app.evaluate.actor import Evaluator
-from ray_app.evaluate.job import EvaluationJob, pending
+from ray_app.evaluate.job import EvaluationJob, pause_s, pending
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.journal import read_events
+from ray_app.record.lease import acquire
 from ray_app.task.scoring import combine, score
 
 
@@ -45,8 +47,10 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 30.
 
 
 @contextmanager
-def following(job: EvaluationJob, before: Callable[[Commit], None] | None = None) -> Iterator[Evaluator]:
-    evaluator = Evaluator(job, fetch_here, before)
+def following(
+    job: EvaluationJob, before: Callable[[Commit], None] | None = None, when_orphaned: Callable[[str], object] | None = None
+) -> Iterator[Evaluator]:
+    evaluator = Evaluator(job, fetch_here, before, when_orphaned)
     try:
         yield evaluator
     finally:
@@ -119,3 +123,71 @@ def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> Non
     found = [combine(job.task, score(job.task, model, arrays, size, cpu)).values for size in (1, 7, 31, 1000)]
     assert {values["accuracy"] for values in found} == {found[0]["accuracy"]}
     assert all(values["loss"] == pytest.approx(found[0]["loss"], rel=1e-5) for values in found)
+
+
+def test_the_latest_only(job: EvaluationJob) -> None:
+    for step in (1, 2, 3):
+        commit(job, step)
+    with following(replace(job, section=replace(job.section, every="latest"))) as evaluator:
+        wait_until(lambda: bool(read_evaluations(job.paths)), "one evaluation")
+        commit(job, 4)
+        wait_until(lambda: len(read_evaluations(job.paths)) == 2, "the next one")
+        assert evaluator.error() is None
+    assert [e.step for e in read_evaluations(job.paths)] == [3, 4]
+    assert [e.details["step"] for e in read_events(job.paths, "evaluation_skipped")] == [1, 2]
+
+
+def test_how_far_it_is_behind_is_recorded(job: EvaluationJob) -> None:
+    for step in (1, 2, 3):
+        commit(job, step)
+    with following(job):
+        wait_until(lambda: not pending(job), "all evaluated")
+    evaluations = read_evaluations(job.paths)
+    assert [e.behind for e in evaluations] == [2, 1, 0]
+    committed = {c.step: c.time_s for c in CheckpointStore(job.paths).commits()}
+    assert all(e.lag_s == pytest.approx(e.time_s - committed[e.step]) for e in evaluations)
+    assert evaluations[0].data_digest == job.data.manifest.digest
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "share", "budget", "expected"),
+    [(10.0, 0.5, 0.25, 10.0), (10.0, 0.5, 0.5, 0.0), (10.0, 0.1, 0.5, 0.0), (10.0, 1.0, 0.1, 90.0), (10.0, 0.0, 1.0, 0.0)],
+)
+def test_a_pause_keeps_the_budget(duration_s: float, share: float, budget: float, expected: float) -> None:
+    assert pause_s(duration_s, share, budget) == pytest.approx(expected)
+
+
+def test_the_budget_holds_the_next_evaluation_back_until_somebody_waits_for_it(job: EvaluationJob) -> None:
+    for step in (1, 2):
+        commit(job, step)
+    begun: list[int] = []
+    with following(replace(job, section=replace(job.section, budget=1e-6)), lambda found: begun.append(found.step)) as evaluator:
+        wait_until(lambda: bool(read_evaluations(job.paths)), "the first evaluation")
+        assert not threading.Event().wait(0.5), "as long as many evaluations take"
+        assert begun == [1]
+        evaluator.hurry()
+        wait_until(lambda: not pending(job), "all evaluated")
+    assert begun == [1, 2]
+
+
+def test_without_its_driver_it_finishes_and_has_the_run_closed(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "LIFE_S", 0.5)
+    lease = acquire(job.paths)
+    commit(job, 1)
+    closed: list[str] = []
+    with following(replace(job, fence=lease.fence), when_orphaned=closed.append):
+        wait_until(lambda: not pending(job), "the first evaluation")
+        assert closed == []
+        lease.release()
+        commit(job, 2)
+        wait_until(lambda: bool(closed), "the end of the driver is noticed")
+    assert [e.step for e in read_evaluations(job.paths)] == [1, 2]
+    assert closed == [job.run_root]
+
+
+def test_when_a_later_start_has_taken_over_it_just_ends(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "LIFE_S", 0.5)
+    acquire(job.paths).release()
+    with acquire(job.paths), following(replace(job, fence=1), when_orphaned=pytest.fail) as evaluator:
+        wait_until(evaluator._stopped.is_set, "it ends")
+        assert evaluator.error() is None
