@@ -23,7 +23,7 @@ from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report
 
 OFF, ON = "tracking off", "tracking on"
 BAR = 1.02
-WORKERS, WARM_UP, STEPS = 2, 230, 1840
+WORKERS, WARM_UP, STEPS = 2, 120, 620
 
 
 class Digits:

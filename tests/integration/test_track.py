@@ -40,7 +40,7 @@ class Run:
 
     def __init__(self, root: Path, uri: str, **fields: Any) -> None:
         self.paths = RunPaths(root)
-        self.config = Config(task=ClassSpec("some.Task", {"source": "s3://user:secret@bucket/x"})).replace(
+        self.config = Config(task=ClassSpec("some.Task", {"source": "s3://user:secret@bucket/x", "token": "xy"})).replace(
             run__name=root.name, run__storage_path=str(root.parent), tracking__uri=uri, scaling__max_workers=2, **fields
         )
         self.records: dict[int, StepRecord] = {}
@@ -168,6 +168,7 @@ def check_what_describes_it(run: Run) -> None:
     data = found.data
     assert data.params["scaling.max_workers"] == "2"
     assert data.params["task.init_args.source"] == "s3://***@bucket/x"
+    assert data.params["task.init_args.token"] == "***"
     assert data.tags["kind"] == "test"
     assert data.tags["from"] == "http://***@git/x"
     assert data.tags["ray_app.run_root"] == str(run.paths.root)
@@ -194,11 +195,11 @@ def test_every_evaluator_has_metrics_of_its_own(run: Run) -> None:
 
 
 def test_a_late_tracker_adds_what_is_missing_and_changes_nothing(run: Run) -> None:
-    data = DataSet("training", "s3://me:secret@bucket/digits/train", "d" * 64, 5)
     run.record(1, 12)
     assert run.tracker({"commit": "a"}).close("FAILED", 20)
     run.record(13, 20)
-    for _ in range(2):
+    for path in ("s3://me:secret@bucket/digits/train", "/moved/digits/train"):
+        data = DataSet("training", path, "d" * 64, 5)
         late = Tracker(run.paths, run.config.replace(scaling__max_workers=1), {"commit": "b", "more": "c"}, EVERY, [data], is_over=True)
         late.send_all("KILLED")
     assert (late.sent_points, late.sent_evaluations) == (0, 0)
