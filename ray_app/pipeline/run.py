@@ -19,11 +19,10 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.cache import start_cache
 from ray_app.errors import ConfigError, DataError, LeaseLostError, own_error
-from ray_app.evaluate.actor import start_evaluator
-from ray_app.evaluate.job import pending
-from ray_app.pipeline.closing import close_orphan, mlflow_status
+from ray_app.pipeline.closing import mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
+from ray_app.pipeline.following import Following
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.report import report_end
@@ -150,10 +149,10 @@ class _Run:
                 CheckpointStore(job.paths).clean(job.fence)
                 if self._sampler is not None:
                     stack.enter_context(self._sampler)
-                evaluator = self._start_evaluator(stack)
+                following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
                 if not self._is_complete():
-                    self._train(stack)
-                self._wait_for_evaluator(evaluator)
+                    self._train(stack, following)
+                following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
         except KeyboardInterrupt:
             self._interrupted.set()
         except Exception as error:
@@ -188,13 +187,6 @@ class _Run:
             raise self._error
         return Result(job.paths.root, summary, job.task)
 
-    def _start_evaluator(self, stack: ExitStack) -> Any | None:
-        if self._evaluation is None:
-            return None
-        evaluator = start_evaluator(self._evaluation, self._faults.before_evaluation, None if self._own_cluster else close_orphan)
-        stack.callback(_end_actor, evaluator)
-        return evaluator
-
     def _is_complete(self) -> bool:
         newest = newest_commit(self._job)
         return (newest is not None and newest.step >= self._job.total_steps) or self._is_over()
@@ -207,7 +199,7 @@ class _Run:
             logger.warning("The evaluations could not be read, will try again: %s", error)
         return self._stops_early
 
-    def _train(self, stack: ExitStack) -> None:
+    def _train(self, stack: ExitStack, following: Following) -> None:
         """Runs `fit` in a thread; the main thread is for signals and the console."""
         job = self._job
         failure = self._config.failure
@@ -225,7 +217,7 @@ class _Run:
             stack.callback(_end_actor, evaluation)
         start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train)
         thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
-        with RunConsole(job, self._config.scaling.max_workers, self._console, self._waiting) as shown:
+        with RunConsole(job, self._config.scaling.max_workers, self._console, following.waiting) as shown:
             thread.start()
             told, looked_s = False, time.monotonic()
             while thread.is_alive():
@@ -251,36 +243,6 @@ class _Run:
             fit(start, self._max_workers, reserved_cpus(self._config))
         except BaseException as error:  # shown and raised by the main thread
             self._error = own_error(error)
-
-    def _wait_for_evaluator(self, evaluator: Any | None) -> None:
-        """Waits until the evaluator has caught up, or until patience has run out, at most `drain_timeout_s`."""
-        if evaluator is None or self._evaluation is None:
-            return
-        evaluator.hurry.options(max_task_retries=0).remote()
-        deadline = time.monotonic() + self._config.evaluate.drain_timeout_s
-        while waiting := self._unevaluated():
-            if time.monotonic() > deadline:
-                self._console.print(f"The evaluator did not finish in time; the next start goes on with steps {waiting}.")
-                return
-            error = _ask(evaluator)
-            if error is not None:
-                self._console.print(redact(f"The evaluator gave up: {error}"), markup=False)
-                return
-            time.sleep(_LOOK_S)
-
-    def _waiting(self) -> list[Commit]:
-        """The checkpoints that wait for the evaluator."""
-        return pending(self._evaluation) if self._evaluation is not None else []
-
-    def _unevaluated(self) -> list[int]:
-        """Steps of the checkpoints that wait for the evaluator; none if nobody waits for it any more."""
-        while not self._interrupted.is_set() and not self._is_over():
-            try:
-                return [commit.step for commit in self._waiting()]
-            except OSError as error:  # a passing outage of the storage
-                logger.warning("The evaluations could not be read, will try again: %s", error)
-                self._interrupted.wait(_LOOK_S)
-        return []
 
     def _status(self) -> Status:
         if self._error is not None:
@@ -312,16 +274,6 @@ def _stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
 
 def _end_actor(actor: Any) -> None:
     ray.kill(actor, no_restart=True)
-
-
-def _ask(evaluator: Any) -> str | None:
-    """Why the evaluator gave up, or None while it works or is being started again."""
-    try:
-        return ray.get(evaluator.error.remote(), timeout=_LOOK_S)
-    except ray.exceptions.ActorDiedError as error:  # it will not be started again
-        return str(error)
-    except (ray.exceptions.RayError, TimeoutError):
-        return None
 
 
 def main(arguments: list[str] | None = None) -> int:
