@@ -27,6 +27,7 @@ from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluati
 from ray_app.record.files import poll_s
 from ray_app.record.journal import put_event
 from ray_app.record.lease import LIFE_S, Observer
+from ray_app.record.redact import guard_run
 from ray_app.task.scoring import combine, score
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Evaluator:
         when_orphaned: Callable[[str], object] | None = None,
     ) -> None:
         self._job, self._fetch, self._before, self._when_orphaned = job, fetch, before_evaluation, when_orphaned
+        guard_run(job.paths.config)
         self._store = CheckpointStore(job.paths)
         self._stopped, self._hurry = threading.Event(), threading.Event()
         self._driver = "held"
