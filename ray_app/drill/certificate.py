@@ -147,18 +147,19 @@ def _waits(disturbance: Disturbance, proofs: dict[str, dict[str, Any]]) -> dict[
 
 
 def without(records: Iterable[StepRecord], waits: dict[int, float]) -> list[StepRecord]:
-    """The records as they were without waits.
+    """The records as they were without waits. A first step of a generation is timed from its beginning: a wait before that is not in it.
 
     Args:
         records: Of steps.
         waits: Seconds, by the step after which the run waited.
     """
-    return [
-        replace(
-            r, time_s=r.time_s - sum(w for step, w in waits.items() if step < r.step), step_ms=r.step_ms - 1e3 * waits.get(r.step - 1, 0)
-        )
-        for r in records
-    ]
+
+    def shortened(record: StepRecord) -> StepRecord:
+        before_s, wait_ms = sum(wait_s for step, wait_s in waits.items() if step < record.step), 1e3 * waits.get(record.step - 1, 0.0)
+        step_ms = record.step_ms - wait_ms if record.step_ms >= wait_ms else record.step_ms
+        return replace(record, time_s=record.time_s - before_s, step_ms=step_ms)
+
+    return [shortened(record) for record in records]
 
 
 def _records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:
