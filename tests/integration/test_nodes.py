@@ -18,7 +18,7 @@ from tests.cluster import ROOT
 SCRIPT = """
 import sys, time, ray
 from pathlib import Path
-from ray_app.pipeline.drill_cluster import local_nodes
+from ray_app.drill.cluster import local_nodes
 from ray_app.pipeline.nodes import NodeSampler
 from ray_app.record.paths import RunPaths
 from ray_app.record.system import read_looks
