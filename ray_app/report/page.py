@@ -12,10 +12,10 @@ from ray_app.record.files import Location, put_atomic
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
 from ray_app.report.axes import number, seconds
+from ray_app.report.classes import verdict
 from ray_app.report.facts import Facts, changed_fields, read_facts
 from ray_app.report.figures import cluster_figures, learning_figures
 from ray_app.report.tables import budgets, comparison, counters, happenings, time_parts
-from ray_app.report.verdict import verdict
 
 _TONES = {"running": "blue", "finished": "green", "stopped early": "green", "interrupted": "orange", "failed": "red", "vanished": "red"}
 

@@ -18,12 +18,12 @@ from ray_app.pipeline.report import main, report_end
 from ray_app.record.journal import Event, StepRecord
 from ray_app.record.paths import RunPaths
 from ray_app.report.axes import log_ticks, number, seconds, ticks, time_ticks, whole_ticks
+from ray_app.report.classes import verdict
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render, write_report
 from ray_app.report.series import Clock, smoothed, sparkline, thinned
 from ray_app.report.story import what_happened
 from ray_app.report.tables import budgets, comparison, time_parts
-from ray_app.report.verdict import verdict
 from tests.made_run import BEGAN_S, MadeRun, full_run, png
 
 SECTIONS = ["figures", "learning", "cluster", "verdict", "ledger", "comparison", "configuration"]
