@@ -10,6 +10,7 @@
     │   └── BadRowError      one row cannot be used: file, row group and row
     ├── CheckpointError      no checkpoint can be returned to
     ├── TrackingError        MLflow did not take what it was sent
+    ├── EvaluationError      an evaluator gave up
     ├── LeaseLostError       another driver has taken the run over: write nothing more
     ├── NonFiniteError       a loss or a gradient is NaN or infinite
     ├── PeerLostError        a collective failed because a worker left: form a new generation

@@ -63,7 +63,7 @@ class Evaluator:
         self._stopped, self._hurry = threading.Event(), threading.Event()
         self._driver = "held"
         self._error: str | None = None
-        self._itself = ray.get_runtime_context().current_actor if when_orphaned and ray.is_initialized() else None
+        self._itself = _this_actor()
         torch.set_num_threads(job.section.threads)
         self._device = torch.device("cuda" if job.section.num_gpus else "cpu")
         self._model = job.task.build_model().to(self._device)
@@ -203,6 +203,13 @@ class Evaluator:
     def _skipped(self, commit: Commit, reason: str) -> None:
         details = {"by": self._job.name} if self._job.name else {}
         put_event(self._job.paths, "evaluation_skipped", self._job.fence, step=commit.step, reason=reason, **details)
+
+
+def _this_actor() -> Any | None:
+    """A handle to the actor that this runs in; None outside of Ray."""
+    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
+        return None
+    return ray.get_runtime_context().current_actor
 
 
 def start_evaluator(

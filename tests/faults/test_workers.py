@@ -166,6 +166,7 @@ def test_all_workers_can_be_started_again_as_in_stock_ray_train(short_run: Short
     assert summary["redone_steps"] == 13 - 8
 
 
+@pytest.mark.slow
 def test_the_same_failure_again_and_again_ends_the_run_early(short_run: ShortRun, tmp_path: Path) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__max_failures=-1)
     with pytest.raises(RepeatedFailureError, match=r"3 times in a row after step 13.*flaky"):
