@@ -24,6 +24,8 @@ from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 
 POSITION = "__position__"
+logger = logging.getLogger(__name__)
+
 Decode = Callable[[dict[str, Any]], dict[str, npt.NDArray]]
 
 
@@ -174,20 +176,26 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     if not specs:
         return
     import ray.data
-    from ray.data.context import DataContext
 
     from ray_app.data.ray_source import PlannedSource
 
-    context = DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    _quieten().execution_options.preserve_order = True
     dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
     except Exception as error:
         raise own_error(error) from error
+
+
+def _quieten() -> Any:
+    """Ray Data's settings of this process, with nothing printed."""
+    from ray.data.context import DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    return context
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,21 @@ class RowSource:
     manifest: Manifest
     fields: dict[str, ArraySpec]
     task_rows: int
+
+
+def anchor_here() -> None:
+    """Reads nothing with Ray Data, so that the actors that it shares among all readers of a cluster live on this node.
+
+    Whoever reads first makes them, on its node, and everyone who reads asks them. Made by a worker they would be lost with its node, and
+    the other workers would stand still until the cluster has noticed that, which takes a minute or two.
+    """
+    import ray.data
+
+    try:
+        _quieten()
+        ray.data.range(1, override_num_blocks=1).take_all()
+    except Exception as error:  # then the first worker makes them
+        logger.warning("Ray Data's shared actors could not be made here: %s", error)
 
 
 def load_all(fetch: Fetch, source: RowSource) -> dict[str, npt.NDArray]:

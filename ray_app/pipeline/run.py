@@ -18,6 +18,7 @@ from rich.console import Console
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.cache import start_cache
+from ray_app.data.source import anchor_here
 from ray_app.errors import ConfigError, DataError, LeaseLostError, own_error
 from ray_app.pipeline.closing import mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
@@ -216,6 +217,7 @@ class _Run:
             evaluation = start_cache(job.evaluation)
             stack.callback(_end_actor, evaluation)
         start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train)
+        threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
         thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
         with RunConsole(job, self._config.scaling.max_workers, self._console, following.waiting) as shown:
             thread.start()
