@@ -195,6 +195,7 @@ def _quieten() -> Any:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that no bars are shown
     return context
 
 
