@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,17 +138,6 @@ class Stall(AtPhase):
     def __call__(self, phase: str, rank: int, step: int) -> None:
         if self.is_due(phase, rank, step):
             threading.Event().wait()
-
-
-@dataclass(frozen=True)
-class Several:
-    """Several hooks, one after the other."""
-
-    hooks: tuple[Callable[..., None], ...]
-
-    def __call__(self, *arguments: Any) -> None:
-        for hook in self.hooks:
-            hook(*arguments)
 
 
 @dataclass(frozen=True)

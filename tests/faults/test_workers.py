@@ -15,6 +15,7 @@ import ray
 from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
+from ray_app.drill.faults import Several
 from ray_app.errors import RepeatedFailureError
 from ray_app.pipeline.run import Faults
 from ray_app.record.journal import Event, read_events
@@ -22,7 +23,7 @@ from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from tests.cluster import record_of
-from tests.injector import Fail, Freeze, Kill, KillAt, KillSaving, Linger, Several, Spare, Stall, WaitFor
+from tests.injector import Fail, Freeze, Kill, KillAt, KillSaving, Linger, Spare, Stall, WaitFor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
