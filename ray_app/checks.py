@@ -35,6 +35,8 @@ _AT_LEAST: dict[str, float] = {
     "data.prefetch_windows": 1,
     "train.epochs": 1,
     "train.max_steps": 1,
+    "train.steps_per_epoch": 1,
+    "train.ema_decay": 0,
     "checkpoint.every_steps": 1,
     "checkpoint.every_epochs": 1,
     "checkpoint.keep_last": 2,
@@ -109,6 +111,8 @@ def _check_run(config: Config) -> list[str]:
         problems.append(
             f"run.name is {config.run.name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
         )
+    if config.train.ema_decay is not None and config.train.ema_decay >= 1:
+        problems.append(f"train.ema_decay is {config.train.ema_decay}; it must be below 1, such as 0.999.")
     if not config.task.class_path:
         problems.append("task.class_path is missing; name a task such as ray_app.task.image.ImageClassification.")
     if config.evaluate.patience is not None and config.data.eval_path is None:

@@ -110,21 +110,35 @@ class TrainSection:
     """How it is trained.
 
     Args:
-        epochs: Passes over the training data.
+        epochs: Passes over the training data; with `steps_per_epoch`, stretches of so many steps.
+        steps_per_epoch: Optimizer steps of an epoch; not given: one pass over the data. Rows go on where the last epoch ended, so each
+            is still used once per pass.
         max_steps: Most optimizer steps in all, whatever `epochs` says; not given: no limit.
         strategy: How workers share the model: `ddp` holds a copy in each.
         reduction: `exact` adds the gradients of the logical workers in one fixed order: the same bits on any number of workers.
             `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits.
-        precision: `fp32`, or `bf16` for autocast of forward and loss (parameters and gradients stay fp32).
+        precision: `fp32`, or autocast of forward and loss to `bf16` or `fp16` (parameters and gradients stay fp32). With `fp16` the loss is
+            scaled by a power of two that is found while training and is part of the checkpoint.
         grad_clip_norm: Largest global L2 norm of the gradient; not given: no clipping.
+        ema_decay: Decay of an exponential moving average of the parameters, such as 0.999; it is what is evaluated, returned and
+            registered. Not given: the parameters themselves.
+        freeze: Names of parameters that are not trained, with `*` for any text (`features.*`); batch-norm layers that are frozen as a whole
+            keep their statistics.
+        compile: Compiles the model with `torch.compile`; needs a C++ compiler on the workers' nodes, and minutes for a big model.
+        channels_last: Lays images out with the channels last, which convolutions on GPUs with tensor cores prefer.
     """
 
     epochs: int = _result(1)
+    steps_per_epoch: int | None = _result(None)
     max_steps: int | None = _result(None)
     strategy: Literal["ddp"] = _result("ddp")
     reduction: Literal["exact", "overlapped"] = _result("exact")
-    precision: Literal["fp32", "bf16"] = _result("fp32")
+    precision: Literal["fp32", "bf16", "fp16"] = _result("fp32")
     grad_clip_norm: float | None = _result(None)
+    ema_decay: float | None = _result(None)
+    freeze: list[str] | None = _result(None)
+    compile: bool = _result(False)
+    channels_last: bool = _result(False)
 
 
 @dataclass(frozen=True)
@@ -155,7 +169,7 @@ class FailureSection:
         max_failures: Failures of workers before the run gives up; -1: any number.
         max_preemptions: Nodes taken away (announced or not) before it gives up; -1: any number.
         step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended and replaced; not given: 50
-            times the median step, at least 60.
+            times the median step, at least 60; with `train.compile` 600.
         heartbeat_timeout_s: Seconds without a sign of life after which the others go on without a worker.
         recovery: `in_place`: the others keep their state and go on when a worker is lost, and a new one joins them. `restart`: all
             workers start again from the newest checkpoint, as in stock Ray Train.

@@ -149,7 +149,7 @@ def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task
 
 def streamed(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process, in read tasks of a few rows."""
-    return StreamedWindows(job.plan, cursor, played, job.config.train.epochs, fetch_here, job.source.reader, job.fields, task_rows=7)
+    return StreamedWindows(job.plan, cursor, played, job.passes, fetch_here, job.source.reader, job.fields, task_rows=7)
 
 
 def cached(job: Job, cursor: Cursor, played: range) -> Windows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import safetensors.torch
@@ -24,15 +24,17 @@ class Snapshot:
 
     Args:
         step: Finished steps.
-        model: Parameters and persistent buffers by name, on the CPU.
+        model: Parameters and persistent buffers of the model that is returned, by name, on the CPU.
         optimizer: State of the optimizer.
         schedule: State of the learning-rate schedule, if there is one.
+        more: What else is needed to go on: the trained parameters where `model` holds their average, the scale of the loss.
     """
 
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     schedule: dict[str, Any] | None
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 def writers(snapshot: Snapshot) -> dict[str, Content]:
@@ -40,7 +42,7 @@ def writers(snapshot: Snapshot) -> dict[str, Content]:
 
     Nothing is copied, and whoever holds Python's lock waits for nothing big: the training goes on in another thread meanwhile.
     """
-    rest = {"step": snapshot.step, "optimizer": snapshot.optimizer, "schedule": snapshot.schedule}
+    rest = {"step": snapshot.step, "optimizer": snapshot.optimizer, "schedule": snapshot.schedule, "more": snapshot.more}
     return {MODEL: lambda file: _write_model(snapshot.model, file), TRAINING: lambda file: _write_rest(rest, file)}
 
 
@@ -89,7 +91,7 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
         rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{TRAINING} is refused: {error}") from error
-    return Snapshot(rest["step"], unpack_model(files), rest["optimizer"], rest["schedule"])
+    return Snapshot(rest["step"], unpack_model(files), rest["optimizer"], rest["schedule"], rest["more"])
 
 
 def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
 _LOOK_S = 0.25
+_COMPILING_S = 600.0
 _MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."
 _TRACKING_END_S = 60.0
 
@@ -203,8 +204,9 @@ class _Run:
     def _train(self, stack: ExitStack, following: Following) -> None:
         """Runs `fit` in a thread; the main thread is for signals and the console."""
         job = self._job
-        failure = self._config.failure
-        rendezvous = start_rendezvous(f"rendezvous-{job.paths.name}-{job.fence}", failure.heartbeat_timeout_s, failure.step_timeout_s)
+        rendezvous = start_rendezvous(
+            f"rendezvous-{job.paths.name}-{job.fence}", self._config.failure.heartbeat_timeout_s, _step_timeout_s(self._config)
+        )
         keepers = start_keepers() if self._config.checkpoint.snapshot_every_steps else []
         for actor in (rendezvous, *keepers):
             stack.callback(_end_actor, actor)
@@ -272,6 +274,11 @@ def _stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _step_timeout_s(config: Config) -> float | None:
+    """See `failure.step_timeout_s`."""
+    return config.failure.step_timeout_s or (_COMPILING_S if config.train.compile else None)
 
 
 def _end_actor(actor: Any) -> None:

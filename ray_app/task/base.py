@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
@@ -102,6 +103,24 @@ class Task(ABC):
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """The loss of every row, shape (rows,): not their mean, since the step weights rows over all workers."""
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of every row of a training batch, shape (rows,); backward of its weighted sum follows.
+
+        To be replaced where training is more than one `forward` and `loss`: several forward passes, penalties on gradients, auxiliary
+        losses. It is called once for each logical worker and step, with torch's generators seeded for it, so what it draws from them does
+        not depend on the number of workers.
+        """
+        return self.loss(self.forward(model, batch), batch)
+
+    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Moves the parameters by the gradients in their `.grad`, which are those of the global batch, equal on all workers.
+
+        To be replaced where an update is more than `optimizer.step()`: constraints on weights, other rules for some parameters. All
+        workers call it in the same state and must end in the same one.
+        """
+        del model
+        optimizer.step()
 
     @abstractmethod
     def metrics(self) -> MetricCollection:

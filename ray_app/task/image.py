@@ -16,6 +16,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column, uniform
 from ray_app.task.classification import classification_metrics, wrong_classes
+from ray_app.task.mixing import mix, smooth_targets
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -38,6 +39,10 @@ class ImageClassification(Task):
         std: Standard deviation to divide by, likewise.
         flip: Whether training images are flipped left-right at random.
         crop_padding: Pixels by which training images are shifted at random in both directions, the border repeated; 0: none.
+        label_smoothing: Share of a training image's truth that is spread evenly over all classes, 0 to 1.
+        mixup: Parameter of the Beta distribution by which training images are blended with another of their micro-batch, such as 0.2; 0:
+            none.
+        cutmix: The same for pasting a rectangle of the other image. With both, each image gets one of them, chosen at random.
     """
 
     best_metric: ClassVar[str] = "accuracy"
@@ -56,6 +61,9 @@ class ImageClassification(Task):
         std: list[float] | None = None,
         flip: bool = False,
         crop_padding: int = 0,
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
     ) -> None:
         if model != "small_cnn" and model not in _classifiers():
             raise ConfigError(f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}.")
@@ -63,6 +71,12 @@ class ImageClassification(Task):
         self.image, self.label, self.size = image, label, size
         self.pixel_max, self.mean, self.std = pixel_max, mean or [0.0], std or [1.0]
         self.flip, self.crop_padding = flip, crop_padding
+        if not 0 <= label_smoothing < 1 or mixup < 0 or cutmix < 0:
+            raise ConfigError(
+                f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing must be at least 0"
+                " and below 1, the others at least 0."
+            )
+        self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
         self.channels = 3
 
     def prepare(self, data: DataFacts) -> ImageClassification:
@@ -118,14 +132,20 @@ class ImageClassification(Task):
         return torchvision.models.get_model(self.model, num_classes=self.num_classes, **self.model_args)
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Flips and shifts; see `Task.augment`."""
+        """Flips, shifts and mixes; see `Task.augment`. Where the truth is no longer one class it is added as `target`, (rows, classes)."""
         images = batch["image"]
         if self.flip:
             flipped = (uniform(keys, _FLIP) < 0.5).to(images.device)[:, None, None, None]
             images = torch.where(flipped, images.flip(-1), images)
         if self.crop_padding:
             images = _shift(images, keys, self.crop_padding)
-        return {**batch, "image": images}
+        if not (self.label_smoothing or self.mixup or self.cutmix):
+            return {**batch, "image": images}
+        assert self.num_classes is not None, "prepare() comes first"
+        target = smooth_targets(batch["label"], self.num_classes, self.label_smoothing)
+        if self.mixup or self.cutmix:
+            images, target = mix(images, target, keys, self.mixup, self.cutmix)
+        return {**batch, "image": images, "target": target}
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Class scores, shape (rows, classes)."""
@@ -137,7 +157,7 @@ class ImageClassification(Task):
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
-        return functional.cross_entropy(outputs, batch["label"], reduction="none")
+        return functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none")
 
     def metrics(self) -> MetricCollection:
         """See `classification_metrics`."""

@@ -6,6 +6,7 @@ MLflow's SQL stores drop it.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -181,7 +182,7 @@ def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point
     metrics = {
         "loss": _ratio(sum(record.loss * n for record, n in zip(steps, rows, strict=True)), sum(rows)),
         "lr": last.lr,
-        "grad_norm": statistics.fmean(record.grad_norm for record in steps),
+        "grad_norm": _mean([record.grad_norm for record in steps if math.isfinite(record.grad_norm)]),  # infinite where fp16 overflowed
         "step_ms": statistics.median(step_ms),
         "data_wait_ms": statistics.fmean(record.data_wait_ms for record in steps),
         "rows_per_s": _ratio(1e3 * sum(rows), sum(step_ms)),
@@ -202,6 +203,10 @@ def look_point(name: str, look: Look) -> Point:
     """The point of a look at the nodes, `system/<node>/<value>` for each value."""
     metrics = {f"system/{node}/{key}": value for node, values in sorted(look.nodes.items()) for key, value in values.items()}
     return Point(look.step, int(look.time_s * 1e3), metrics, look=name)
+
+
+def _mean(values: list[float]) -> float:
+    return _ratio(math.fsum(values), len(values))
 
 
 def _ratio(value: float, by: float) -> float:

@@ -55,10 +55,20 @@ class Job:
         return RowSource(reader, self.plan.manifest, self.fields, rows_per_task(self.fields, self.config.data.read_task_mb))
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch as the configuration counts them; a pass over the data has `plan.steps_per_epoch`."""
+        return self.config.train.steps_per_epoch or self.plan.steps_per_epoch
+
+    @property
     def total_steps(self) -> int:
         """Steps of the whole run."""
-        steps = self.config.train.epochs * self.plan.steps_per_epoch
+        steps = self.config.train.epochs * self.steps_per_epoch
         return min(steps, self.config.train.max_steps or steps)
+
+    @property
+    def passes(self) -> int:
+        """Passes over the data that the run begins."""
+        return -(-self.total_steps // self.plan.steps_per_epoch)
 
     def is_snapshot_due(self, step: int) -> bool:
         """Whether a snapshot goes to memory outside the workers after `step` finished steps of the run."""
@@ -68,7 +78,7 @@ class Job:
     def planned_evaluations(self, last: int) -> list[int]:
         """Steps up to `last` at which the cadence plans a checkpoint that is evaluated."""
         section = self.config.checkpoint
-        cadences = (section.every_steps or 0, (section.every_epochs or 0) * self.plan.steps_per_epoch)
+        cadences = (section.every_steps or 0, (section.every_epochs or 0) * self.steps_per_epoch)
         planned = {step for every in cadences if every for step in range(every, last + 1, every)}
         planned |= {self.total_steps} if self.total_steps <= last else set()
         return sorted(step for step in planned if not self.workers_evaluate or self.is_evaluation_due(step))
@@ -80,12 +90,12 @@ class Job:
 
     def is_evaluation_due(self, step: int) -> bool:
         """Whether the workers evaluate together after `step` finished steps of the run."""
-        return self.workers_evaluate and (step % self.plan.steps_per_epoch == 0 or step == self.total_steps)
+        return self.workers_evaluate and (step % self.steps_per_epoch == 0 or step == self.total_steps)
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Whether the cadence asks for a checkpoint after `step` finished steps of the run."""
         section = self.config.checkpoint
         if step == self.total_steps:
             return True
-        every_epochs = (section.every_epochs or 0) * self.plan.steps_per_epoch
+        every_epochs = (section.every_epochs or 0) * self.steps_per_epoch
         return any(every and step % every == 0 for every in (section.every_steps, every_epochs))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from ray_app.checkpoint.format import Snapshot, pack, unpack
 from ray_app.config import ClassSpec, Config
 from ray_app.strategy.base import World, collective, gather
 from ray_app.task.base import Task
+from ray_app.train.average import Average
+from ray_app.train.freeze import freeze
 from ray_app.train.logical import seed_init
+from ray_app.train.scale import LossScale
 
 NOTHING = -1
 """The step of a worker that has no state yet."""
@@ -41,7 +45,12 @@ class TrainingState:
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         seed_init(config.seed, device)
-        self.model: nn.Module = task.build_model().to(device).train()
+        self._task = task
+        self.model: nn.Module = task.build_model().to(device)
+        self._frozen = freeze(self.model, config.train.freeze or [])
+        self.train()
+        self.average = Average(self.model, config.train.ema_decay) if config.train.ema_decay is not None else None
+        self.scale = LossScale() if config.train.precision == "fp16" else None
         self.optimizer = _optimizer(config.optimizer, self.model)
         self.schedule: LRScheduler | None = None
         if config.schedule is not None:
@@ -53,9 +62,30 @@ class TrainingState:
         """Learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def train(self) -> None:
+        """Puts the model into training mode, but for what is frozen."""
+        self.model.train()
+        for layer in self._frozen:
+            layer.eval()
+
+    @contextmanager
+    def returned(self) -> Iterator[nn.Module]:
+        """The model that the run returns, in the place of the one that is trained."""
+        try:
+            with self.average.in_place() if self.average is not None else nullcontext():
+                yield self.model
+        finally:
+            self.train()
+
     def advance(self) -> None:
         """Moves the optimizer and the schedule by the gradients that the parameters hold."""
-        self.optimizer.step()
+        self._task.apply_gradients(self.model, self.optimizer)
+        if self.average is not None:
+            self.average.update(self.step)
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """Moves the schedule, and nothing else: the step is over."""
         if self.schedule is not None:
             self.schedule.step()
         self.step += 1
@@ -66,15 +96,28 @@ class TrainingState:
         Args:
             into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times the copying.
         """
+        model, more = self.model.state_dict(), dict[str, Any]()
+        if self.average is not None:
+            model, more["parameters"] = self.average.over(model), self.average.parameters()
+        if self.scale is not None:
+            more["scale"] = self.scale.state()
         schedule = self.schedule.state_dict() if self.schedule is not None else None
-        model, optimizer = (into.model, into.optimizer) if into is not None else (None, None)
+        old = into or Snapshot(NOTHING, {}, {}, None)
         return Snapshot(
-            self.step, _copied(self.model.state_dict(), model), _copied(self.optimizer.state_dict(), optimizer), _copied(schedule)
+            self.step,
+            _copied(model, old.model),
+            _copied(self.optimizer.state_dict(), old.optimizer),
+            _copied(schedule),
+            _copied(more, old.more),
         )
 
     def load(self, snapshot: Snapshot) -> None:
         """Takes over a snapshot's state."""
         self.model.load_state_dict(snapshot.model)
+        if self.average is not None:
+            self.average.load(snapshot.model, snapshot.more["parameters"])
+        if self.scale is not None:
+            self.scale.load(snapshot.more["scale"])
         self.optimizer.load_state_dict(snapshot.optimizer)
         if self.schedule is not None and snapshot.schedule is not None:
             self.schedule.load_state_dict(snapshot.schedule)

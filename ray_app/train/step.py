@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ray_app.config import Config
 from ray_app.data.windows import MicroBatch
@@ -83,7 +84,9 @@ class Step:
         self._config, self._task, self._state, self._enter = config, task, state, enter
         self._strategy, self._world, self._device = strategy, world, device
         self._buffers = Buffers(state.model, world)
-        self._bf16 = config.train.precision == "bf16"
+        self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+        self._model = _compiled(state.model, device) if config.train.compile else state.model
+        self._scale = state.scale
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
@@ -106,10 +109,15 @@ class Step:
             self._buffers.roll_back()
             raise
         norm = self._clip()
-        if not (math.isfinite(result.loss) and math.isfinite(norm)):
+        if math.isfinite(result.loss) and math.isfinite(norm):
+            self._state.advance()
+        else:
             self._buffers.roll_back()
-            self._refuse(cursor, batches, global_rows, result)
-        self._state.advance()
+            if self._scale is None or not self._scale.can_fall or not math.isfinite(result.loss):
+                self._refuse(cursor, batches, global_rows, result)
+            self._state.pass_over()
+        if self._scale is not None:
+            self._scale.update(math.isfinite(norm))
         return StepResult(result.loss, norm, result.rows, result.row_hash, result.flags)
 
     def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
@@ -134,21 +142,24 @@ class Step:
             self._strategy.skip(batch.logical_worker)
             return 0.0
         losses = self._losses(cursor, batch)
-        self._strategy.backward(losses, self._weights(batch.rows, global_rows), batch.logical_worker)
+        scale = self._scale.value if self._scale is not None else 1.0
+        self._strategy.backward(losses, self._weights(batch.rows, global_rows, scale), batch.logical_worker)
         return losses.detach().sum().item() / global_rows
 
     @lru_cache(maxsize=8)  # noqa: B019 - lives as long as its generation
-    def _weights(self, rows: int, global_rows: int) -> Tensor:
-        """One over the global number of rows for every row of a micro-batch, shape (rows,)."""
-        return torch.full((rows,), 1 / global_rows, device=self._device)
+    def _weights(self, rows: int, global_rows: int, scale: float) -> Tensor:
+        """One over the global number of rows, scaled, for every row of a micro-batch, shape (rows,)."""
+        return torch.full((rows,), scale / global_rows, device=self._device)
 
     def _losses(self, cursor: Cursor, batch: MicroBatch) -> Tensor:
         """The losses of a micro-batch's rows, shape (rows,)."""
         seed_step(self._config.seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
         fields = self._task.augment(batch.fields, batch.keys)
-        single = single_values(self._state.model) if batch.rows == 1 else nullcontext()
-        with torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext(), single:
-            losses = self._task.loss(self._task.forward(self._state.model, fields), fields)
+        if self._config.train.channels_last:
+            fields = {name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v for name, v in fields.items()}
+        model, single = (self._state.model, single_values(self._state.model)) if batch.rows == 1 else (self._model, nullcontext())
+        with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext(), single:
+            losses = self._task.training_loss(model, fields)
         if losses.shape != (batch.rows,):
             raise ConfigError(
                 f"{type(self._task).__name__}.loss returned shape {tuple(losses.shape)} for {batch.rows} rows; it must return one value"
@@ -174,8 +185,11 @@ class Step:
         return StepResult(loss, 0.0, [row.rows for row in table], [row.row_hash for row in table], Flags(flags))
 
     def _clip(self) -> float:
-        """The gradient's norm; clips the gradient to the configured norm."""
-        norms = torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])  # get_total_norm costs 30 us more
+        """The gradient's norm; takes the loss's scale out of the gradient, and clips it to the configured norm."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._scale is not None:
+            torch._foreach_mul_(gradients, 1 / self._scale.value)
+        norms = torch._foreach_norm(gradients)  # get_total_norm costs 30 us more
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(norms).tolist()))
         if self._config.train.grad_clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.train.grad_clip_norm, torch.tensor(norm))
@@ -198,3 +212,23 @@ class Step:
     def _is_finite(self, loss: Tensor) -> bool:
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
+
+
+def _compiled(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model compiled for every shape that comes, each on its own: what a shape gives must not depend on those before it.
+
+    Raises:
+        ConfigError: There is no compiler here.
+    """
+    if device.type == "cpu":
+        from torch._inductor import cpp_builder
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise ConfigError(
+                f"train.compile needs a C++ compiler such as g++ on every node, and {platform.node()} has none. Install one, or set it to"
+                " false."
+            ) from error
+    return torch.compile(model, dynamic=False)  # type: ignore[return-value]

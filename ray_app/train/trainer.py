@@ -133,7 +133,7 @@ def _open_windows(start: Start) -> OpenWindows:
 
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
         if start.cache is None:
-            data, epochs, source = job.config.data, job.config.train.epochs, job.source
+            data, epochs, source = job.config.data, job.passes, job.source
             return StreamedWindows(
                 job.plan, cursor, played, epochs, fetch_ray, source.reader, job.fields, source.task_rows, data.prefetch_windows
             )

@@ -45,14 +45,12 @@ class Validation:
         if gather(world.rank == 0 and step in evaluated_steps(job.paths), world)[0]:
             return
         arrays = self._arrays = self._arrays if self._arrays is not None else self._load()
-        model, size = self._state.model, job.config.evaluate.batch_size
-        mine = []
-        try:
+        size, mine = job.config.evaluate.batch_size, []
+        with self._state.returned() as model:
+            digest = params_digest(model.state_dict())
             for chunk in score(job.task, model, arrays, size, self._device, world.rank, world.size):
                 mine.append(chunk)
                 self._moved()
-        finally:
-            model.train()
         shares = gather(mine, world)
         if world.rank != 0:
             return
@@ -62,7 +60,7 @@ class Validation:
         made = Evaluation(
             step=step,
             epoch=Cursor.at(step, job.plan.steps_per_epoch).epoch,
-            params_digest=params_digest(model.state_dict()),
+            params_digest=digest,
             rows=manifest.num_rows,
             duration_s=time.perf_counter() - began,
             time_s=time.time(),
