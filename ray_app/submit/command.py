@@ -94,6 +94,27 @@ def _describe(console: Console, config: Config, found: Preflight) -> None:
         console.print(f"{name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _submit(arguments: list[str] | None, console: Console) -> int:
+    config, sections = parse_more(arguments, {"submit": SubmitSection}, "submit.py")
+    section: SubmitSection = sections["submit"]
+    section.check()
+    config = config if config.run.name else config.replace(run__name=new_run_name())
+    found = preflight(config, section, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
+    show(console, found.findings)
+    if refused(found.findings):
+        print("Refused; nothing was started.", file=sys.stderr)
+        return 2
+    if section.dry_run:
+        _describe(console, config, found)
+        return 0
+    assert found.server is not None
+    submission = Submission(config, section, found.server, found.runtime_env, console)
+    if section.follow:
+        return submission.supervise()
+    submission.submit(1)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command `jobs/submit.py`.
 
@@ -101,25 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
         Exit code: that of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable), 2 also if the preflight refuses,
         1 if the cluster does not answer any more, 130 after Ctrl-C, which leaves the job alone.
     """
-    console = Console(file=sys.stdout)
     try:
-        config, sections = parse_more(arguments, {"submit": SubmitSection}, "submit.py")
-        section: SubmitSection = sections["submit"]
-        section.check()
-        config = config if config.run.name else config.replace(run__name=new_run_name())
-        found = preflight(config, section, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
-        show(console, found.findings)
-        if refused(found.findings):
-            print("Refused; nothing was started.", file=sys.stderr)
-            return 2
-        if section.dry_run:
-            _describe(console, config, found)
-            return 0
-        assert found.server is not None
-        submission = Submission(config, section, found.server, found.runtime_env, console)
-        if section.follow:
-            return submission.supervise()
-        submission.submit(1)
+        return _submit(arguments, Console(file=sys.stdout))
     except (ConfigError, DataError) as error:
         print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2
@@ -128,4 +132,3 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return 0

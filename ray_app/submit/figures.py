@@ -66,10 +66,8 @@ class Figures:
         memory += f", {_mb(self.snapshot_bytes)} of snapshots on the driver's node and one other" if self.snapshot_bytes else ""
         return [
             ("workers (W)", f"{self.workers}{capped}, arithmetic of {self.logical_workers} (L)"),
-            (
-                "steps",
-                f"{self.total_steps:,}{done}; {self.steps_per_epoch:,} per epoch of {self.rows:,} rows, {self.step_rows:,} rows each",
-            ),
+            ("steps", f"{self.total_steps:,}{done}; {self.steps_per_epoch:,} per epoch of {self.rows:,} rows"),
+            ("rows per step", f"{self.step_rows:,}"),
             ("memory", memory),
             ("run directory", self.run_directory),
             ("report", self.report),

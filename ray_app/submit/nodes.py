@@ -63,9 +63,8 @@ def _seen_elsewhere(path: str, probe: Location, data: list[str]) -> Finding:
         raise ConfigError("other nodes cannot work with it: " + "; ".join(troubles) + f". {_SHARED}")
     if silent:
         names = ", ".join(asked[answer] for answer in silent)
-        return Finding(
-            "warning", "storage", f"{path} can be written, but {names} did not say within {_ANSWER_S:g} s whether it is seen there."
-        )
+        text = f"{path} can be written, but {names} did not say within {_ANSWER_S:g} s whether it is seen there."
+        return Finding("warning", "storage", text)
     return Finding("ok", "storage", f"{path} can be written, and is seen on all of {len(others) + 1} nodes.")
 
 

@@ -122,19 +122,22 @@ def _mlflow(config: Config) -> str | Finding:
     uri = default_tracking_uri(config)
     if urlsplit(uri).scheme not in ("http", "https"):
         return f"{redact(uri)}, opened when the run starts."
-    problem: str | None = None
-    try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_MLFLOW_S).close()
-    except urllib.error.HTTPError as error:  # somebody answers; only what concerns us is trouble
-        problem = (
-            f"answers with {error.code}; check MLFLOW_TRACKING_TOKEN or the user's name and password" if error.code in (401, 403) else None
-        )
-    except (OSError, ValueError) as error:
-        problem = f"does not answer from the head node ({error}); check tracking.uri and the server"
+    problem = _trouble_at(f"{uri.rstrip('/')}/health")
     if problem is None:
         return f"{redact(uri)} answers."
     text = f"{redact(uri)} {problem}. The run works without; python jobs/track.py --replay sends its record later."
     return Finding("warning", "MLflow", text)
+
+
+def _trouble_at(url: str) -> str | None:
+    try:
+        urllib.request.urlopen(url, timeout=_MLFLOW_S).close()
+    except urllib.error.HTTPError as error:  # somebody answers; only what concerns us is trouble
+        advice = "check MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        return f"answers with {error.code}; {advice}" if error.code in (401, 403) else None
+    except (OSError, ValueError) as error:
+        return f"does not answer from the head node ({error}); check tracking.uri and the server"
+    return None
 
 
 def _figures(config: Config, made: list[Figures]) -> str:

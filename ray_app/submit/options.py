@@ -56,11 +56,8 @@ class SubmitSection:
             ConfigError: There are some.
         """
         least = {"retries": 0, "backoff_s": 0, "stop_wait_s": 1, "lost_contact_s": 1, "max_package_mb": 0}
-        low = [
-            f"submit.{name} is {getattr(self, name)}; it must be at least {limit}."
-            for name, limit in least.items()
-            if getattr(self, name) < limit
-        ]
+        values = {name: (getattr(self, name), limit) for name, limit in least.items()}
+        low = [f"submit.{name} is {value}; it must be at least {limit}." for name, (value, limit) in values.items() if not value >= limit]
         if low:
             raise ConfigError("\n".join(low))
         if not Path(self.working_dir).is_dir():

@@ -137,7 +137,8 @@ def data_in(package: Package, config: Config) -> list[Finding]:
             continue
         advice = "Give a path that all nodes see."
         if not package.holds(path):
-            text = f"{field} is {path!r}, relative, but nothing of it would be uploaded from {package.folder} (is it ignored, or not there?). {advice}"
+            why = f"relative, but nothing of it would be uploaded from {package.folder} (is it ignored, or not there?)"
+            text = f"{field} is {path!r}, {why}. {advice}"
             found.append(Finding("refused", "package", text))
             continue
         name = os.path.normpath(path)

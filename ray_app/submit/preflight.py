@@ -120,8 +120,9 @@ def _ask(server: JobServer, config: Config, section: SubmitSection, runtime_env:
     if report is None:
         tail = "\n".join((output or ended.message).splitlines()[-_SHOWN_LINES:])
         raise ConfigError(
-            f"the job {job_id} that was to look at the cluster ended as {ended.status} (exit code {ended.exit_code}) without an answer. Is"
-            f" the application with its libraries installed for {section.python!r} there (submit.python)? The end of its output:\n{redact(tail)}"
+            f"the job {job_id} that was to look at the cluster ended as {ended.status} (exit code {ended.exit_code}) without an answer."
+            f" Are the application's libraries installed for {section.python!r} there (submit.python)? The end of its output:\n"
+            + redact(tail)
         )
     return report
 
@@ -143,9 +144,8 @@ def agreement(here: dict[str, str], there: dict[str, str]) -> list[Finding]:
     if other:
         text = f"not those of the cluster: {', '.join(other)}. The cluster's count; other versions of torch can give other bits."
         found.append(Finding("warning", "versions", text))
-    return found or [
-        Finding("ok", "versions", f"Python {here['python']}, Ray {here['ray']}, torch {here['torch']} and others here and there.")
-    ]
+    same = f"Python {here['python']}, Ray {here['ray']}, torch {here['torch']}, and the others agree."
+    return found or [Finding("ok", "versions", same)]
 
 
 def _minor(version: str) -> str:

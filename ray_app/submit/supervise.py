@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 _MOST_WAIT_S = 300.0
 _SHELL_SIGNALS = 128
+_NOT_STARTED = "the cluster has no such command; name its Python by submit.python"
+_FINAL_CODES = {1: "the run failed", 2: "the run was refused", 126: _NOT_STARTED, 127: _NOT_STARTED}
 _FINAL_ERRORS = {"RUNTIME_ENV_SETUP_FAILURE": 2}
 """Kinds of failure of the job itself that another try meets again, with the exit code that they give."""
 
@@ -62,13 +64,7 @@ def judge(ended: Ended, done: int, retries: int) -> Verdict:
         return Verdict(False, _FINAL_ERRORS[ended.error_type], f"the cluster could not set the job up: {ended.message}")
     reason, exit_code = _loss(ended)
     if reason is None:
-        known = {
-            1: "the run failed",
-            2: "the run was refused",
-            126: "the driver could not be started",
-            127: "the driver could not be started",
-        }
-        return Verdict(False, exit_code, known.get(exit_code, f"the driver ended with exit code {code}"))
+        return Verdict(False, exit_code, _FINAL_CODES.get(exit_code, f"the driver ended with exit code {code}"))
     if done > retries:
         return Verdict(False, exit_code, f"{reason}; no try is left of {retries + 1} (submit.retries is {retries})")
     return Verdict(True, exit_code, reason)
