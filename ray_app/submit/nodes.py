@@ -65,7 +65,8 @@ def _seen_elsewhere(path: str, probe: Location, data: list[str]) -> Finding:
         names = ", ".join(asked[answer] for answer in silent)
         text = f"{path} can be written, but {names} did not say within {_ANSWER_S:g} s whether it is seen there."
         return Finding("warning", "storage", text)
-    return Finding("ok", "storage", f"{path} can be written, and is seen on all of {len(others) + 1} nodes.")
+    seen = f"is seen on the {len(others)} other nodes" if others else "the cluster has one node"
+    return Finding("ok", "storage", f"{path} can be written; {seen}.")
 
 
 def _answer(answer: Any) -> str | None:

@@ -91,7 +91,7 @@ def inspect(config: Config) -> Report:
     if not (readable and stored):
         return Report(found, versions(), None)
     made: list[Figures] = []
-    found.append(look("configuration", partial(_figures, config, made)))
+    found.append(look("run", partial(_figures, config, made)))
     if made and made[0].cache_bytes:
         found.append(look("object store", partial(cache_fits, made[0].cache_bytes, ray.nodes())))
     return Report(found, versions(), made[0] if made else None)
@@ -121,7 +121,7 @@ def _mlflow(config: Config) -> str | Finding:
     check_available(config)
     uri = default_tracking_uri(config)
     if urlsplit(uri).scheme not in ("http", "https"):
-        return f"{redact(uri)}, opened when the run starts."
+        return "the record goes to a database, opened when the run starts."
     problem = _trouble_at(f"{uri.rstrip('/')}/health")
     if problem is None:
         return f"{redact(uri)} answers."
@@ -144,7 +144,7 @@ def _figures(config: Config, made: list[Figures]) -> str:
     prepared = prepare(config)
     made.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), ray.cluster_resources())))
     verb = "continues" if prepared.resumes else "starts"
-    return f"loads on the cluster; one row went through the model and the loss. The run {prepared.job.paths.name} {verb}."
+    return f"{prepared.job.paths.name} loads on the cluster and {verb}; one row went through the model and the loss."
 
 
 def main(arguments: list[str] | None = None) -> int:

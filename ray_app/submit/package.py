@@ -94,7 +94,7 @@ def _excludes(folder: Path, config: Config, section: SubmitSection) -> list[str]
     for found in sorted(path for mark in _ENVIRONMENT_MARKS for path in folder.glob(f"*/{mark}")):
         patterns.append(f"/{found.parent.name}")
     data = [path for path in (config.data.path, config.data.eval_path) if path]
-    patterns += [f"!{_inside(folder, path)}" for path in data if not os.path.isabs(path) and _inside(folder, path)]
+    patterns += [f"!{_inside(folder, path)}/**" for path in data if not os.path.isabs(path) and _inside(folder, path)]
     read_in_place = [path for path in data if os.path.isabs(path)]
     patterns += [inside for path in (*read_in_place, config.run.storage_path) if (inside := _inside(folder, path))]
     return [*patterns, *split(section.exclude)]
@@ -132,17 +132,18 @@ def size_of(package: Package, section: SubmitSection) -> str | Finding:
 def data_in(package: Package, config: Config) -> list[Finding]:
     """What is to be said about data that travels in the package: a relative path means that."""
     found = []
-    for field, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+    fields = (("training data", "data.path", config.data.path), ("evaluation data", "data.eval_path", config.data.eval_path))
+    for topic, field, path in fields:
         if not path or os.path.isabs(path) or "://" in path:
             continue
         advice = "Give a path that all nodes see."
         if not package.holds(path):
             why = f"relative, but nothing of it would be uploaded from {package.folder} (is it ignored, or not there?)"
             text = f"{field} is {path!r}, {why}. {advice}"
-            found.append(Finding("refused", "package", text))
+            found.append(Finding("refused", topic, text))
             continue
         name = os.path.normpath(path)
         size = sum(n for file, n in package.files.items() if file == name or file.startswith(name + "/")) / _MB
         if size > _BIG_DATA_MB:
-            found.append(Finding("warning", "package", f"{field} is {path!r}, so {size:.0f} MB of data are uploaded. {advice}"))
+            found.append(Finding("warning", topic, f"{field} is {path!r}, so {size:.0f} MB of data are uploaded. {advice}"))
     return found

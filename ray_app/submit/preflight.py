@@ -48,11 +48,11 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
         tell: Takes what it is doing.
     """
     package = packed(config, section)
-    found = [look("configuration", partial(_loads, config)), look("package", partial(size_of, package, section)), *data_in(package, config)]
+    found = [look("configuration", partial(_loads, config)), look("package", partial(size_of, package, section))]
     runtime_env: dict[str, Any] = {"working_dir": str(package.folder), "excludes": package.excludes}
     found += _environment(section, runtime_env)
     can_ask = not refused(found)
-    found += _absolute_storage(config)
+    found += [*data_in(package, config), *_absolute_storage(config)]
     server: list[JobServer] = []
     found.append(look("cluster", partial(_connect, section, server)))
     if not can_ask or not server:
@@ -63,8 +63,8 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
         report = _ask(server[0], config, section, runtime_env)
     except (ConfigError, LostContactError) as error:
         return Preflight([*found, Finding("refused", "cluster", str(error))], server[0], runtime_env, None)
-    known = {(one.topic, one.level) for one in found if one.level == "refused"}
-    found += [one for one in report.findings if (one.topic, one.level) not in known]
+    known = {one.topic for one in found if one.level == "refused"}
+    found += [one for one in report.findings if one.topic not in known]
     return Preflight([*found, *agreement(versions(), report.versions)], server[0], runtime_env, report)
 
 

@@ -33,6 +33,13 @@ _TOKENS = (
 Show = Callable[[str], None]
 
 
+_CHATTY = (
+    *("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk"),
+    *("_private.runtime_env.packaging", "_private.runtime_env.working_dir"),
+)
+"""They tell of every ignored file and every connection."""
+
+
 class LostContactError(Exception):
     """The cluster does not answer any more."""
 
@@ -49,7 +56,8 @@ class JobServer:
     """
 
     def __init__(self, address: str | None, lost_contact_s: float) -> None:
-        logging.getLogger("ray.dashboard").setLevel(logging.WARNING)
+        for name in _CHATTY:
+            logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)
         if address is not None:
             os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers this to what it is given
         self._lost_contact_s = lost_contact_s
