@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +34,18 @@ class Head:
     url: str
     environment: dict[str, str]
     token: str
+    log: Path
+
+    @contextmanager
+    def another_node(self, hidden: Path) -> Iterator[None]:
+        """A node without CPUs that sees another, empty folder in place of `hidden`, as a machine without that mount does."""
+        found = re.search(r"--address='([\d.:]+)'", self.log.read_text())
+        assert found is not None
+        start = [str(RAY), "start", f"--address={found[1]}", "--block", "--num-cpus=0", "--node-ip-address=127.0.0.3", *_ports()]
+        script = f"mount -t tmpfs none {shlex.quote(str(hidden))} && exec {shlex.join(start)}"
+        user = [] if os.geteuid() == 0 else ["--map-root-user"]
+        with _started(["unshare", "--mount", *user, "sh", "-c", script], self.environment, self.log.with_name("other-node.log")):
+            yield
 
     def ask(self, path: str, token: str | None = None, body: Any = None) -> Any:
         """Sends a request to the REST API as any HTTP client would."""
@@ -125,25 +139,36 @@ def started_head(folder: Path, cpus: int) -> Iterator[Head]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
     environment["PATH"] = f"{RAY.parent}{os.pathsep}{environment['PATH']}"
-    dashboard, *others = free_ports(6)
-    names = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export", "ray-client-server")
-    ports = [f"--{name}-port={port}" for name, port in zip(names, others, strict=True)]
+    dashboard = free_ports(1)[0]
     # Ray replaces 127.0.0.1 by the machine's outer address, but no other address of the loopback.
     node = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
     temporary = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets lie there, so its path must be short
     command = [str(RAY), "start", "--head", "--block", "--port=0", f"--node-ip-address={node}", f"--num-cpus={cpus}"]
-    command += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", *ports]
+    command += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    command += [f"--ray-client-server-port={free_ports(1)[0]}", *_ports()]
     command += ["--object-store-memory=200000000", "--disable-usage-stats", f"--temp-dir={temporary}"]
-    log = folder / "head.log"
+    try:
+        with _started(command, environment, folder / "head.log"):
+            yield Head(f"http://127.0.0.1:{dashboard}", environment, token, folder / "head.log")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _ports() -> list[str]:
+    names = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
+    return [f"--{name}-port={port}" for name, port in zip(names, free_ports(len(names)), strict=True)]
+
+
+@contextmanager
+def _started(command: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         _wait_for_start(process, log)
-        yield Head(f"http://127.0.0.1:{dashboard}", environment, token)
+        yield
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # `ray stop` would end every Ray of the machine
         process.wait()
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _wait_for_start(process: subprocess.Popen[bytes], log: Path) -> None:

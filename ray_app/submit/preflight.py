@@ -52,7 +52,7 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
     runtime_env: dict[str, Any] = {"working_dir": str(package.folder), "excludes": package.excludes}
     found += _environment(section, runtime_env)
     can_ask = not refused(found)
-    found += [*data_in(package, config), *_absolute_storage(config)]
+    found += [*data_in(package, config), *absolute_storage(config)]
     server: list[JobServer] = []
     found.append(look("cluster", partial(_connect, section, server)))
     if not can_ask or not server:
@@ -88,7 +88,8 @@ def _environment(section: SubmitSection, runtime_env: dict[str, Any]) -> list[Fi
     return [found] if names else []
 
 
-def _absolute_storage(config: Config) -> list[Finding]:
+def absolute_storage(config: Config) -> list[Finding]:
+    """A relative `run.storage_path` is refused; in a job it would lie in Ray's copy of the working directory."""
     path = config.run.storage_path
     if "://" in path or Path(path).is_absolute():
         return []

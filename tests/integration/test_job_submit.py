@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -257,17 +256,25 @@ def test_following_survives_a_broken_connection_and_tells_the_true_exit_code(flo
 
 
 def test_what_cannot_work_is_refused_all_at_once(ground: Ground) -> None:
-    bad = ["--data.path=/missing/data", "--run.storage_path=runs", "--scaling.cpus_per_worker=64", "--tracking.uri=http://127.0.0.1:1"]
+    private = ground.folder / "private"
+    private.mkdir()
+    bad = [
+        "--data.path=/missing/data",
+        f"--run.storage_path={private}",
+        "--scaling.cpus_per_worker=64",
+        "--tracking.uri=http://127.0.0.1:1",
+    ]
     silent = ["--submit.address=http://127.0.0.1:1"]
     stranger = ground.head.environment | {"RAY_AUTH_TOKEN_PATH": str(ground.folder / "other-token")}
     (ground.folder / "other-token").write_text("0" * 64)
-    asked = [ground.submit("refused", *bad), ground.submit("unreachable", *silent)]
-    asked.append(Ground(Head(ground.head.url, stranger, ""), ground.project, ground.folder).submit("stranger"))
-    outputs = [process.communicate(timeout=_JOB_S)[0] for process in asked]
+    other = Ground(Head(ground.head.url, stranger, "", ground.head.log), ground.project, ground.folder)
+    with ground.head.another_node(hidden=private):
+        asked = [ground.submit("refused", *bad), ground.submit("unreachable", *silent), other.submit("stranger")]
+        outputs = [process.communicate(timeout=_JOB_S)[0] for process in asked]
     assert [process.returncode for process in asked] == [2, 2, 2], outputs
     refused, unreachable, unknown = outputs
     found = {tuple(line.split(maxsplit=2)[:2]): line for line in refused.splitlines() if line.startswith(("ok ", "warning ", "refused "))}
-    assert "run.storage_path is 'runs', relative" in found["refused", "storage"]
+    assert "127.0.0.3: a file that the head node wrote is not there" in found["refused", "storage"]
     assert "'/missing/data' does not exist" in found["refused", "training"]
     assert "scaling.min_workers = 1 workers of 64 CPU" in found["refused", "resources"]
     assert "does not answer from the head node" in found["warning", "MLflow"]
@@ -277,7 +284,7 @@ def test_what_cannot_work_is_refused_all_at_once(ground: Ground) -> None:
     assert "0" * 64 not in unknown
     started = [job["submission_id"] for job in ground.head.ask("/api/jobs/") if job["submission_id"].startswith(("refused", "stranger"))]
     assert started == ["refused-preflight-1"]
-    assert not (ground.project / "runs").exists()
+    assert not list(private.iterdir())
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(ground: Ground) -> None:
@@ -294,4 +301,3 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(ground: Ground) -> Non
     assert said["run directory"] == str(storage / "dry")
     assert not storage.parent.exists()
     assert [job for job in ground.head.ask("/api/jobs/") if job["submission_id"] == "dry-1"] == []
-    assert os.environ.get("RAY_AUTH_MODE") != "token" or "RAY_AUTH_TOKEN" not in output

@@ -14,9 +14,10 @@ from ray_app import load_config
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse
 from ray_app.submit.figures import cache_fits
+from ray_app.submit.nodes import storage
 from ray_app.submit.options import SubmitSection, given, refuse_secrets
 from ray_app.submit.package import data_in, packed, size_of
-from ray_app.submit.preflight import agreement
+from ray_app.submit.preflight import absolute_storage, agreement
 from ray_app.submit.supervise import Ended, judge, wait_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,3 +145,14 @@ def test_a_cache_must_fit_into_each_object_store() -> None:
     assert "1,000.0 MB" in cache_fits(10**8, nodes)
     with pytest.raises(ConfigError, match=r"needs 2,000\.0 MB .* b has 1,000\.0 MB\. Set data\.cache to none"):
         cache_fits(2 * 10**9, nodes)
+
+
+def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:
+    config = load_config(DIGITS)
+    [found] = absolute_storage(config)
+    assert (found.level, found.topic) == ("refused", "storage")
+    assert "Give an absolute folder that all nodes share" in found.text
+    assert absolute_storage(config.replace(run__storage_path=str(tmp_path))) == []
+    assert absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
+    with pytest.raises(ConfigError, match="Ray removes that copy"):
+        storage("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1/runs", [])
