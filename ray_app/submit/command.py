@@ -37,6 +37,7 @@ class Submission:
         self._config, self._section, self._server, self._console = config, section, server, console
         self._runtime_env = runtime_env
         self._tries = section.retries + 1
+        self._job_id: str | None = None  # while it may go on
 
     def submit(self, number: int) -> str:
         """Submits the run's job and says how it is followed and stopped.
@@ -47,7 +48,7 @@ class Submission:
         name = str(self._config.run.name)
         command = self._section.command(["jobs/train.py"], self._config)
         told = {"job_name": name, "ray_app_run": name, "ray_app_try": str(number)}
-        job_id = self._server.submit(name, command, self._runtime_env, told)
+        self._job_id = job_id = self._server.submit(name, command, self._runtime_env, told)
         self._say(f"Submitted run {name} as job {job_id} (try {number} of {self._tries}).")
         if number == 1:
             self._say(self._how(job_id))
@@ -55,14 +56,19 @@ class Submission:
 
     def supervise(self) -> int:
         """Submits, follows, and submits again while that helps; the driver's exit code."""
+        try:
+            return self._supervise()
+        except KeyboardInterrupt:
+            goes_on = f"The job {self._job_id} goes on.\n{self._how(self._job_id)}" if self._job_id else "Nothing of the run goes on."
+            self._say(f"\n{goes_on}\nNobody submits the run again now; the same command with --run.name {self._config.run.name} does.")
+            raise
+
+    def _supervise(self) -> int:
         number = 1
         while True:
             job_id = self.submit(number)
-            try:
-                ended = self._server.follow(job_id, self._print, self._say)
-            except KeyboardInterrupt:
-                self._say(f"\nThe job {job_id} goes on, but nobody submits it again now.\n{self._how(job_id)}")
-                raise
+            ended = self._server.follow(job_id, self._print, self._say)
+            self._job_id = None
             verdict = judge(ended, number, self._section.retries)
             if not verdict.again:
                 self._say(f"Job {job_id} ended as {ended.status}: {verdict.reason}. Exit code {verdict.exit_code}.")

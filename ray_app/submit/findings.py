@@ -37,12 +37,14 @@ def look(topic: str, see: Callable[[], str | Finding]) -> Finding:
         see: Returns what is well, or a finding of another level.
 
     Returns:
-        The finding; a `ConfigError` or `DataError` is a refusal.
+        The finding; an error is a refusal, since the run would meet it, too.
     """
     try:
         found = see()
     except (ConfigError, DataError) as error:
         return Finding("refused", topic, str(error))
+    except Exception as error:
+        return Finding("refused", topic, f"{type(error).__name__}: {error}")
     return found if isinstance(found, Finding) else Finding("ok", topic, found)
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import ray
 
-from ray_app.config import Config, default_tracking_uri
+from ray_app.config import Config, ScalingSection, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse
@@ -85,10 +85,9 @@ def inspect(config: Config) -> Report:
     readable = all(one.level == "ok" for one in found)
     shared = [str(Path(path).resolve()) for path in data] if readable else []
     found.append(look("storage", partial(storage, config.run.storage_path, shared)))
-    stored = found[-1].level != "refused"
     found.append(look("resources", partial(_resources, config)))
     found.append(look("MLflow", partial(_mlflow, config)))
-    if not (readable and stored):
+    if not readable:
         return Report(found, versions(), None)
     made: list[Figures] = []
     found.append(look("run", partial(_figures, config, made)))
@@ -104,6 +103,7 @@ def _data(path: str) -> str:
 
 def _resources(config: Config) -> str | Finding:
     workers = workers_that_fit(config, ray.cluster_resources())
+    _refuse_small_nodes(config.scaling)
     try:
         workers_that_fit(config, ray.available_resources())
     except ConfigError:
@@ -112,6 +112,14 @@ def _resources(config: Config) -> str | Finding:
         text = f"{workers} of {config.scaling.max_workers} workers fit; the result is the same, and more join when there is room."
         return Finding("warning", "resources", text)
     return f"{workers} workers, the evaluator and reading fit."
+
+
+def _refuse_small_nodes(scaling: ScalingSection) -> None:
+    """Refuses workers that the cluster has room for only if they were spread over several nodes each."""
+    for name, field, each in (("CPU", "cpus_per_worker", scaling.cpus_per_worker), ("GPU", "gpus_per_worker", scaling.gpus_per_worker)):
+        most = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
+        if each > most:
+            raise ConfigError(f"scaling.{field} is {each:g}, but no node has more than {most:g} {name}; lower it, or add a bigger node.")
 
 
 def _mlflow(config: Config) -> str | Finding:
