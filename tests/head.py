@@ -41,7 +41,15 @@ class Head:
         """A node without CPUs that sees another, empty folder in place of `hidden`, as a machine without that mount does."""
         found = re.search(r"--address='([\d.:]+)'", self.log.read_text())
         assert found is not None
-        start = [str(RAY), "start", f"--address={found[1]}", "--block", "--num-cpus=0", "--node-ip-address=127.0.0.3", *_ports()]
+        start = [
+            str(RAY),
+            "start",
+            f"--address={found[1]}",
+            "--block",
+            "--num-cpus=0",
+            "--node-ip-address=127.0.0.3",
+            *_options(free_ports(4)),
+        ]
         script = f"mount -t tmpfs none {shlex.quote(str(hidden))} && exec {shlex.join(start)}"
         user = [] if os.geteuid() == 0 else ["--map-root-user"]
         with _started(["unshare", "--mount", *user, "sh", "-c", script], self.environment, self.log.with_name("other-node.log")):
@@ -139,13 +147,13 @@ def started_head(folder: Path, cpus: int) -> Iterator[Head]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
     environment["PATH"] = f"{RAY.parent}{os.pathsep}{environment['PATH']}"
-    dashboard = free_ports(1)[0]
+    dashboard, client, *others = free_ports(6)
     # Ray replaces 127.0.0.1 by the machine's outer address, but no other address of the loopback.
     node = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
     temporary = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets lie there, so its path must be short
     command = [str(RAY), "start", "--head", "--block", "--port=0", f"--node-ip-address={node}", f"--num-cpus={cpus}"]
     command += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-    command += [f"--ray-client-server-port={free_ports(1)[0]}", *_ports()]
+    command += [f"--ray-client-server-port={client}", *_options(others)]
     command += ["--object-store-memory=200000000", "--disable-usage-stats", f"--temp-dir={temporary}"]
     try:
         with _started(command, environment, folder / "head.log"):
@@ -154,9 +162,9 @@ def started_head(folder: Path, cpus: int) -> Iterator[Head]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _ports() -> list[str]:
+def _options(ports: list[int]) -> list[str]:
     names = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
-    return [f"--{name}-port={port}" for name, port in zip(names, free_ports(len(names)), strict=True)]
+    return [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
 
 
 @contextmanager

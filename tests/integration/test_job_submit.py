@@ -60,8 +60,15 @@ class Ground:
         both = subprocess.PIPE
         return subprocess.Popen(command, cwd=self.project, env=self.head.environment, stdout=both, stderr=subprocess.STDOUT, text=True)
 
-    def wait_for_checkpoint(self, name: str) -> None:
-        until(lambda: read_events(self.paths(name), "checkpointed"), _JOB_S)
+    def wait_for_checkpoint(self, name: str, lives: Callable[[], bool]) -> None:
+        def happened() -> bool:
+            assert lives()
+            return bool(read_events(self.paths(name), "checkpointed"))
+
+        until(happened, _JOB_S)
+
+    def is_over(self, job_id: str) -> bool:
+        return self.head.job(job_id)["status"] not in ("PENDING", "RUNNING")
 
     def mlflow_status(self, name: str) -> str:
         from mlflow.tracking import MlflowClient
@@ -94,8 +101,9 @@ def ground(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
 def flows(ground: Ground) -> Iterator[dict[str, Future[Any]]]:
     """What goes on at the same time, since most of it is waiting for processes to start."""
     made: dict[str, Callable[[Ground], Any]] = {"stopped": stopped, "killed": killed, "rest": over_rest, "tail": tail, "dry": dry}
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(flow, ground) for name, flow in made.items()}
+    pool = ThreadPoolExecutor(2)
+    yield {name: pool.submit(flow, ground) for name, flow in made.items()}
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +138,7 @@ def test_a_plainly_submitted_job_trains(ground: Ground, undisturbed: tuple[dict[
 def stopped(ground: Ground) -> dict[str, Any]:
     """A run that `ray job stop` ends after its first checkpoint, and that is submitted again."""
     with ground.submit("stopped") as submitted:
-        ground.wait_for_checkpoint("stopped")
+        ground.wait_for_checkpoint("stopped", lambda: submitted.poll() is None)
         command = [str(RAY), "job", "stop", "--address", ground.head.url, "stopped-1"]
         subprocess.run(command, env=ground.head.environment, check=True, timeout=_JOB_S, capture_output=True)
         output = submitted.communicate(timeout=_JOB_S)[0]
@@ -147,7 +155,7 @@ def stopped(ground: Ground) -> dict[str, Any]:
             assert lines[-1], lines
         again.send_signal(signal.SIGINT)
         seen["output again"] = "".join(lines) + again.communicate(timeout=_JOB_S)[0]
-    until(lambda: ground.head.job("stopped-2")["status"] not in ("PENDING", "RUNNING"), _JOB_S)
+    until(lambda: ground.is_over("stopped-2"), _JOB_S)
     return seen | {"code again": again.returncode, "job again": ground.head.job("stopped-2")}
 
 
@@ -174,7 +182,7 @@ def test_a_stopped_job_of_ours_is_closed_and_continues(ground: Ground, flows: di
 def killed(ground: Ground) -> dict[str, Any]:
     """A run whose driver is killed after its first checkpoint."""
     with ground.submit("killed") as submitted:
-        ground.wait_for_checkpoint("killed")
+        ground.wait_for_checkpoint("killed", lambda: submitted.poll() is None)
         driver = psutil.Process(int(ground.head.job("killed-1")["driver_info"]["pid"]))
         assert "jobs/train.py" in driver.cmdline()
         ground.go_on("killed")
@@ -207,7 +215,7 @@ def over_rest(ground: Ground) -> dict[str, Any]:
     body: dict[str, Any] = {"entrypoint": " ".join(["python", "jobs/train.py", *options])}
     body["runtime_env"] = {"working_dir": "gcs://_ray_pkg_rest.zip"}
     ground.head.ask("/api/jobs/", body=body | {"submission_id": "rest-1"})
-    ground.wait_for_checkpoint("rest")
+    ground.wait_for_checkpoint("rest", lambda: not ground.is_over("rest-1"))
     assert ground.head.ask("/api/jobs/rest-1/stop", body={})["stopped"]
     until(lambda: ground.head.job("rest-1")["status"] == "STOPPED", _JOB_S)
     until(lambda: ground.mlflow_status("rest") == "KILLED", _JOB_S)
@@ -215,7 +223,7 @@ def over_rest(ground: Ground) -> dict[str, Any]:
     seen = {"summary": ground.summary("rest")}
     ground.go_on("rest")
     ground.head.ask("/api/jobs/", body=body | {"submission_id": "rest-2"})
-    until(lambda: ground.head.job("rest-2")["status"] not in ("PENDING", "RUNNING"), _JOB_S)
+    until(lambda: ground.is_over("rest-2"), _JOB_S)
     return seen | {"log": ground.head.ask("/api/jobs/rest-2/logs")["logs"]}
 
 
