@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 RAY = Path(sys.executable).parent / "ray"
-_START_S = 90
+_START_S = 240
 
 
 @dataclass(frozen=True)

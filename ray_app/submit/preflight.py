@@ -137,9 +137,9 @@ def agreement(here: dict[str, str], there: dict[str, str]) -> list[Finding]:
     """
     found = []
     for name in _MUST_AGREE:
-        mine, others = (_minor(values.get(name, "")) if name == "python" else values.get(name, "") for values in (here, there))
-        if mine != others:
-            text = f"{name} is {mine} here and {others} on the cluster; use the same, for instance by the cluster's image."
+        mine, theirs = _release(name, here), _release(name, there)
+        if mine != theirs:
+            text = f"{name} is {mine} here and {theirs} on the cluster; use the same, for instance by the cluster's image."
             found.append(Finding("refused", "versions", text))
     other = [f"{n} {here[n]} (cluster: {there.get(n)})" for n in here if n not in _MUST_AGREE and here[n] != there.get(n)]
     if other:
@@ -149,5 +149,7 @@ def agreement(here: dict[str, str], there: dict[str, str]) -> list[Finding]:
     return found or [Finding("ok", "versions", same)]
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def _release(name: str, versions: dict[str, str]) -> str:
+    """The part of a version that must agree: of Python only the first two numbers."""
+    version = versions.get(name, "unknown")
+    return ".".join(version.split(".")[:2]) if name == "python" else version

@@ -30,14 +30,13 @@ _TOKENS = (
     "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for a cluster without"
     " tokens unset them."
 )
-Show = Callable[[str], None]
-
-
 _CHATTY = (
     *("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk"),
     *("_private.runtime_env.packaging", "_private.runtime_env.working_dir"),
 )
-"""They tell of every ignored file and every connection."""
+"""Loggers of Ray that tell of every ignored file and every connection."""
+
+Show = Callable[[str], None]
 
 
 class LostContactError(Exception):
@@ -79,17 +78,17 @@ class JobServer:
             ConfigError: The cluster refuses it.
             LostContactError: It did not answer for too long.
         """
-        began_s, job_id, sent, was_sent = time.monotonic(), None, False, False
+        began_s, job_id, sent = time.monotonic(), "", 0
         while True:
             try:
                 job_id = job_id or self._free_id(name)
-                was_sent, sent = sent, True
+                sent += 1
                 return self._client.submit_job(entrypoint=command, submission_id=job_id, runtime_env=runtime_env, metadata=metadata)
             except (OSError, requests.exceptions.RequestException) as error:
                 if time.monotonic() - began_s > self._lost_contact_s:
                     raise LostContactError(f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}") from error
-            except (RuntimeError, ValueError) as error:
-                if was_sent and job_id is not None and "already exists" in str(error):  # only the answer was lost
+            except (AuthenticationError, RuntimeError, ValueError) as error:
+                if sent > 1 and "already exists" in str(error):  # only the answer was lost
                     return job_id
                 raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
             time.sleep(_LOOK_S)
@@ -98,10 +97,6 @@ class JobServer:
         taken = [job.submission_id for job in self._client.list_jobs() if job.submission_id]
         numbers = [int(end) for start, _, end in (one.rpartition("-") for one in taken) if start == name and end.isdecimal()]
         return f"{name}-{max(numbers, default=0) + 1}"
-
-    def output(self, job_id: str) -> str:
-        """All that a job has printed so far."""
-        return self._client.get_job_logs(job_id)
 
     def follow(self, job_id: str, show: Show, tell: Show) -> Ended:
         """Shows what a job prints until it has ended, each piece once, however often the connection breaks.
@@ -115,23 +110,24 @@ class JobServer:
             LostContactError: The cluster did not answer for too long.
         """
         tail = _Tail(show)
-        heard_s, told = time.monotonic(), False
+        told = False
         while True:
+            trouble = tail.read(self._client, job_id)
             try:
-                asyncio.run(tail.read(self._client, job_id))
                 ended = self.ended(job_id)
-                heard_s, told = time.monotonic(), False
-                if ended is not None:
-                    tail.rest(self._client, job_id)
-                    return ended
+                tail.heard_s = time.monotonic()
             except AuthenticationError as error:
                 raise ConfigError(f"{self.address} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
             except _LOST as error:
-                if time.monotonic() - heard_s > self._lost_contact_s:
+                ended, trouble = None, error
+                if time.monotonic() - tail.heard_s > self._lost_contact_s:
                     raise LostContactError(f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}") from error
-                if not told:
-                    tell(f"The connection to {self.address} is lost, trying again: {type(error).__name__}")
-                told = True
+            if ended is not None:
+                tail.rest(self._client, job_id)
+                return ended
+            if trouble is not None and not told:
+                tell(f"The connection to {self.address} is lost, trying again: {type(trouble).__name__}")
+            told = trouble is not None
             time.sleep(_LOOK_S)
 
     def ended(self, job_id: str) -> Ended | None:
@@ -148,19 +144,28 @@ class JobServer:
 
 
 class _Tail:
-    """What of a job's output was shown; the server always begins at its beginning."""
+    """What of a job's output was shown, and when it was last heard of; the server always begins at its beginning."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
         self._shown = 0
+        self.heard_s = time.monotonic()
 
-    async def read(self, client: JobSubmissionClient, job_id: str) -> None:
-        """Shows what is new until the connection ends or is silent."""
+    def read(self, client: JobSubmissionClient, job_id: str) -> Exception | None:
+        """Shows what is new until the connection ends or is silent; returns what broke it, if something did."""
+        try:
+            asyncio.run(self._read(client, job_id))
+        except _LOST as error:
+            return error
+        return None
+
+    async def _read(self, client: JobSubmissionClient, job_id: str) -> None:
         chunks = client.tail_job_logs(job_id)
         seen = 0
         with suppress(StopAsyncIteration, TimeoutError):
             while True:
                 chunk = await asyncio.wait_for(anext(chunks), _SILENCE_S)
+                self.heard_s = time.monotonic()
                 self._take(chunk, seen)
                 seen += len(chunk)
 
