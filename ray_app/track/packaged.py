@@ -1,0 +1,95 @@
+"""A version of a registered model, back as the files of its package; nothing of it is executed or unpickled here."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray_app.errors import ConfigError
+from ray_app.track import loader
+from ray_app.track.client import connect
+from ray_app.track.registry import PARAMS_DIGEST
+
+_URI = re.compile(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))")
+_FILES = {"torch.export": loader.EXPORTED, "safetensors": loader.WEIGHTS}
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A version of a registered model.
+
+    Args:
+        name: Name of the model.
+        version: Its version.
+        format: How it is stored: `torch.export` or `safetensors`.
+        inputs: Name, dtype and shape of one row of every input.
+        params_digest: Digest of the parameters that were registered.
+        class_path: Class of the task.
+        settings: Settings of the prepared task.
+        weights: Content of `model.pt2` or `model.safetensors`.
+    """
+
+    name: str
+    version: str
+    format: str
+    inputs: list[dict[str, Any]]
+    params_digest: str
+    class_path: str
+    settings: dict[str, Any]
+    weights: bytes
+
+
+def fetch_package(uri: str, model: str) -> Packaged:
+    """Downloads a version.
+
+    Args:
+        uri: MLflow tracking URI.
+        model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+
+    Raises:
+        ConfigError: There is no such version, or its files are none of ours.
+        Exception: Whatever MLflow raises, mostly because it cannot be reached.
+    """
+    from mlflow.artifacts import download_artifacts
+
+    version = _version(connect(uri), model)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = f"models:/{version.name}/{version.version}/data/model"
+        folder = Path(download_artifacts(artifact_uri=place, dst_path=temporary, tracking_uri=uri, registry_uri=uri))
+        try:
+            described = loader.describe(folder)
+            made, form = described["task"], described["format"]
+            digest, settings = version.tags[PARAMS_DIGEST], made["settings"]
+            if settings is None:
+                raise KeyError("the settings of its task")
+            weights = (folder / _FILES[form]).read_bytes()
+            return Packaged(version.name, str(version.version), form, described["inputs"], digest, made["class_path"], settings, weights)
+        except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{model} (version {version.version}) cannot be predicted with: its package lacks {error}. It was registered by something else,"
+                " by an older version of ray_app, or its task has settings that JSON does not keep or that are secret. Use --predict.run"
+                " with the run that it came from, or register that again."
+            ) from error
+
+
+def _version(client: Any, model: str) -> Any:
+    from mlflow.exceptions import MlflowException
+
+    match = _URI.fullmatch(model)
+    if match is None:
+        raise ConfigError(
+            f"predict.model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, such as models:/digits@champion."
+        )
+    name, alias, version = match.groups()
+    try:
+        return client.get_model_version_by_alias(name, alias) if alias else client.get_model_version(name, version)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        raise ConfigError(
+            f"MLflow has no {model}: {error.message} See what there is with `mlflow ui`, or make it: jobs/register.py."
+        ) from error
