@@ -70,9 +70,10 @@ class Pool:
 
 
 def through(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
-    """Reads on any CPU of the cluster, gives each read task's rows as one table to an actor, and yields the rows that come out of them.
+    """Gives each read task's rows as one table to an actor, and yields the rows that come out of them, as they are done.
 
-    They come as they are done, in no order. What is read ahead is bounded by Ray Data.
+    Where the actors reserve what a read task does (one CPU), Ray Data lets them read themselves; otherwise any CPU of the cluster reads for
+    them, and how far ahead is bounded by Ray Data.
     """
     quieten()
     dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
@@ -82,7 +83,7 @@ def through(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[d
         fn_constructor_args=pool.arguments,
         batch_size=None,
         batch_format="pyarrow",
-        concurrency=(1, pool.most),
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=pool.most),
         num_cpus=pool.num_cpus,
         num_gpus=pool.num_gpus,
     )

@@ -140,10 +140,9 @@ class Predictor:
         rows = sum(piece.rows for piece in spec)
         check_positions(table, np.arange(position, position + rows))
         outputs = self._outputs(table, position)
-        carried = _columns(self._job.root, spec, self._job.columns).append_column(
-            "position", pa.array(np.arange(position, position + rows))
-        )
-        data = part_file(carried, outputs, self._job.made_from)
+        carried = _columns(self._job.root, spec, self._job.columns)
+        positions = pa.array(np.arange(position, position + rows))
+        data = part_file(carried.append_column("position", positions), outputs, self._job.made_from)
         put_atomic(location(self._job.out) / name, data)
         return pa.table({"name": [name], "facts": [json.dumps(facts_of(data))]})
 
@@ -159,14 +158,10 @@ class Predictor:
         whole = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:
-                raise DataError(
-                    f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it must return one each."
-                )
+                raise DataError(f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs one each.")
             if values.dtype.kind == "f" and not (finite := np.isfinite(values).reshape(len(values), -1).all(1)).all():
                 row = position + int(np.argmin(finite))
-                raise DataError(
-                    f"{name!r} of row {row} of the data is NaN or infinite; correct or remove the row, it may have missing values."
-                )
+                raise DataError(f"{name!r} of row {row} of the data is NaN or infinite; correct the row: a value may be missing.")
         return whole
 
 

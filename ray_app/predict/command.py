@@ -8,8 +8,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
-from io import StringIO
 from typing import Any
 
 import ray
@@ -27,7 +25,7 @@ from ray_app.record.files import Location, names, put_json, read_json, remove_te
 from ray_app.record.redact import redact
 
 DONE = "predictions.json"
-_VERIFYING, _TELL_S = 8, 2.0
+_VERIFYING, _TELL_S, _MOST_CLASSES = 8, 2.0, 20
 
 
 def predict(prepared: Prepared, config: Config, section: PredictSection, console: Console) -> dict[str, Any]:
@@ -44,27 +42,27 @@ def predict(prepared: Prepared, config: Config, section: PredictSection, console
         DataError: A row cannot be used, or the data set changed meanwhile.
     """
     job, out = prepared.job, prepared.out
-    put_json(out / MADE_FROM, prepared.made_from)
     remove_temporary(out)
     done = _intact(prepared)
     told = _Progress(prepared, len(done), sum(facts["rows"] for facts in done.values()), console)
     missing = [spec for name, spec in job.parts.values() if name not in done]
     if missing:
-        asked = {"scaling__max_workers": section.workers, "scaling__min_workers": 1, "data__eval_path": None}
+        asked: dict[str, Any] = {"scaling__max_workers": section.workers, "scaling__min_workers": 1, "data__eval_path": None}
         asked |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
         room = config.replace(**asked)
         with cluster(room):
             most = workers_that_fit(room, ray.cluster_resources())
+            put_json(out / MADE_FROM, prepared.made_from)
             pool = Pool(Predictor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
-            with redirect_stdout(StringIO()):
-                for found in through(pool, prepared.reader, missing):
-                    done[found["name"]] = json.loads(found["facts"])
-                    told.add(done[found["name"]]["rows"])
+            for found in through(pool, prepared.reader, missing):
+                done[found["name"]] = json.loads(found["facts"])
+                told.add(done[found["name"]]["rows"])
     before = read_json(out / DONE)
+    if before is not None and not missing:
+        return before
     result = _result(prepared, done)
-    if before is None or missing:
-        put_json(out / DONE, result)
-    return result if before is None or missing else before
+    put_json(out / DONE, result)
+    return result
 
 
 def _intact(prepared: Prepared) -> dict[str, dict[str, Any]]:
@@ -133,9 +131,8 @@ def _summary(result: dict[str, Any], out: Location) -> list[str]:
     lines.append(f"rows         {result['rows_in']:,} in, {rows:,} out, {len(result['parts']):,} parts")
     if result["counts"]:
         shown = sorted(result["counts"].items(), key=lambda item: -item[1])
-        lines.append(
-            "predicted    " + ", ".join(f"{name} {count / rows:.1%}" for name, count in shown[:20]) + (", ..." if shown[20:] else "")
-        )
+        shares = [f"{name} {count / rows:.1%}" for name, count in shown[:_MOST_CLASSES]] + ["..."] * (len(shown) > _MOST_CLASSES)
+        lines.append("predicted    " + ", ".join(shares))
     lines += [f"mean         {name} {value:.4f}" for name, value in result["means"].items()]
     return [*lines, f"predictions  {out}"]
 
@@ -160,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 75
     except Exception as error:
         error = own_error(error)  # type: ignore[assignment]
-        is_refusal = isinstance(error, (ConfigError, DataError)) and not started
+        is_refusal = isinstance(error, ConfigError) or (isinstance(error, DataError) and not started)
         print(redact(f"{'' if is_refusal else 'The prediction failed: '}{type(error).__name__}: {error}"), file=sys.stderr)
         return 2 if is_refusal else 1
     for line in _summary(result, prepared.out):

@@ -34,12 +34,12 @@ def model_of_registry(config: Config, uri: str | None) -> Found:
     made = make_task(config)
     if class_path(made) != found.class_path:
         raise ConfigError(
-            f"{called} is of the task {found.class_path}, task.class_path is {class_path(made)}. Give the configuration of the former."
+            f"{called} is of the task {found.class_path}, task.class_path is {class_path(made)}. Give that one's configuration."
         )
     for argument, value in config.task.init_args.items():
         if argument in found.settings and found.settings[argument] != value:
             raise ConfigError(
-                f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}. Give its configuration."
+                f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}. Give that."
             )
     task = type(made).__new__(type(made))
     task.__dict__.update(found.settings)
@@ -52,19 +52,20 @@ def model_of_run(config: Config, run: str) -> Found:
     paths = RunPaths(location(run))
     summary = read_json(paths.summary)
     if summary is None:
-        raise ConfigError(
-            f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give <run.storage_path>/<run.name>."
-        )
+        raise ConfigError(f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's directory.")
     trained = from_yaml(paths.config.read_text())
     if trained.task != config.task:
-        raise ConfigError(
-            f"The run {paths.name!r} was trained with the task {asdict(trained.task)}, the configuration has {asdict(config.task)}."
-        )
+        raise ConfigError(f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has {asdict(config.task)}.")
     best, store = summary.get("best"), CheckpointStore(paths)
     commits = [commit for commit in store.commits() if best is None or commit.step == best["step"]]
     if not commits:
-        raise ConfigError(f"The run {paths.name!r} does not hold its best checkpoint any more; raise checkpoint.keep_best when you train.")
-    commit = commits[-1]
-    task = make_task(trained).prepare(open_dataset(trained.data.path).facts)
-    source = {"run": paths.name, "step": commit.step}
+        raise ConfigError(f"The run {paths.name!r} does not hold its best checkpoint any more: checkpoint.keep_best was 0.")
+    commit, data = commits[-1], open_dataset(trained.data.path)
+    if data.manifest.digest != commit.manifest_digest:
+        raise ConfigError(
+            f"The data {trained.data.path} of the run {paths.name!r} is not what it was trained on, so its task cannot be made again. Restore"
+            " the data, or predict with the version that the run was registered as."
+        )
+    task = make_task(trained).prepare(data.facts)
+    source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
     return Model(task, store.load(commit)[MODEL], None, commit.params_digest), source, []

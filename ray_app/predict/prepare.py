@@ -41,7 +41,7 @@ class PredictSection:
         columns: Columns of the data to carry through, separated by commas; not given: `row_id` if there is one.
         part_rows: Rows of a part at most; it also stays within `data.read_task_mb` decoded megabytes.
         batch_size: Rows of one forward pass.
-        workers: Actors that predict at most; the cluster's other CPUs read.
+        workers: Actors that predict at most; each reads for itself, with GPUs all CPUs of the cluster read for them.
         num_cpus: Logical CPUs that each of them reserves.
         num_gpus: GPUs that each of them reserves; 0 predicts on the CPU.
         threads: CPU threads of the computation in each.
@@ -127,7 +127,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
     made_from = {
         "model": source,
         "params_digest": model.params_digest,
-        "task": {"class_path": class_path(model.task), "settings": repr(sorted(vars(model.task).items()))},
+        "task": class_path(model.task),
         "manifest_digest": manifest.digest,
         "content_digest": _content_digest(dataset),
         "columns": carried,
@@ -169,16 +169,13 @@ def _reader(dataset: Dataset, task: Task) -> Reader:
 
 def _carried(dataset: Dataset, columns: str | None) -> list[str]:
     known = dataset.facts.columns
-    wanted = (
-        [name.strip() for name in columns.split(",") if name.strip()] if columns is not None else ["row_id"] if "row_id" in known else []
-    )
+    default = "row_id" if "row_id" in known else ""
+    wanted = [name.strip() for name in (default if columns is None else columns).split(",") if name.strip()]
     for name in wanted:
         if name not in known:
-            raise ConfigError(f"predict.columns names {name!r}, which the data does not have; its columns are {', '.join(sorted(known))}.")
+            raise ConfigError(f"predict.columns names {name!r}, which is not in the data; its columns are {', '.join(sorted(known))}.")
         if name in ("position", "predicted", "predicted_index", "confidence"):
-            raise ConfigError(
-                f"predict.columns names {name!r}, which is a column of the predictions; rename it in the data or leave it out."
-            )
+            raise ConfigError(f"predict.columns names {name!r}, which is a column of the predictions; leave it out.")
     return wanted
 
 
@@ -215,11 +212,7 @@ def _refuse_other(prepared: Prepared) -> None:
     """
     before, now = read_json(prepared.out / MADE_FROM), prepared.made_from
     if before is None and (names(prepared.out) or folders(prepared.out)):
-        raise ConfigError(
-            f"predict.out {prepared.out} is not empty and holds no predictions ({MADE_FROM} is missing). Give another folder."
-        )
+        raise ConfigError(f"predict.out {prepared.out} is not empty and has no {MADE_FROM}: it holds something else. Give another folder.")
     if before is not None and before != now:
         other = [f"  - {name}: {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
-        raise ConfigError(
-            f"predict.out {prepared.out} holds predictions that were made differently; give another folder:\n" + "\n".join(other)
-        )
+        raise ConfigError(f"predict.out {prepared.out} was made from something else; give another folder:\n" + "\n".join(other))

@@ -36,6 +36,7 @@ _OPERATOR = re.compile(
     r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
 )
 """Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, do what they are told."""
+_FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
 _SIZE_PARTS = (ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.keyword, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 _SIZE_PARTS += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
 
@@ -199,9 +200,7 @@ def _is_size(text: str) -> bool:
         isinstance(node, _SIZE_PARTS)
         and (not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value.isidentifier())
         and (not isinstance(node, ast.Call) or isinstance(node.func, ast.Name))
-        and (
-            not isinstance(node, ast.Name) or re.fullmatch(r"[A-Z][A-Za-z]*|floor|ceiling" if id(node) in calls else r"[a-z]+\d+", node.id)
-        )
+        and (not isinstance(node, ast.Name) or (_FUNCTION if id(node) in calls else _SYMBOL).fullmatch(node.id))
         for node in nodes
     )
 

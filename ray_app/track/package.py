@@ -4,7 +4,7 @@
 
     MLmodel  requirements.txt  ...             MLflow's own: signature, input example, environment
     code/ray_app_loader_1a2b3c4d.py            a copy of `track/loader.py`; beside it the task's code, if that is needed
-    data/model/package.json                    format, inputs, digest of the parameters, names of the classes, class and settings of the task
+    data/model/package.json                    format, inputs, digest of the parameters, classes, the task's class and settings
     data/model/model.pt2                       the task's `forward` for any number of rows, as `torch.export` saves it; or
     data/model/model.safetensors  task.json    the parameters, and the class and the settings of the prepared task
 """

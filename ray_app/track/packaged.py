@@ -54,12 +54,12 @@ def fetch_package(uri: str, model: str) -> Packaged:
         ConfigError: There is no such version, or its files are none of ours.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
-    from mlflow.artifacts import download_artifacts
-
-    version = _version(connect(uri), model)
+    client = connect(uri)
+    version = _version(client, model)
+    root = str(client.get_run(version.run_id).info.artifact_uri)
     with tempfile.TemporaryDirectory() as temporary:
-        place = f"models:/{version.name}/{version.version}/data/model"
-        folder = Path(download_artifacts(artifact_uri=place, dst_path=temporary, tracking_uri=uri, registry_uri=uri))
+        place = str(version.source).removeprefix(root).strip("/") + "/data/model"
+        folder = Path(client.download_artifacts(version.run_id, place, temporary))
         try:
             described = loader.describe(folder)
             made, form = described["task"], described["format"]
@@ -70,8 +70,8 @@ def fetch_package(uri: str, model: str) -> Packaged:
             return Packaged(version.name, str(version.version), form, described["inputs"], digest, made["class_path"], settings, weights)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{model} (version {version.version}) cannot be predicted with: its package lacks {error}. It was registered by something else,"
-                " by an older version of ray_app, or its task has settings that JSON does not keep or that are secret. Use --predict.run"
+                f"{model} (version {version.version}) cannot be predicted with, its package lacks {error}: it comes from something else,"
+                " from an older version of ray_app, or its task has settings that JSON does not keep or that are secret. Use --predict.run"
                 " with the run that it came from, or register that again."
             ) from error
 

@@ -81,11 +81,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Finished:
     """The directory of a run that has two checkpoints, of which the first is better, and its MLflow run; nothing was trained."""
 
-    def __init__(self, storage: Path, digits: Path, uri: str, name: str = "run", task: str = "", **fields: Any) -> None:
+    def __init__(
+        self, storage: Path, digits: Path, uri: str, name: str = "run", task: str = "", init_args: Any = None, **fields: Any
+    ) -> None:
         values = {"run__name": name, "run__storage_path": str(storage), "data__path": str(digits / "train"), "data__eval_path": None}
         config = load_config(ROOT / "conf" / "digits.yaml").replace(**(values | {"tracking__uri": uri} | fields))
         if task:
-            config = replace(config, task=ClassSpec(task, config.task.init_args))
+            config = replace(config, task=ClassSpec(task, init_args or config.task.init_args))
         self.config: Config = config
         self.prepared: Prepared = claim(prepare(config), 1)
         self.job = self.prepared.job
