@@ -140,9 +140,10 @@ class Predictor:
         rows = sum(piece.rows for piece in spec)
         check_positions(table, np.arange(position, position + rows))
         outputs = self._outputs(table, position)
+        positions = pa.table({"position": np.arange(position, position + rows)})
         carried = _columns(self._job.root, spec, self._job.columns)
-        positions = pa.array(np.arange(position, position + rows))
-        data = part_file(carried.append_column("position", positions), outputs, self._job.made_from)
+        start = positions if carried is None else carried.append_column("position", positions.column(0))
+        data = part_file(start, outputs, self._job.made_from)
         put_atomic(location(self._job.out) / name, data)
         return pa.table({"name": [name], "facts": [json.dumps(facts_of(data))]})
 
@@ -174,13 +175,13 @@ def _on_cpu(outputs: Any) -> Any:
     return type(outputs)(map(_on_cpu, outputs)) if isinstance(outputs, list | tuple) else outputs
 
 
-def _columns(root: str, spec: ReadSpec, names: list[str]) -> pa.Table:
-    """Columns of a part as they are in the data set."""
+def _columns(root: str, spec: ReadSpec, names: list[str]) -> pa.Table | None:
+    """Columns of a part as they are in the data set; None if none is asked for."""
     parts = []
-    for piece in spec:
+    for piece in spec if names else ():
         with pq.ParquetFile(Path(root) / piece.path) as file:
             parts.append(file.read_row_group(piece.row_group, columns=names, use_threads=False).slice(piece.first, piece.rows))
-    return pa.concat_tables(parts) if names else pa.table({})
+    return pa.concat_tables(parts).select(names) if parts else None
 
 
 def part_file(carried: pa.Table, outputs: dict[str, npt.NDArray], made_from: str) -> bytes:

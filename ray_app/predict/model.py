@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict
 from typing import Any
 
@@ -36,8 +37,9 @@ def model_of_registry(config: Config, uri: str | None) -> Found:
         raise ConfigError(
             f"{called} is of the task {found.class_path}, task.class_path is {class_path(made)}. Give that one's configuration."
         )
-    for argument, value in config.task.init_args.items():
-        if argument in found.settings and found.settings[argument] != value:
+    for argument, parameter in inspect.signature(type(made)).parameters.items():
+        value = config.task.init_args.get(argument, parameter.default)
+        if value is not None and argument in found.settings and found.settings[argument] != value:
             raise ConfigError(
                 f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}. Give that."
             )
@@ -63,7 +65,7 @@ def model_of_run(config: Config, run: str) -> Found:
     commit, data = commits[-1], open_dataset(trained.data.path)
     if data.manifest.digest != commit.manifest_digest:
         raise ConfigError(
-            f"The data {trained.data.path} of the run {paths.name!r} is not what it was trained on, so its task cannot be made again. Restore"
+            f"The data {trained.data.path} of the run {paths.name!r} is not what it was trained on; its task cannot be made again. Restore"
             " the data, or predict with the version that the run was registered as."
         )
     task = make_task(trained).prepare(data.facts)

@@ -94,6 +94,8 @@ class Finished:
         paths = self.job.paths
         for step, accuracy in ((8, 0.75), (16, 0.5)):
             model = self.job.task.build_model()
+            for parameter in model.parameters():
+                parameter.data.mul_(3)
             for buffer in model.buffers():
                 buffer.add_(0.25 if buffer.is_floating_point() else 1)
             state = dict(model.state_dict())
