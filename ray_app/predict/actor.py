@@ -60,7 +60,7 @@ class Model:
         """
         try:
             state, predict = self._exported(device) if self.inputs is not None else self._built(device)
-        except (ValueError, RuntimeError, KeyError, OSError) as error:
+        except Exception as error:  # whatever a library says of a file that is not what it should be
             raise ConfigError(f"The model is refused, and nothing of it was executed: {error}") from error
         if params_digest(state) != self.params_digest:
             raise ConfigError(f"The model is refused: its parameters have the digest {params_digest(state)}, not {self.params_digest}.")
