@@ -130,6 +130,6 @@ def _check_run(config: Config) -> list[str]:
         )
     if model is not None and not _MODEL_NAME.fullmatch(model):
         problems.append(
-            f"tracking.registered_model is {model!r}; use 1 to 256 characters, no slashes, ':', quotes or control characters, and not '.' or '..'."
+            f"tracking.registered_model is {model!r}; use 1 to 256 characters other than slashes, ':', quotes and control characters."
         )
     return problems

@@ -98,7 +98,5 @@ class Manifest:
         files = [(str(entry["path"]), entry["rows"]) for entry in json.loads(text)["files"]]
         for path, _ in files:
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-                raise DataError(
-                    f"The manifest names the file {path!r}, which leads out of the data set; restore manifest.json from a backup."
-                )
+                raise DataError(f"manifest.json names {path!r}, which leads out of the data set; restore it from a backup.")
         return cls.from_files(files)

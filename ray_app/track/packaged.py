@@ -54,8 +54,9 @@ def fetch_package(uri: str, model: str) -> Packaged:
         ConfigError: There is no such version, or its files are none of ours.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
+    wanted = _parsed(model)
     client = connect(uri)
-    version = _version(client, model)
+    version = _version(client, model, *wanted)
     root = str(client.get_run(version.run_id).info.artifact_uri)
     with tempfile.TemporaryDirectory() as temporary:
         place = str(version.source).removeprefix(root).strip("/") + "/data/model"
@@ -76,15 +77,19 @@ def fetch_package(uri: str, model: str) -> Packaged:
             ) from error
 
 
-def _version(client: Any, model: str) -> Any:
-    from mlflow.exceptions import MlflowException
-
+def _parsed(model: str) -> tuple[str, str | None, str | None]:
+    """Name, alias and version; one of the latter two is None."""
     match = _URI.fullmatch(model)
     if match is None:
         raise ConfigError(
-            f"predict.model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, such as models:/digits@champion."
+            f"predict.model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as in models:/digits@champion."
         )
-    name, alias, version = match.groups()
+    return match[1], match[2], match[3]
+
+
+def _version(client: Any, model: str, name: str, alias: str | None, version: str | None) -> Any:
+    from mlflow.exceptions import MlflowException
+
     try:
         return client.get_model_version_by_alias(name, alias) if alias else client.get_model_version(name, version)
     except MlflowException as error:
