@@ -81,9 +81,7 @@ def _parsed(model: str) -> tuple[str, str | None, str | None]:
     """Name, alias and version; one of the latter two is None."""
     match = _URI.fullmatch(model)
     if match is None:
-        raise ConfigError(
-            f"predict.model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as in models:/digits@champion."
-        )
+        raise ConfigError(f"predict.model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as models:/m@champion.")
     return match[1], match[2], match[3]
 
 
@@ -96,5 +94,5 @@ def _version(client: Any, model: str, name: str, alias: str | None, version: str
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
         raise ConfigError(
-            f"MLflow has no {model}: {error.message} See what there is with `mlflow ui`, or make it: jobs/register.py."
+            f"MLflow has no {model}: {error.message} `mlflow ui` shows what there is; jobs/register.py adds to it."
         ) from error
