@@ -138,9 +138,9 @@ def test_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path,
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     driver = subprocess.Popen([sys.executable, "jobs/predict.py", *arguments], cwd=ROOT, env=environment)
     try:
-        until(lambda: (gate / "reached").exists() or driver.poll() is not None, 120)
+        until(lambda: (gate / "reached").exists() or driver.poll() is not None, 240)
         assert driver.poll() is None
-        until(lambda: len(state_of(out)) == 3, 30)
+        until(lambda: len(state_of(out)) == 3, 60)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait(30)

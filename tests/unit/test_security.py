@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -306,13 +305,11 @@ def test_names_of_evaluators_that_are_paths_are_refused(tmp_path: Path, digits_c
         _config(paths, EvaluateOptions(str(paths.root), name=name), None)
 
 
-def test_every_command_of_ours_asks_for_a_token_and_binds_nothing_outside() -> None:
-    """No code of ours turns authentication off or starts a dashboard that others reach."""
+def test_nothing_of_ours_turns_authentication_off_or_opens_a_dashboard() -> None:
     for folder in ("ray_app", "jobs", "benchmarks"):
         for file in (ROOT / folder).rglob("*.py"):
             text = file.read_text()
-            assert 'RAY_AUTH_MODE"] = "disabled' not in text, file
+            assert '"RAY_AUTH_MODE"' not in text, file
             assert "0.0.0.0" not in text, file
-            if "cluster_utils import Cluster" in text:
-                assert "require_token()" in text, f"{file} starts a cluster without a token"
-    assert os.path.isfile(ROOT / "SECURITY.md")
+            assert "include_dashboard=True" not in text, file
+            assert "cluster_utils import Cluster" not in text or "require_token()" in text, f"{file} starts a cluster without a token"
