@@ -117,6 +117,10 @@ class TrainSection:
             `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits.
         precision: `fp32`, or `bf16` for autocast of forward and loss (parameters and gradients stay fp32).
         grad_clip_norm: Largest global L2 norm of the gradient; not given: no clipping.
+        init_from: Safetensors file with the parameters (and persistent buffers) to begin with, which every node sees; not given: what the
+            model's own initialization draws from the seed.
+        init_digest: SHA-256 of these parameters, as `params_digest` in `summary.json`, which decides the result where the file's path does
+            not; not given: that of the file at the run's first start.
     """
 
     epochs: int = _result(1)
@@ -125,6 +129,8 @@ class TrainSection:
     reduction: Literal["exact", "overlapped"] = _result("exact")
     precision: Literal["fp32", "bf16"] = _result("fp32")
     grad_clip_norm: float | None = _result(None)
+    init_from: str | None = None
+    init_digest: str | None = _result(None)
 
 
 @dataclass(frozen=True)

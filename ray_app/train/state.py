@@ -17,6 +17,7 @@ from ray_app.checkpoint.format import Snapshot, pack, unpack
 from ray_app.config import ClassSpec, Config
 from ray_app.strategy.base import World, collective, gather
 from ray_app.task.base import Task
+from ray_app.train.initial import begin_with
 from ray_app.train.logical import seed_init
 
 NOTHING = -1
@@ -33,15 +34,21 @@ class TrainingState:
     """Model, optimizer, schedule and the number of finished steps.
 
     Args:
-        config: Names optimizer and schedule.
+        config: Names optimizer and schedule, and the file of parameters to begin with if there is one.
         task: Makes the model.
         device: Where it lives.
         total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
+
+    Raises:
+        ConfigError: The parameters to begin with are not there, or not the model's.
     """
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         seed_init(config.seed, device)
-        self.model: nn.Module = task.build_model().to(device).train()
+        model = task.build_model()
+        if config.train.init_from is not None:
+            begin_with(model, config.train.init_from, config.train.init_digest)
+        self.model: nn.Module = model.to(device).train()
         self.optimizer = _optimizer(config.optimizer, self.model)
         self.schedule: LRScheduler | None = None
         if config.schedule is not None:
