@@ -29,14 +29,14 @@ def history(config: Config) -> Table:
     for column in ("when (UTC)", "what", "version", "why", "who"):
         shown.add_column(column, overflow="fold")
     for entry in entries(RetrainPaths.of(config)):
-        version = entry.get("version")
+        version, who = entry.get("version"), entry.get("by") or entry["who"]
         shown.add_row(
             entry["when"][:19], entry["what"], str(version) if version else "-", redact(entry["why"]), entry.get("by") or entry["who"]
         )
     return shown
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:  # noqa: PLR0911 - one for each exit code
     """The command `jobs/retrain.py`.
 
     Returns:

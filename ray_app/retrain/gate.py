@@ -1,9 +1,10 @@
 """Is the challenger better than the champion? Pure functions of what the blocks of the evaluation rows gave for the two.
 
-The interval of the gain is that of the paired bootstrap: blocks of consecutive rows are drawn with replacement, the same for both models, and
-the metric of both is computed for each draw (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, percentile interval; Künsch 1989
-for blocks). Rows of a block may depend on each other, blocks may not. The draws are keyed, so the same rows and models give the same interval.
-The rule is that of a one-sided test at (1 - confidence) / 2: superiority if `min_gain` is at least 0, non-inferiority by that margin below it.
+The interval of the gain is that of the paired bootstrap: blocks of consecutive rows are drawn with replacement, the same for both models,
+and the metric of both is computed for each draw (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, percentile interval;
+Künsch 1989 for blocks). Rows of a block may depend on each other, blocks may not. The draws are keyed, so the same rows and models give the
+same interval. The rule is that of a one-sided test at (1 - confidence) / 2: superiority if `min_gain` is at least 0, non-inferiority by
+that margin below it.
 """
 
 from __future__ import annotations

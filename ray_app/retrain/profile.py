@@ -1,9 +1,9 @@
 """What a data set looks like: rows, missing values, class balance and the distribution of its columns, found in one pass.
 
-The drift of a column is its population stability index against the profile of other data. With shares p of a sample and q of the reference in
-the bins between the reference's deciles, PSI = sum (p - q) ln(p / q); above 0.1 counts as a change, above 0.25 as a big one (Siddiqi,
-"Credit Risk Scorecards", 2006). Without any drift it is about (bins - 1) (1/n + 1/m) for samples of n and m rows, distributed as
-that factor times a chi-squared variable (Yurdakul, "Statistical Properties of Population Stability Index", 2018); what is not significant by
+The drift of a column is its population stability index against the profile of other data. With shares p of a sample and q of the reference
+in the bins between the reference's deciles, PSI = sum (p - q) ln(p / q); above 0.1 counts as a change, above 0.25 as a big one (Siddiqi,
+"Credit Risk Scorecards", 2006). Without any drift it is distributed as (1/n + 1/m) times a chi-squared variable of (bins - 1) degrees of
+freedom for samples of n and m rows (Yurdakul, "Statistical Properties of Population Stability Index", 2018); what is not significant by
 this is not called drift, so that a small delivery raises no alarm.
 """
 
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from ray_app.data.columns import decode, spec_of
 from ray_app.data.dataset import Dataset
+from ray_app.errors import DataError
 from ray_app.plan.keyed import hash_array, key
 
 _BINS = 10
@@ -146,12 +147,19 @@ def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
-    """Every row group with the position of its first row."""
+    """Every row group with the position of its first row.
+
+    Raises:
+        DataError: A file is damaged.
+    """
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
-        with pq.ParquetFile(Path(dataset.root) / path) as file:
-            for group in np.flatnonzero(manifest.file_of == index).tolist():
-                yield int(manifest.first_row[group]), file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
+        try:
+            with pq.ParquetFile(Path(dataset.root) / path) as file:
+                for group in np.flatnonzero(manifest.file_of == index).tolist():
+                    yield int(manifest.first_row[group]), file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} of {dataset.root} cannot be read: {error}. Deliver it again.") from error
 
 
 def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:

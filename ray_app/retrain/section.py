@@ -28,8 +28,8 @@ class RetrainSection:
             to train, in the metric's own unit; not given: none is.
         max_psi: Population stability index of an input column, against the champion's training data, above which its drift is a reason to
             train; not given: none is.
-        data: `all` trains on the whole of `data.path`; `new_and_sample` on the files that the champion was not trained on and a sample of the
-            rows of the others.
+        data: `all` trains on the whole of `data.path`; `new_and_sample` on the files that the champion was not trained on and a sample of
+            the rows of the others.
         old_fraction: Share of these rows.
         start: `scratch` begins as the seed says, `champion` with the champion's parameters.
         accept_data: Reason to accept the data although validation refuses it, such as a change of schema that was planned.

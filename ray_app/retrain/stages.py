@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -48,7 +49,8 @@ class Stages:
 
     def validate(self) -> dict[str, Any]:
         """Looks whether the data is sound."""
-        now, found = self._now, {"delivery": asdict(self._now.delivery)}
+        now = self._now
+        found: dict[str, Any] = {"delivery": asdict(now.delivery)}
         try:
             look = now.look
         except DataError as error:
@@ -159,7 +161,7 @@ class Stages:
             dataset = open_dataset(now.config.data.path)
             if set(dataset.manifest.paths) - old and old & set(dataset.manifest.paths):
                 columns = now.task.prepare(dataset.facts).columns()
-                out = now.paths.data(now.inputs.training_key)
+                out = Path(str(now.paths.data(now.inputs.training_key)))  # a folder: see check_section
                 fields["data__path"] = str(put_together(dataset, columns, now.delivery.train, old, now.section.old_fraction, out))
         if now.section.start == "champion" and now.champion is not None:
             fields["train__init_from"] = str(now.champion.export())

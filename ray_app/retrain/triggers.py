@@ -71,7 +71,7 @@ def decide(facts: Facts, section: RetrainSection) -> Decision:
     return Decision(True, trigger, reason)
 
 
-def _trigger(facts: Facts, section: RetrainSection) -> tuple[Trigger, str]:
+def _trigger(facts: Facts, section: RetrainSection) -> tuple[Trigger, str]:  # noqa: PLR0911 - one for each trigger
     if section.force is not None:
         return "forced", f"forced: {section.force}"
     if facts.champion is None:
@@ -83,8 +83,8 @@ def _trigger(facts: Facts, section: RetrainSection) -> tuple[Trigger, str]:
     fall = _fall(facts)
     if section.max_drop is not None and fall is not None and not fall <= section.max_drop:  # also NaN
         return "drop", (
-            f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, it was {facts.then:.4f} when it was promoted: worse by"
-            f" {fall:.4f}, more than {section.max_drop:g}"
+            f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, it was {facts.then:.4f} when it was promoted: worse"
+            f" by {fall:.4f}, more than {section.max_drop:g}"
         )
     drifted = {name: value for name, value in facts.drift.items() if section.max_psi is not None and value > section.max_psi}
     if drifted:

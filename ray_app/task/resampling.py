@@ -37,7 +37,9 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
         return (counts @ losses) / (counts @ rows)
     metrics = kept_metrics(task, chunks)
     if name not in metrics:
-        raise ConfigError(f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are {', '.join(metrics)}.")
+        raise ConfigError(
+            f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are {', '.join(map(str, metrics))}."
+        )
     metric = metrics[name]
     states = {state: _states(metric, state, [chunk.states[name][state] for chunk in chunks], counts) for state in metric._defaults}
     values = []
@@ -59,8 +61,8 @@ def _states(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.
         return [torch.cat([parts[i] for i in np.repeat(np.arange(len(parts)), row)]) for row in counts]
     if metric._reductions[name] is not dim_zero_sum:
         raise ConfigError(
-            f"The metric {type(metric).__name__} cannot be resampled: its state {name!r} is neither a sum nor a list. Set evaluate.metric to"
-            " another one, such as loss."
+            f"The metric {type(metric).__name__} cannot be resampled: its state {name!r} is neither a sum nor a list. Set"
+            " evaluate.metric to another one, such as loss."
         )
     stacked = torch.stack(parts)
     total = torch.tensordot(torch.from_numpy(counts).double(), stacked.double(), dims=1)

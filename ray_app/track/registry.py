@@ -154,7 +154,7 @@ class Rollback:
 
 
 def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
-    """Makes the version that the champion replaced serve again; the reason goes on record at the version that is left, the alias moves last.
+    """Makes the version that the champion replaced serve again; the reason goes on record first, at the version that is left.
 
     The tags of the version that serves again stay as they are, so a second rollback goes back further, never to the one that was left.
 

@@ -80,8 +80,8 @@ def fetch(uri: str, version: Version, folder: Path) -> Path:
     place = Path(download_artifacts(artifact_uri=version.source, dst_path=str(folder), tracking_uri=uri))
     if not (place / "data" / "model" / loader.DESCRIPTION).is_file():
         raise RegistryError(
-            f"Version {version.version} of {version.name!r} was not packaged by ray_app, so it cannot be compared with another one. Promote a"
-            " version that jobs/register.py made."
+            f"Version {version.version} of {version.name!r} was not packaged by ray_app, so it cannot be compared with another one. Promote"
+            " a version that jobs/register.py made."
         )
     return place
 
