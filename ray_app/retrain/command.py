@@ -30,9 +30,7 @@ def history(config: Config) -> Table:
         shown.add_column(column, overflow="fold")
     for entry in entries(RetrainPaths.of(config)):
         version, who = entry.get("version"), entry.get("by") or entry["who"]
-        shown.add_row(
-            entry["when"][:19], entry["what"], str(version) if version else "-", redact(entry["why"]), entry.get("by") or entry["who"]
-        )
+        shown.add_row(entry["when"][:19], entry["what"], str(version or "-"), redact(entry["why"]), who)
     return shown
 
 

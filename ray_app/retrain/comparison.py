@@ -55,6 +55,22 @@ class Request:
     blocks: int | None = None
 
 
+class Packaged(nn.Module):
+    """A loaded package, which is in evaluation mode for good: an exported one refuses to be asked for it.
+
+    Args:
+        module: What the loader returned.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._held = [module]  # no submodule, so that modes do not reach it
+
+    def forward(self, *fields: Tensor) -> Any:
+        """Runs it on its inputs, each (rows, ...)."""
+        return self._held[0](*fields)
+
+
 class Judging(Task):
     """A task whose model is a package.
 
@@ -159,7 +175,9 @@ def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], sect
                     f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they cannot be compared."
                     " Use another tracking.registered_model for a task with other inputs."
                 )
-            asked = score(Judging(task, inputs), model.to(device), arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics)
+            asked = score(
+                Judging(task, inputs), Packaged(model.to(device)), arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics
+            )
             scored[name] = list(asked)
         found.append(scored)
     return found
