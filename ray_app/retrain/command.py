@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ray_app.config import Config
-from ray_app.errors import ConfigError, DataError, LeaseLostError, RunHeldError, own_error
+from ray_app.errors import ConfigError, DataError, LeaseLostError, RegistryError, RunHeldError, own_error
 from ray_app.pipeline.cli import parse_more
 from ray_app.record.redact import guard, redact
 from ray_app.retrain.places import RetrainPaths
@@ -59,7 +59,10 @@ def main(arguments: list[str] | None = None) -> int:  # noqa: PLR0911 - one for 
             console.print(history(config))
             return 0
         if asked.rollback is not None:
-            done = roll_back(config, asked.rollback)
+            try:
+                done = roll_back(config, asked.rollback)
+            except RegistryError as error:
+                raise ConfigError(f"Nothing was rolled back: {error}") from error
             console.print(f"rolled back to version {done.to} from version {done.version}: {done.reason}", markup=False, highlight=False)
             return 0
         return EXIT_CODES[retrain(config, section, console).what]

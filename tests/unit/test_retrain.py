@@ -318,7 +318,12 @@ def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
     judged = key(replace(SECTION, min_gain=0.1))
     assert judged[0] != first[0]
     assert judged[1] == first[1]
-    others = [key(train__epochs=3), key(champion="c"), key(replace(SECTION, start="champion")), key(replace(SECTION, data="new_and_sample"))]
+    others = [
+        key(train__epochs=3),
+        key(champion="c"),
+        key(replace(SECTION, start="champion")),
+        key(replace(SECTION, data="new_and_sample")),
+    ]
     (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "tuesday"}))
     assert key() == first
     (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["b", "a", "c"]}))
@@ -366,7 +371,7 @@ def test_new_files_whole_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> No
 def test_a_sample_has_rows_of_all_parts_and_about_as_many_as_asked_for(rows: list[int], most: int) -> None:
     manifest = Manifest.from_files([("a", rows)])
     found = sample(manifest, most)
-    assert all(0 <= s.first and s.first + s.rows <= rows[s.row_group] and s.rows > 0 for s in found)
+    assert all(s.first >= 0 and s.first + s.rows <= rows[s.row_group] and s.rows > 0 for s in found)
     assert len({s.row_group for s in found}) == len(found)
     total = sum(s.rows for s in found)
     assert total == sum(rows) if most >= sum(rows) else abs(total - most) <= len(rows)
@@ -402,7 +407,9 @@ def test_a_model_name_becomes_a_folder_and_a_run_name() -> None:
 
 def test_what_retraining_cannot_work_with_is_refused_at_once() -> None:
     check_section(CONFIG, SECTION)
-    bad = CONFIG.replace(tracking__registered_model=None, data__eval_path=None, run__name="x", train__init_from="f", run__storage_path="s3://b")
+    bad = CONFIG.replace(
+        tracking__registered_model=None, data__eval_path=None, run__name="x", train__init_from="f", run__storage_path="s3://b"
+    )
     wrong = RetrainSection(force=" ", start="champion", data="new_and_sample", old_fraction=2, confidence=1.0, sample_rows=0, max_psi=-1)
     with pytest.raises(ConfigError) as refused:
         check_section(bad, wrong)
