@@ -21,7 +21,7 @@ from ray_app.record.files import put_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.retrain.champion import KEY_TAG, package
 from ray_app.retrain.comparison import MOST_BLOCKS, Request, sample, score_packages
-from ray_app.retrain.gate import GUARD, ClassRecall, Figures, Verdict, figures, judge
+from ray_app.retrain.gate import GUARD, Verdict, figures, judge
 from ray_app.retrain.rounds import Round
 from ray_app.retrain.selection import old_files, put_together
 from ray_app.retrain.situation import Situation
@@ -166,11 +166,6 @@ class Stages:
         if now.section.start == "champion" and now.champion is not None:
             fields["train__init_from"] = str(now.champion.export())
         return now.config.replace(**fields)
-
-
-def figures_from(values: dict[str, Any]) -> Figures:
-    """Reads what a round's record says."""
-    return Figures(**values | {"recalls": {name: ClassRecall(**recall) for name, recall in values["recalls"].items()}})
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
