@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from benchmarks.harness import ROOT, ingest_rows
-from ray_app.data.feed import Feed, StreamedWindows
+from ray_app.data.feed import Feed
 from ray_app.data.source import fetch_ray
+from ray_app.data.streamed import StreamedWindows
 from ray_app.plan.cursor import Cursor
 from ray_app.train.job import Job
 

@@ -29,8 +29,10 @@ from ray_app.checks import check
 from ray_app.config import Config, digest
 from ray_app.data.columns import encode
 from ray_app.data.dataset import open_dataset
-from ray_app.data.feed import CachedWindows, Feed, StreamedWindows, Windows
+from ray_app.data.feed import Feed
 from ray_app.data.source import fetch_here, load_all, probe
+from ray_app.data.streamed import StreamedWindows
+from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
 from ray_app.record.journal import StepRecord

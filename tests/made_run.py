@@ -15,8 +15,8 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config import Config
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json
+from ray_app.record.holder import Holder, Record
 from ray_app.record.journal import StepRecord
-from ray_app.record.lease import Holder, Record
 from ray_app.record.paths import RunPaths
 
 BEGAN_S = 1_790_000_000.0

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from ray_app.drill.ground import Disturbance, Ended, is_gone
 from ray_app.record.history import goodput
+from ray_app.record.holder import Holder
 from ray_app.record.journal import MetricsReader, StepRecord
-from ray_app.record.lease import Holder
 from ray_app.record.paths import RunPaths
 
 Outcome = Literal["equal", "different", "failed", "left out"]

@@ -26,7 +26,7 @@ from ray_app.config import Config
 from ray_app.errors import RayAppError
 from ray_app.pipeline.run import Faults, run_training
 from ray_app.record.files import listing, location, put_json, read_json
-from ray_app.record.lease import Holder
+from ray_app.record.holder import Holder
 
 TOGETHER_S = 20.0
 """Longest that workers which are to die together wait for each other."""

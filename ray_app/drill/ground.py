@@ -17,8 +17,8 @@ from ray_app.drill.faults import Pace, Proofs
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.run import Faults
 from ray_app.record.files import location
+from ray_app.record.holder import Holder
 from ray_app.record.journal import Event, read_events
-from ray_app.record.lease import Holder
 from ray_app.record.paths import RunPaths
 
 PACED_S = 40.0

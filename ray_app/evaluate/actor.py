@@ -124,7 +124,7 @@ class Evaluator:
     def _watch(self) -> None:
         """Looks whether the driver that started this evaluator still lives."""
         observer = Observer(self._job.paths, self._job.fence)
-        while self._driver == "held" and not self._stopped.wait(LIFE_S / _LOOKS_PER_LEASE):
+        while self._driver in ("held", "unclear") and not self._stopped.wait(LIFE_S / _LOOKS_PER_LEASE):
             try:
                 self._driver = observer.look()
             except OSError as error:

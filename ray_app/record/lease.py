@@ -13,89 +13,24 @@ only what was not renewed for a quarter of an hour (S3 refuses clocks that diffe
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Literal
 
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.record.files import Location, names, put_json, read_json
+from ray_app.record.holder import Holder, Record
 from ray_app.record.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
 LIFE_S = 30.0
 """Seconds that a lease lasts unless it is renewed."""
-_CLOCKS_DIFFER_S = 900.0
 _CLOSING_S, _CLOSING_LOOK_S = 60.0, 0.2
 _RENEWALS_PER_LIFE, _TRIES_PER_LIFE, _LOOKS_PER_LIFE = 3, 30, 30
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A process, so that others on its machine can tell whether it lives.
-
-    Args:
-        host: Name of its machine, for people.
-        machine: Id of the machine's boot and of the process namespace; equal for processes that see each other.
-        pid: Its id.
-        pid_ticks: When it started, in clock ticks since the boot: ids are used again.
-    """
-
-    host: str
-    machine: str
-    pid: int
-    pid_ticks: int | None
-
-    @classmethod
-    def here(cls) -> Holder:
-        """This process."""
-        pid = os.getpid()
-        return cls(platform.node(), _machine(), pid, _ticks(pid))
-
-    def is_gone(self) -> bool:
-        """Whether the process has ended; to be asked on its machine."""
-        return _ticks(self.pid) != self.pid_ticks
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a fence's file says.
-
-    Args:
-        holder: Who claimed it.
-        since_s: When, seconds since 1970 (UTC) by the holder's clock.
-        renewed_s: When it was renewed last, likewise.
-        life_s: Seconds after that at which it expires.
-        released: Whether its holder has ended.
-        closing: Whether it only says what became of the run, which takes seconds: a start waits for it.
-    """
-
-    holder: Holder
-    since_s: float
-    renewed_s: float
-    life_s: float
-    released: bool = False
-    closing: bool = False
-
-    def state(self, here: Holder, now_s: float) -> Literal["free", "held", "unclear"]:
-        """What an observer can say at one look.
-
-        Args:
-            here: The observer.
-            now_s: Its time, seconds since 1970 (UTC).
-        """
-        overdue_s = now_s - self.renewed_s - self.life_s
-        if self.released:
-            return "free"
-        if self.holder.machine == here.machine:
-            return "free" if self.holder.is_gone() or overdue_s > 0 else "held"
-        return "free" if overdue_s > _CLOCKS_DIFFER_S else "unclear"
 
 
 class Lease:
@@ -172,10 +107,14 @@ class Observer:
     def __init__(self, paths: RunPaths, fence: int) -> None:
         self._paths, self._fence = paths, fence
         self._last: Record | None = None
-        self._changed_s = time.monotonic()
+        self._changed_s, self._renewed = time.monotonic(), False
 
-    def look(self) -> Literal["held", "over", "superseded"]:
-        """Looks once; to be called several times in the life of a lease. `superseded`: a later start has taken the run over.
+    def look(self) -> Literal["held", "unclear", "over", "superseded"]:
+        """Looks once; to be called several times in the life of a lease.
+
+        Returns:
+            `unclear`: the holder is on another machine and has not been seen to renew its lease yet; within a life of it that becomes
+            `held` or `over`. `superseded`: a later start has taken the run over.
 
         Raises:
             OSError: The storage does not answer.
@@ -185,11 +124,13 @@ class Observer:
         record = _read(self._paths.fence(self._fence))
         if record is None:
             return "over"
-        if record != self._last:
-            self._last, self._changed_s = record, time.monotonic()
         state = record.state(Holder.here(), time.time())
+        if record != self._last:
+            seen_before, self._last, self._changed_s = self._last is not None, record, time.monotonic()
+            self._renewed = self._renewed or seen_before
         if state == "unclear":
-            state = "free" if time.monotonic() - self._changed_s > record.life_s else "held"
+            is_overdue = time.monotonic() - self._changed_s > record.life_s
+            return "over" if is_overdue else "held" if self._renewed else "unclear"
         return "over" if state == "free" else "held"
 
 
@@ -256,21 +197,20 @@ def refuse_if_lost(paths: RunPaths, fence: int) -> None:
 
 
 def _refuse_if_held(paths: RunPaths, fence: int, waits: bool) -> None:
-    place, here = paths.fence(fence), Holder.here()
-    record = _read(place)
-    state = record.state(here, time.time()) if record else "free"
+    observer, record = Observer(paths, fence), _read(paths.fence(fence))
+    state = observer.look()
     if record and state == "unclear":
         logger.warning(
             "The run %s was last written by process %d on %s; watching for up to %g s whether it still is.",
             paths.name, record.holder.pid, record.holder.host, record.life_s,
         )  # fmt: skip
-        record = _watch(place, record)
-        state = "free" if record is None or record.released else "held"
+        while state == "unclear":
+            time.sleep(record.life_s / _LOOKS_PER_LIFE)
+            state = observer.look()
     deadline_s = time.monotonic() + _CLOSING_S
     while waits and record and record.closing and state == "held" and time.monotonic() < deadline_s:
         time.sleep(_CLOSING_LOOK_S)
-        record = _read(place)
-        state = "free" if record is None or record.state(here, time.time()) == "free" else "held"
+        state = observer.look()
     if record and state == "held":
         raise RunHeldError(
             f"The run {paths.name!r} is being written by process {record.holder.pid} on {record.holder.host}, since"
@@ -280,17 +220,6 @@ def _refuse_if_held(paths: RunPaths, fence: int, waits: bool) -> None:
         )
 
 
-def _watch(place: Location, before: Record) -> Record | None:
-    """What the file says as soon as it has changed; None if it did not within the life of the lease."""
-    deadline_s = time.monotonic() + before.life_s
-    while time.monotonic() < deadline_s:
-        time.sleep(before.life_s / _LOOKS_PER_LIFE)
-        now = _read(place)
-        if now != before:
-            return now
-    return None
-
-
 def _read(place: Location) -> Record | None:
     """The record of a fence; None if its file is gone or damaged, which nobody holds then."""
     try:
@@ -298,24 +227,6 @@ def _read(place: Location) -> Record | None:
         return Record(**values | {"holder": Holder(**values["holder"])})
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def _machine() -> str:
-    """Id of this boot of the machine and of the namespace of the processes that this one sees."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{platform.node()} {os.urandom(16).hex()}"  # not Linux: equal to no other
-
-
-def _ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if there is none, or it is dead and not yet reaped."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else int(rest[18])
 
 
 def _utc(time_s: float) -> str:

@@ -5,7 +5,6 @@ A model is scored as it is served: from the files of its version in the registry
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 MOST_BLOCKS = 1000
 Files = dict[str, bytes]
-"""The files of a package by their path in it."""
+"""The files of a package that hold its model, by name."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,8 @@ class Judging(Task):
 
 
 def files_of(package: Path) -> Files:
-    """The files of a package that loading it needs."""
-    found = [file for part in ("data", "code") for file in sorted((package / part).rglob("*")) if file.is_file()]
-    return {str(file.relative_to(package)): file.read_bytes() for file in found if "__pycache__" not in file.parts}
+    """The files of a package, but not its code: a model that needs its task's code gets the one that is here, if that is the same."""
+    return {file.name: file.read_bytes() for file in sorted((package / "data" / "model").iterdir()) if file.is_file()}
 
 
 def sample(manifest: Manifest, most_rows: int) -> list[Segment]:
@@ -196,12 +194,5 @@ def _arrays(request: Request) -> dict[str, npt.NDArray]:
 def _load(files: Files, folder: Path) -> tuple[nn.Module, list[str]]:
     """The module of a package and the fields that it takes."""
     for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    code = str(folder / "code")
-    sys.path.append(code)  # at the end: what is importable already must be the same, or is refused
-    try:
-        model = loader.load(folder / "data" / "model")
-    finally:
-        sys.path.remove(code)
-    return model, [spec["name"] for spec in loader.describe(folder / "data" / "model")["inputs"]]
+    return loader.load(folder), [spec["name"] for spec in loader.describe(folder)["inputs"]]

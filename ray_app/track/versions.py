@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import params_digest
@@ -97,8 +96,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
     """
     described = loader.describe(folder)
     if described["format"] == "torch.export":
-        loader.refuse_pickles(folder / loader.EXPORTED)
-        state: Mapping[str, Tensor] = torch.export.load(folder / loader.EXPORTED).state_dict
+        state: Mapping[str, Tensor] = loader.load_exported(folder / loader.EXPORTED).state_dict
         found = {name.removeprefix("model."): values.detach().clone().contiguous() for name, values in state.items()}
     else:
         found = safetensors.torch.load_file(folder / loader.WEIGHTS)

@@ -11,7 +11,8 @@ from contextlib import closing, contextmanager
 import torch
 
 from ray_app.checkpoint.store import CheckpointStore, Fallback
-from ray_app.data.feed import Feed, Windows
+from ray_app.data.feed import Feed
+from ray_app.data.windows import Windows
 from ray_app.errors import PeerLostError, PreemptedError
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import put_event

@@ -14,27 +14,22 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, Protocol
 
-import psutil
 import ray
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.record.journal import StepRecord, put_event
 from ray_app.record.paths import RunPaths
 from ray_app.strategy.base import World, collective
 from ray_app.train.messages import Beat, Flags, Formed, Orders, Phase
+from ray_app.train.process_group import ProcessGroup, use_interface_of
 
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.25
 _LOOK_S = 0.1
-_FORM_TIMEOUT = timedelta(seconds=60)
-_COLLECTIVE_TIMEOUT = timedelta(days=1)
-"""The rendezvous ends what stands still, much earlier; a collective's own time-out would only add another opinion."""
 
 
 class LeavingError(Exception):
@@ -104,7 +99,7 @@ class RayMembership:
         self._rendezvous, self._logical_workers, self._device = rendezvous, logical_workers, device
         self._paths, self._fence = paths, fence
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        _use_interface_of(host)
+        use_interface_of(host)
         self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._me = Beat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port)
         self._generation = self._rank = self._recorded = self._moves = 0
@@ -112,7 +107,7 @@ class RayMembership:
         self._record: StepRecord | None = None
         self._phase: Phase = "starting"
         self._orders = Orders()
-        self._group: _Group | None = None
+        self._group: ProcessGroup | None = None
         self._line: socket.socket | None = None
         self._closed = threading.Event()
         self._beats = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -133,7 +128,7 @@ class RayMembership:
         if formed.size == 1:
             yield world, formed
             return
-        self._group = _Group()
+        self._group = ProcessGroup()
         try:
             with collective():
                 self._group.open(formed, self._device)
@@ -236,69 +231,6 @@ class RayMembership:
         group = self._group
         if orders.abort and group is not None and orders.generation == self._generation:
             group.abort()
-
-
-class _Group:
-    """torch's default process group for one generation, which another thread can break while this one waits in it."""
-
-    def __init__(self) -> None:
-        self._before: set[tuple[int, str]] = set()
-        self._sockets: list[tuple[int, str]] | None = None
-        self._nccl = False
-
-    def open(self, formed: Formed, device: torch.device) -> None:
-        self._nccl = device.type == "cuda"
-        self._before = set(_sockets())
-        store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
-            store=PrefixStore(f"generation-{formed.number}", store),
-            rank=formed.rank,
-            world_size=formed.size,
-            timeout=_COLLECTIVE_TIMEOUT,
-        )
-        self._sockets = [s for s in _sockets() if s not in self._before]
-
-    def abort(self) -> None:
-        """Breaks what the members wait for. NCCL can; gloo cannot, so its connections are shut down, which its waits notice."""
-        if self._nccl and dist.is_initialized():
-            dist.group.WORLD.abort()  # type: ignore[union-attr]
-        for number, name in self._sockets if self._sockets is not None else [s for s in _sockets() if s not in self._before]:
-            _shut_down(number, name)
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _sockets() -> list[tuple[int, str]]:
-    """Descriptor and identity of every socket of this process."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:"):
-                found.append((int(name), target))
-    return found
-
-
-def _shut_down(number: int, name: str) -> None:
-    """Shuts down a socket if it is still the same one and a TCP connection."""
-    with suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{number}") != name:
-            return
-        with socket.socket(fileno=os.dup(number)) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                found.getpeername()  # raises for one that listens
-                found.shutdown(socket.SHUT_RDWR)
-
-
-def _use_interface_of(host: str) -> None:
-    """Lets collectives go through the network interface that Ray uses, unless the user has chosen one."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def _stacks() -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.config import Config
-from ray_app.data.feed import MicroBatch
+from ray_app.data.windows import MicroBatch
 from ray_app.errors import ConfigError, DataError, NonFiniteError, PeerLostError
 from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import Strategy, World, collective, gather

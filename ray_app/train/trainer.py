@@ -15,8 +15,9 @@ from ray.train.torch import TorchTrainer, get_device
 
 from ray_app.config import Config
 from ray_app.data.cache import cached_arrays
-from ray_app.data.feed import CachedWindows, StreamedWindows, Windows
 from ray_app.data.source import fetch_ray
+from ray_app.data.streamed import StreamedWindows
+from ray_app.data.windows import CachedWindows, Windows
 from ray_app.errors import own_error
 from ray_app.plan.cursor import Cursor
 from ray_app.record.redact import guard

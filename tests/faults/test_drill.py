@@ -25,8 +25,8 @@ from ray_app.drill.processes import kill
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.pipeline.run import Faults
+from ray_app.record.holder import Holder
 from ray_app.record.journal import MetricsWriter, StepRecord, put_event
-from ray_app.record.lease import Holder
 from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
 from tests.cluster import ROOT

@@ -18,8 +18,8 @@ from ray_app.config import Config
 from ray_app.errors import LeaseLostError, NonFiniteError, RunHeldError
 from ray_app.pipeline.run import Faults
 from ray_app.record.files import names, put_json, read_json
+from ray_app.record.holder import Holder, Record
 from ray_app.record.journal import read_events
-from ray_app.record.lease import Holder, Record
 from ray_app.record.paths import RunPaths
 from ray_app.record.s3 import S3Path
 from ray_app.train.hooks import Hooks

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from local_world import feed_of, write_images
 
 from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.feed import CachedWindows, Feed, MicroBatch, StreamedWindows, Windows
+from ray_app.data.feed import Feed
 from ray_app.data.source import Fetch, Reader, ReadSpec, RowSource, fetch_here, load_all, probe
+from ray_app.data.streamed import StreamedWindows
+from ray_app.data.windows import CachedWindows, MicroBatch, Windows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.cursor import Cursor

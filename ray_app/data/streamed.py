@@ -1,0 +1,161 @@
+"""Windows that are read and decoded ahead, in a thread, by read tasks of Ray Data."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ray_app.data.columns import ArraySpec, decode
+from ray_app.data.source import Fetch, Reader, ReadSpec, check_positions, specs_of
+from ray_app.data.windows import Window
+from ray_app.errors import DataError
+from ray_app.plan.cursor import Cursor
+from ray_app.plan.order import EpochOrder, Plan
+
+_TASKS_PER_EXECUTION = 64
+"""Read tasks of one Ray Data execution: starting one costs this process about half a second of CPU, whatever it reads."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A window to read, and the read tasks that do it."""
+
+    order: EpochOrder
+    logical_worker: int
+    window: int
+    specs: list[ReadSpec]
+
+
+class StreamedWindows:
+    """Windows that are read and decoded ahead, in the order in which the feed will take them.
+
+    Args:
+        plan: The order.
+        cursor: Where the feed starts.
+        played: Logical workers to read for.
+        epochs: Epochs of the run.
+        fetch: How read tasks run.
+        reader: What they do.
+        fields: What a decoded row looks like.
+        task_rows: Most rows of one read task.
+        prefetch_windows: Windows per logical worker to read ahead.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        cursor: Cursor,
+        played: range,
+        epochs: int,
+        fetch: Fetch,
+        reader: Reader,
+        fields: dict[str, ArraySpec],
+        task_rows: int,
+        prefetch_windows: int = 1,
+    ) -> None:
+        self._plan, self._cursor, self._played, self._epochs = plan, cursor, played, epochs
+        self._fetch, self._reader, self._fields, self._task_rows = fetch, reader, fields, task_rows
+        self._ready: queue.Queue[tuple[tuple[int, int, int], Window] | BaseException] = queue.Queue(prefetch_windows * len(played))
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+        self._thread.start()
+
+    def take(self, order: EpochOrder, logical_worker: int, window: int) -> Window:
+        """See `Windows.take`; raises what the reader raised."""
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        assert found[0] == (order.epoch, window, logical_worker), f"windows out of order: {found[0]}"
+        return found[1]
+
+    def close(self) -> None:
+        """Stops reading; what is read ahead is dropped."""
+        self._closed.set()
+        while self._thread.is_alive():
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    def _run(self) -> None:
+        try:
+            for wanted in self._executions():
+                for item in self._read(wanted):
+                    if not self._put(item):
+                        return
+        except BaseException as error:  # handed to the consumer, who raises it
+            self._put(error)
+
+    def _executions(self) -> Iterator[list[_Wanted]]:
+        """All windows from the cursor to the end of the run, in groups that are read by one execution each, across epochs."""
+        group: list[_Wanted] = []
+        tasks = 0
+        for epoch in range(self._cursor.epoch, self._epochs):
+            order = self._plan.epoch(epoch)
+            first = self._cursor.step // self._plan.steps_per_window if epoch == self._cursor.epoch else 0
+            for window, v in product(range(first, self._plan.windows_per_epoch), self._played):
+                specs = specs_of(self._plan.manifest, order.window_segments(v, window), self._task_rows)
+                group.append(_Wanted(order, v, window, specs))
+                tasks += len(specs)
+                if tasks >= _TASKS_PER_EXECUTION:
+                    yield group
+                    group, tasks = [], 0
+        if group:
+            yield group
+
+    def _put(self, item: tuple[tuple[int, int, int], Window] | BaseException) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _read(self, wanted: list[_Wanted]) -> Iterator[tuple[tuple[int, int, int], Window]]:
+        """Reads a group of windows in their order."""
+        rows = _Rows(self._fetch(self._reader, [spec for item in wanted for spec in item.specs]))
+        for item in wanted:
+            order, v, window = item.order, item.logical_worker, item.window
+            stored = order.stored_positions(v, window)
+            fields = self._tensors(rows.take(len(stored)), stored)
+            index = order.window_order(v, window)
+            yield (order.epoch, window, v), Window(order, v, window, fields, index, stored[index])
+
+    def _tensors(self, tables: list[pa.Table], stored: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        """The fields of a window's rows as read, after a check that they are the planned ones; each (rows, ...)."""
+        if not tables:
+            return {name: torch.from_numpy(np.empty((0, *s.shape), s.dtype)) for name, s in self._fields.items()}
+        table = pa.concat_tables(tables)
+        check_positions(table, stored)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return {name: torch.from_numpy(decode(table.column(name), spec)) for name, spec in self._fields.items()}
+
+
+class _Rows:
+    """Cuts a stream of tables into tables of wanted lengths."""
+
+    def __init__(self, tables: Iterator[pa.Table]) -> None:
+        self._tables = tables
+        self._rest: pa.Table | None = None
+
+    def take(self, rows: int) -> list[pa.Table]:
+        parts: list[pa.Table] = []
+        while rows:
+            table = self._rest if self._rest is not None else next(self._tables, None)
+            if table is None:
+                raise DataError(f"The read tasks ended {rows} rows too early; the data set changed while it was read.")
+            parts.append(table.slice(0, rows))
+            self._rest = table.slice(rows) if table.num_rows > rows else None
+            rows -= parts[-1].num_rows
+        return parts

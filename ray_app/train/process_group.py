@@ -1,0 +1,84 @@
+"""torch's default process group, formed anew for every generation and breakable from outside."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from ray_app.train.messages import Formed
+
+_FORM_TIMEOUT = timedelta(seconds=60)
+_COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""The rendezvous ends what stands still, much earlier; a collective's own time-out would only add another opinion."""
+
+
+class ProcessGroup:
+    """torch's default process group for one generation, which another thread can break while this one waits in it."""
+
+    def __init__(self) -> None:
+        self._before: set[tuple[int, str]] = set()
+        self._sockets: list[tuple[int, str]] | None = None
+        self._nccl = False
+
+    def open(self, formed: Formed, device: torch.device) -> None:
+        """Meets the other members of a generation; blocks until all are there."""
+        self._nccl = device.type == "cuda"
+        self._before = set(_sockets())
+        store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
+            store=PrefixStore(f"generation-{formed.number}", store),
+            rank=formed.rank,
+            world_size=formed.size,
+            timeout=_COLLECTIVE_TIMEOUT,
+        )
+        self._sockets = [s for s in _sockets() if s not in self._before]
+
+    def abort(self) -> None:
+        """Breaks what the members wait for. NCCL can; gloo cannot, so its connections are shut down, which its waits notice."""
+        if self._nccl and dist.is_initialized():
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+        for number, name in self._sockets if self._sockets is not None else [s for s in _sockets() if s not in self._before]:
+            _shut_down(number, name)
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _sockets() -> list[tuple[int, str]]:
+    """Descriptor and identity of every socket of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found.append((int(name), target))
+    return found
+
+
+def _shut_down(number: int, name: str) -> None:
+    """Shuts down a socket if it is still the same one and a TCP connection."""
+    with suppress(OSError):
+        if os.readlink(f"/proc/self/fd/{number}") != name:
+            return
+        with socket.socket(fileno=os.dup(number)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                found.getpeername()  # raises for one that listens
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def use_interface_of(host: str) -> None:
+    """Lets collectives go through the network interface that Ray uses, unless the user has chosen one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
