@@ -14,6 +14,8 @@ from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import Location
 from ray_app.record.journal import MetricsReader, StepRecord
 from ray_app.record.paths import RunPaths
+from ray_app.report.cells import run_cell
+from ray_app.report.facts import read_facts
 from ray_app.task.base import Task
 
 
@@ -30,6 +32,10 @@ class Result:
     path: Location
     summary: dict[str, Any]
     task: Task
+
+    def _repr_html_(self) -> str:
+        """The run's key figures and curves, for notebooks."""
+        return run_cell(read_facts(RunPaths(self.path)))
 
     @property
     def status(self) -> str:

@@ -218,7 +218,7 @@ class Run:
         """Runs `fit` in a thread; the main thread is for signals and the console."""
         job = self.job
         failure = self._config.failure
-        rendezvous = start_rendezvous(f"rendezvous-{job.paths.name}-{job.fence}", failure.heartbeat_timeout_s, failure.step_timeout_s)
+        rendezvous = start_rendezvous(job.rendezvous, failure.heartbeat_timeout_s, failure.step_timeout_s)
         keepers = start_keepers() if self._config.checkpoint.snapshot_every_steps else []
         for actor in (rendezvous, *keepers):
             stack.callback(_end_actor, actor)
