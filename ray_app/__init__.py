@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ __all__ = [
     "run_training",
     "start_training",
 ]
+
+logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook Ray asks for ipywidgets, which nothing here needs
 
 _PLACES = {
     "Comparison": "report.comparison",

@@ -162,10 +162,13 @@ class Training:
 
     def _show_until(self, is_there: Callable[[], bool], shows_last: bool = False) -> None:
         with RunConsole(self._job, self._job.config.scaling.max_workers, Console(), lambda: []) as shown:
-            while not is_there():
+            while True:
+                is_last_look = is_there()
                 seen = self._look()
                 waiting = seen.waiting if seen is not None else None
                 shown.show(seen.record if seen else None, waiting or "waiting for the workers to start ...", waiting is not None)
+                if is_last_look:
+                    break
                 self._thread.join(_LOOK_S)
             if shows_last:
                 shown.show_last()
@@ -215,7 +218,7 @@ def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
     slowed = location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"
     faults = Faults(train=Hooks(after_step=_Slowly(str(slowed), pause_s))) if pause_s else Faults()
     with ExitStack() as stack:
-        run = stack.enter_context(opened(config, Console(file=said), faults, progress=Console(quiet=True)))
+        run = stack.enter_context(opened(config, Console(file=said), faults, progress=Console(quiet=True, force_jupyter=False)))
         if pause_s:
             put_atomic(slowed, b"")
             stack.callback(slowed.unlink, missing_ok=True)
@@ -228,4 +231,5 @@ def _print(said: StringIO) -> None:
     text = said.getvalue().rstrip()
     said.seek(0)
     said.truncate()
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    if text:
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
