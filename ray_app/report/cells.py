@@ -14,8 +14,8 @@ from ray_app.report.page import TONES, cards_of, environment
 
 
 def run_cell(facts: Facts) -> str:
-    """One run: its key figures and curves, as HTML."""
-    figures = [*learning_figures(facts), *cluster_figures(facts)]
+    """One run as HTML: its key figures, what happened, the loss, and the metric that decides (without one, the learning rate)."""
+    figures = [*learning_figures(facts)[:2], *cluster_figures(facts)]
     return cell("run_cell.html.j2", facts=facts, tone=TONES[facts.status], cards=cards_of(facts), figures=figures)
 
 

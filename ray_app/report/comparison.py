@@ -29,7 +29,7 @@ class Comparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary per run with equal keys, ready for `pandas.DataFrame`: what came of it, then each field that they differ in."""
+        """One dictionary per run with equal keys, ready for `pandas.DataFrame`: what came of it, and each field that they differ in."""
         fields = [shown_fields(facts.config) for facts in self.facts]
         differing = [name for name in dict.fromkeys(n for some in fields for n in some) if len({some.get(name) for some in fields}) > 1]
         metrics = list(dict.fromkeys(facts.metric for facts in self.facts))
@@ -38,10 +38,10 @@ class Comparison:
             best = facts.best
             row: dict[str, Any] = {"run": facts.paths.name, "status": facts.status}
             row |= {f"best {name}": best.metrics[name] if best and name == facts.metric else None for name in metrics}
-            row |= {"at step": best.step if best else None, "last loss": facts.records[-1].loss if facts.records else None}
+            row |= {"at step": best.step if best else None} | {name: values.get(name, "-") for name in differing}
+            row |= {"last loss": facts.records[-1].loss if facts.records else None}
             row |= {"steps": facts.records[-1].step if facts.records else 0, "rows": facts.rows, "wall_s": round(facts.wall_s, 1)}
-            row |= {"workers": sizes_text(facts.sizes), "parameters": facts.digest}
-            rows.append(row | {name: values.get(name, "-") for name in differing})
+            rows.append(row | {"workers": sizes_text(facts.sizes), "parameters": facts.digest})
         return rows
 
     def _texts(self) -> list[dict[str, str]]:
