@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ class Kernel:
     def __init__(self, files: Path, here: Path, **env: str) -> None:
         with kernel(files) as name:
             self._manager = KernelManager(kernel_name=name)
-            self._manager.start_kernel(cwd=str(here), env=_environment() | env)
+            self._manager.start_kernel(cwd=str(here), env=os.environ | env)
         self._client = self._manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=_READY_S)
@@ -89,9 +90,3 @@ class Kernel:
             assert message["msg_type"] != "error", "\n".join(content["traceback"])
             self.said += content.get("text", "") + content.get("data", {}).get("text/plain", "")
         raise TimeoutError(f"not within {limit_s:g} s; the cell said: {self.said}")
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)

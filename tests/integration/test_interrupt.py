@@ -11,13 +11,15 @@ import pytest
 import ray
 
 from ray_app import run_training
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
 from ray_app.drill.faults import Proofs
+from ray_app.record.paths import RunPaths
 from tests.checkpoints import until
 from tests.cluster import ROOT
 from tests.kernel import Kernel
 
-_CELL_S = 240
+_CELL_S = 400
 _BEGIN = """
 import signal, sys
 sys.path.insert(0, {root!r})
@@ -35,8 +37,12 @@ held = Several((Hold(proofs, "reached", "open", 10, 0), Pace(proofs, 11, 29, ran
 _TRAIN = "result = run_training(config, faults=Faults(train=Hooks(after_step=held)))"
 
 
+def paths_of(config: Config) -> RunPaths:
+    return RunPaths(Path(config.run.storage_path) / str(config.run.name))
+
+
 def summary_of(config: Config) -> dict[str, Any]:
-    return json.loads((Path(config.run.storage_path) / str(config.run.name) / "summary.json").read_text())
+    return json.loads(paths_of(config).summary.read_text())
 
 
 def begin(kernel: Kernel, config: Config, folder: Path) -> Proofs:
@@ -61,8 +67,8 @@ def assert_stopped(config: Config) -> None:
     summary = summary_of(config)
     assert summary["status"] == "interrupted"
     assert 10 < summary["steps"] < 30
-    folders = sorted((Path(config.run.storage_path) / str(config.run.name) / "checkpoints").glob("*/COMMIT.json"))
-    assert json.loads(folders[-1].read_text())["cursor"]["step"] == summary["steps"]
+    newest = CheckpointStore(paths_of(config)).commits()[-1]
+    assert (newest.step, newest.why) == (summary["steps"], "extra")
 
 
 @pytest.mark.timeout(900)
