@@ -71,6 +71,14 @@ def test_a_run_is_shown_with_the_style_of_the_report_for_itself_alone(tmp_path: 
     assert style.count("{") == style.count("}")
 
 
+def test_secrets_of_a_run_are_hidden_where_it_is_shown(tmp_path: Path) -> None:
+    secret = "a-key-that-nobody-sees"
+    run = full_run(tmp_path, text=f"refused: {secret}", task__init_args={"api_key": secret})
+    shown = run_cell(read_facts(run.paths))
+    assert "refused: " in shown
+    assert secret not in shown
+
+
 def test_every_public_name_is_there() -> None:
     assert all(getattr(ray_app, name) is not None for name in ray_app.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trainer'"):
