@@ -120,7 +120,8 @@ class Training:
 
         def is_there() -> bool:
             if not self._thread.is_alive():
-                raise RunEndedError(f"The run is {self.status}, it never came to {wanted}. Let it train longer, or slow it: pause_s.")
+                why = f"it failed: {self._error}" if self._error else f"it is {self.status}. Let it train longer, or slow it: pause_s"
+                raise RunEndedError(f"The run never came to {wanted}; {why}.") from self._error
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"The run did not come to {wanted} within {limit_s:g} s; it is at step {self.step}.")
             return self.step >= (step or 0) and (workers is None or self._steps_with(workers))
