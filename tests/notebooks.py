@@ -9,7 +9,6 @@ import base64
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -104,7 +103,7 @@ def save(notebook: nbformat.NotebookNode, project: Path, file: Path) -> None:
         ValueError: Something is left that does.
     """
     text = nbformat.writes(notebook)
-    for place, instead in ((f"{project}/", ""), (str(project), "."), (sys.prefix, ".venv"), (socket.gethostname(), "this-machine")):
+    for place, instead in ((f"{project}/", ""), (str(project), "."), (sys.prefix, ".venv")):
         text = text.replace(place, instead)
     text = re.sub(r"/tmp/ray/session_[\w./-]*", "the worker's log", text)
     text = re.sub(r"\b\d+\.\d+\.\d+\.\d+:\d+", "HOST:PORT", text)

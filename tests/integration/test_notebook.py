@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import psutil
 import pytest
+from PIL import Image
 
 from tests.notebooks import NOTEBOOKS, ROOT, copy_project, execute, kernel, outputs, pictures, printed
 
@@ -111,6 +113,7 @@ def test_a_stored_notebook_shows_what_it_does_on_any_machine(path: Path) -> None
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(Image.open(BytesIO(picture)).convert("L").getextrema() != (255, 255) for picture in pictures(notebook))
     assert pictures(notebook)
     assert has_bar(notebook)
     assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs(notebook))
