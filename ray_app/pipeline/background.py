@@ -81,6 +81,7 @@ class Training:
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._newest: Status | None = None
+        self._asking, self._over = threading.Lock(), False
         self._thread = threading.Thread(target=self._go, name="training", daemon=True)
         self._thread.start()
         atexit.register(self._leave)
@@ -186,15 +187,19 @@ class Training:
 
     def _ask(self, what: str) -> Any:
         """Asks the rendezvous; None if it is not there yet, or any more."""
-        with suppress(ValueError, ray.exceptions.RayError):
-            if self._thread.is_alive():
+        with self._asking, suppress(ValueError, ray.exceptions.RayError):
+            if not self._over:
                 return ray.get(getattr(ray.get_actor(self._job.rendezvous), what).remote())
         return None
 
     def _go(self) -> None:
         try:
             with self._opened:
-                self._result = self._run.go()
+                try:
+                    self._result = self._run.go()
+                finally:
+                    with self._asking:  # whoever asked a cluster that is being left would start another one
+                        self._over = True
         except BaseException as error:  # raised by `wait`
             self._error = error
         atexit.unregister(self._leave)
