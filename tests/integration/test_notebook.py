@@ -71,7 +71,8 @@ def test_a_run_that_is_resized_and_loses_workers_ends_as_if_nothing_had_happened
     assert len(undisturbed["world_sizes"]) == 1
     assert disturbed["restarts"]["failures"] == 2
     assert disturbed["redone_steps"] == 0
-    [killed] = map(int, re.findall(r"killed: <worker 0: process (\d+)", printed(notebook)))
+    [said] = [cell.outputs[-1].data["text/plain"] for cell in notebook.cells if cell.source.startswith("killed = ")]
+    [killed] = map(int, re.findall(r"<worker 0: process (\d+)", said))
     assert not psutil.pid_exists(killed) or "RayTrainWorker" not in psutil.Process(killed).name()
     assert_pictures(notebook, 1)
 
