@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from ray_app.config import SECTIONS, Config, flatten
 from ray_app.errors import ConfigError
 
-_MODEL_NAME = re.compile(r"[^/:'\"]{1,256}")
+_MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -129,5 +129,7 @@ def _check_run(config: Config) -> list[str]:
             " or leave it out."
         )
     if model is not None and not _MODEL_NAME.fullmatch(model):
-        problems.append(f"tracking.registered_model is {model!r}; use 1 to 256 characters other than '/', ':' and quotes.")
+        problems.append(
+            f"tracking.registered_model is {model!r}; use 1 to 256 characters other than slashes, ':', quotes and control characters."
+        )
     return problems

@@ -224,7 +224,7 @@ def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
     slowed = location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"
     faults = Faults(train=Hooks(after_step=_Slowly(str(slowed), pause_s))) if pause_s else Faults()
     with ExitStack() as stack:
-        run = stack.enter_context(opened(config, Console(file=said), faults, progress=Console(quiet=True, force_jupyter=False)))
+        run = stack.enter_context(opened(config, Console(file=said), faults, background=True))
         if pause_s:
             put_atomic(slowed, b"")
             stack.callback(slowed.unlink, missing_ok=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
-from ray_app.pipeline.signals import stopping_at_signals
+from ray_app.pipeline.signals import ending_at_sigterm, stopping_at_signals
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.pipeline.tracking import make_sampler, make_tracker
 from ray_app.record.files import poll_s, put_json
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
 _LOOK_S = 0.25
-_TRACKING_END_S = 60.0
+_TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as jobs/submit.py has it
 
 
 @dataclass(frozen=True)
@@ -88,45 +89,31 @@ def run_training(config: Config, console: Console | None = None, faults: Faults 
 
 
 @contextmanager
-def opened(config: Config, console: Console, faults: Faults = Faults(), progress: Console | None = None) -> Iterator[Run]:
-    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run.
+def opened(config: Config, console: Console, faults: Faults = Faults(), background: bool = False) -> Iterator[Run]:
+    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run; see `run_training`.
 
     Args:
-        config: See `run_training`.
-        console: See `run_training`.
-        faults: See `run_training`.
-        progress: Where steps are shown; not given: on the console.
-
-    Yields:
-        The run, which has written nothing but its configuration yet.
-
-    Raises:
-        ConfigError: See `run_training`.
-        DataError: See `run_training`.
+        config: The run.
+        console: Where it says what happens.
+        faults: For tests.
+        background: Leaves signals, and showing the steps, to whoever is in front.
     """
     if config.tracking.enabled:
         check_available(config)
     prepared = prepare(config)
-    with cluster(config) as is_own:
+    interrupted = threading.Event()
+    listening = nullcontext() if background else stopping_at_signals(interrupted)
+    with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
         max_workers = workers_that_fit(config, ray.cluster_resources())
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             announce(console, prepared, max_workers)
-            yield Run(prepared, lease, max_workers, console, faults, is_own, progress or console)
+            progress = Console(quiet=True, force_jupyter=False) if background else console
+            yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress)
 
 
 class Run:
-    """The parts of one start of a run and how they end.
-
-    Args:
-        prepared: The run, claimed by this start.
-        lease: This start's.
-        max_workers: As many as fit into the cluster.
-        console: Where progress is shown.
-        faults: For tests.
-        own_cluster: Whether the cluster ends with the run.
-        progress: Where steps are shown.
-    """
+    """The parts of one start of a run and how they end; made by `opened`."""
 
     def __init__(
         self,
@@ -136,6 +123,7 @@ class Run:
         console: Console,
         faults: Faults,
         own_cluster: bool,
+        interrupted: threading.Event,
         progress: Console,
     ) -> None:
         self.job, self._evaluation = prepared.job, prepared.evaluation
@@ -143,7 +131,7 @@ class Run:
         self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
         self._progress = progress
         self._stops_early = False
-        self._interrupted = threading.Event()
+        self._interrupted = interrupted
         self._error: BaseException | None = None
         self._sampler = make_sampler(self.job)
         self._lease = lease
@@ -162,12 +150,12 @@ class Run:
         if tracker is not None:
             tracker.start()
         try:
-            with stopping_at_signals(self._interrupted), ExitStack() as stack:
+            with ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
                 if self._sampler is not None:
                     stack.enter_context(self._sampler)
                 following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
-                if not self._is_complete():
+                if not self._is_complete() and not self._interrupted.is_set():
                     self._train(stack, following)
                 following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
         except KeyboardInterrupt:
@@ -191,7 +179,7 @@ class Run:
         put_json(job.paths.summary, summary)
         facts = report_end(job.paths)
         if tracker is not None:
-            tracker.close(mlflow_status(status), _TRACKING_END_S)
+            tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:
                 try_to_register(job)
             summary = summarize(job, status)  # with what MLflow calls the run and its model
@@ -283,10 +271,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     console, started = Console(), False
     try:
-        config = parse(arguments)
-        with opened(config, console) as run:
-            started = True
-            result = run.go()
+        with ending_at_sigterm():
+            config = parse(arguments)
+            with opened(config, console) as run:
+                started = True
+                result = run.go()
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:  # Ray's handler raises that
+            raise
+        print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
+        return EXIT_CODES["interrupted"]
     except Exception as error:
         if isinstance(error, (ConfigError, DataError)) and not started:
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)

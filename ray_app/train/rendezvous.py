@@ -175,10 +175,9 @@ class Rendezvous:
         """How things are."""
         now = time.monotonic()
         live = {w for w, m in self._members.items() if m.beat.node not in self._draining}
-        stepping = len(self._stepping())
         lost = {worker: now - since for worker, since in self._lost.items()}
         stopping = bool(self._flags & Flags.STOP)
-        return Status(live, lost, stepping, max(0, self._progress.step), self._record, self._waiting, stopping)
+        return Status(live, lost, len(self._stepping()), max(0, self._progress.step), self._record, self._waiting, stopping)
 
     async def workers(self) -> list[Beat]:
         """The newest sign of life of every worker of the current generation, by rank."""

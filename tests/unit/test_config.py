@@ -58,7 +58,7 @@ def test_the_valid_one_is_accepted() -> None:
         ),
         (
             {"tracking__registered_model": "a/b"},
-            "tracking.registered_model is 'a/b'; use 1 to 256 characters other than '/', ':' and quotes.",
+            "tracking.registered_model is 'a/b'; use 1 to 256 characters other than slashes, ':', quotes and control characters.",
         ),
         ({"scaling__min_workers": 0}, "scaling.min_workers is 0; it must be at least 1."),
         ({"scaling__threads_per_worker": 0}, "scaling.threads_per_worker is 0; it must be at least 1."),
