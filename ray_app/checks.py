@@ -146,6 +146,8 @@ def _check_run(config: Config) -> list[str]:
         )
     if not config.data.path:
         problems.append("data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one).")
+    if config.train.init_digest is not None and config.train.init_from is None:
+        problems.append("train.init_digest is given without train.init_from: name the file that holds these parameters, or leave both out.")
     model = config.tracking.registered_model
     if model is not None and not config.tracking.enabled:
         problems.append(

@@ -130,6 +130,10 @@ class TrainSection:
             keep their statistics.
         compile: Compiles the model with `torch.compile`; needs a C++ compiler on the workers' nodes, and minutes for a big model.
         channels_last: Lays images out with the channels last, which convolutions on GPUs with tensor cores prefer.
+        init_from: Safetensors file with the parameters (and persistent buffers) to begin with, which every node sees; not given: what the
+            model's own initialization draws from the seed.
+        init_digest: SHA-256 of these parameters, as `params_digest` in `summary.json`, which decides the result where the file's path does
+            not; not given: that of the file at the run's first start.
     """
 
     epochs: int = _result(1)
@@ -146,6 +150,8 @@ class TrainSection:
     freeze: list[str] | None = _result(None)
     compile: bool = _result(False)
     channels_last: bool = _result(False)
+    init_from: str | None = None
+    init_digest: str | None = _result(None)
 
 
 @dataclass(frozen=True)
