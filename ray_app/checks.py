@@ -110,9 +110,14 @@ def _check_scaling(config: Config) -> list[str]:
 
 def _check_strategy(config: Config) -> list[str]:
     train, problems = config.train, []
+    if train.strategy == "single" and config.scaling.min_workers > 1:
+        problems.append(
+            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the calling"
+            " process. Set it to 1."
+        )
     if train.strategy != "local_sgd":
         given = [name for name, plain in (("local_steps", 1), ("outer_lr", 1.0), ("outer_momentum", 0.0)) if getattr(train, name) != plain]
-        return [f"train.{name} is set, but only train.strategy: local_sgd looks at it; leave it out." for name in given]
+        return problems + [f"train.{name} is set, but only train.strategy: local_sgd looks at it; leave it out." for name in given]
     if train.precision == "fp16":
         problems.append("train.precision is fp16 with train.strategy local_sgd, whose workers would need a loss scale each; use bf16.")
     for name in ("every_steps", "snapshot_every_steps"):

@@ -115,7 +115,8 @@ class TrainSection:
             is still used once per pass.
         max_steps: Most optimizer steps in all, whatever `epochs` says; not given: no limit.
         strategy: How workers share the model: `ddp` holds a copy in each and adds the gradients of every step. `local_sgd` lets every
-            logical worker go `local_steps` steps of its own, then averages parameters and optimizer state.
+            logical worker go `local_steps` steps of its own, then averages parameters and optimizer state. `single` is `ddp` in the
+            calling process, without workers, so that a breakpoint stops there.
         local_steps: Steps between two averages with `local_sgd` (H).
         outer_lr: What multiplies the averaged change of the parameters with `local_sgd`; 1 is the average itself.
         outer_momentum: Nesterov momentum of that change, as in DiLoCo (there 0.9, with `outer_lr` 0.7); 0: none.
@@ -139,7 +140,7 @@ class TrainSection:
     epochs: int = _result(1)
     steps_per_epoch: int | None = _result(None)
     max_steps: int | None = _result(None)
-    strategy: Literal["ddp", "local_sgd"] = _result("ddp")
+    strategy: Literal["ddp", "single", "local_sgd"] = _result("ddp")
     local_steps: int = _result(1)
     outer_lr: float = _result(1.0)
     outer_momentum: float = _result(0.0)
@@ -352,6 +353,8 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
     for owner, prefix in [(config, ""), *((getattr(config, name), f"{name}.") for name in SECTIONS)]:
         for item in dataclasses.fields(owner):
             value = getattr(owner, item.name)
+            if prefix + item.name == "train.strategy" and value == "single":
+                value = "ddp"  # the same bits, so one may be continued as the other
             if item.metadata.get("affects_result") and value != item.default:
                 plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
                 found[prefix + item.name] = plain

@@ -73,7 +73,8 @@ def reserved_cpus(config: Config) -> float:
 
 
 def _wanted_cpus(config: Config, workers: int) -> float:
-    return workers * config.scaling.cpus_per_worker + reserved_cpus(config)
+    each = config.scaling.cpus_per_worker if config.train.strategy != "single" else 0
+    return workers * each + reserved_cpus(config)
 
 
 def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
@@ -86,6 +87,8 @@ def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
     Raises:
         ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
     """
+    if config.train.strategy == "single":
+        return 1
     scaling = config.scaling
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     room = [float(scaling.max_workers)]

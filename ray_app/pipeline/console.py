@@ -135,9 +135,13 @@ class RunConsole:
             self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step}{behind})"
 
     def _line(self, newest: StepRecord) -> str:
-        per_epoch, epochs = self._job.plan.steps_per_epoch, self._job.config.train.epochs
-        done = newest.step - newest.epoch * per_epoch
-        return f"epoch {newest.epoch + 1}/{epochs} step {done}/{per_epoch} {self._text(newest)}"
+        (epoch, done), epochs = self._place(newest), self._job.config.train.epochs
+        return f"epoch {epoch + 1}/{epochs} step {done}/{self._job.steps_per_epoch} {self._text(newest)}"
+
+    def _place(self, newest: StepRecord) -> tuple[int, int]:
+        """The epoch of a step, from 0, and which of its steps it is, from 1."""
+        epoch, step = divmod(newest.step - 1, self._job.steps_per_epoch)
+        return epoch, step + 1
 
     def _text(self, newest: StepRecord) -> str:
         rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)
@@ -151,15 +155,15 @@ class RunConsole:
 
     def _update_bar(self, newest: StepRecord) -> None:
         """Moves the bar of the epoch, or ends it and begins the next."""
-        per_epoch, text = self._job.plan.steps_per_epoch, self._text(newest)
-        if self._bar is None or newest.epoch != self._epoch:
+        per_epoch, text, (epoch, done) = self._job.steps_per_epoch, self._text(newest), self._place(newest)
+        if self._bar is None or epoch != self._epoch:
             if self._bar is not None:
-                if newest.epoch > self._epoch:
+                if epoch > self._epoch:
                     self._progress.update(self._bar, completed=per_epoch)
                 self._progress.stop_task(self._bar)
-            self._epoch, epochs = newest.epoch, self._job.config.train.epochs
-            self._bar = self._progress.add_task("", total=per_epoch, epoch=newest.epoch + 1, epochs=epochs, text=text)
-        self._progress.update(self._bar, completed=newest.step - newest.epoch * per_epoch, text=text)
+            self._epoch, epochs = epoch, self._job.config.train.epochs
+            self._bar = self._progress.add_task("", total=per_epoch, epoch=epoch + 1, epochs=epochs, text=text)
+        self._progress.update(self._bar, completed=done, text=text)
 
     def _show_phase(self, phase: str) -> None:
         if self._cell is not None:

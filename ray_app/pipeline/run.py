@@ -25,6 +25,7 @@ from ray_app.pipeline.closing import mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.following import Following
+from ray_app.pipeline.front import train_in_front
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.report import report_end
@@ -50,8 +51,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
 _LOOK_S = 0.25
-        job, heartbeat_s = self.job, self._config.failure.heartbeat_timeout_s
-        rendezvous = start_rendezvous(job.rendezvous, heartbeat_s, _step_timeout_s(self._config))
+_COMPILING_S = 600.0
 _TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as jobs/submit.py has it
 
 
@@ -158,7 +158,10 @@ class Run:
                     stack.enter_context(self._sampler)
                 following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
                 if not self._is_complete() and not self._interrupted.is_set():
-                    self._train(stack, following)
+                    if self._config.train.strategy == "single":
+                        train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
+                    else:
+                        self._train(stack, following)
                 following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
         except KeyboardInterrupt:
             self._interrupted.set()
@@ -243,6 +246,14 @@ class Run:
                     self._faults.watch(job)
                 thread.join(_LOOK_S)
             shown.show_last()
+
+    def _stops(self, looks: bool) -> bool:
+        """Whether to stop after the step at hand.
+
+        Args:
+            looks: Whether to read what the evaluations say, which takes a moment.
+        """
+        return self._interrupted.is_set() or (self._is_over() if looks else self._stops_early)
 
     def _fit(self, start: Start) -> None:
         try:
