@@ -112,8 +112,8 @@ def _check_strategy(config: Config) -> list[str]:
     train, problems = config.train, []
     if train.strategy == "single" and config.scaling.min_workers > 1:
         problems.append(
-            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the calling"
-            " process. Set it to 1."
+            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the"
+            " calling process. Set it to 1."
         )
     if train.strategy != "local_sgd":
         given = [name for name, plain in (("local_steps", 1), ("outer_lr", 1.0), ("outer_momentum", 0.0)) if getattr(train, name) != plain]
