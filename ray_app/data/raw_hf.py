@@ -94,12 +94,7 @@ class HuggingFace:
         for name in keep:
             if reason := _unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
-        shapes: dict[str, nested.Shape] = {}
-        for table in _read(file):
-            for name in keep:
-                if name not in shapes and nested.is_list(table.schema.field(name).type) and (shape := nested.first_shape(table[name])):
-                    shapes[name] = shape
-            break
+        shapes = _shapes(file, [name for name in keep if nested.is_list(schema.field(name).type)])
         names = features.get(label or "", {}).get("names")
         return _Form(keep, shapes, label, tuple(names) if names else None, self.check)
 
@@ -168,6 +163,19 @@ def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
     inside = (schema.metadata or {}).get(b"huggingface")
     about = json.loads(inside)["info"] if inside else read_json(file.place.parent / "dataset_info.json") or {}
     return {name: feature for name, feature in (about.get("features") or {}).items() if isinstance(feature, dict)}
+
+
+def _shapes(file: File, lists: list[str]) -> dict[str, nested.Shape]:
+    """Shape of the first value in each column of lists."""
+    shapes: dict[str, nested.Shape] = {}
+    for table in _read(file):
+        for name in lists:
+            if name not in shapes and (shape := nested.first_shape(table[name])):
+                shapes[name] = shape
+        if len(shapes) == len(lists):
+            return shapes
+    missing = next(name for name in lists if name not in shapes)
+    raise DataError(f"{file}: column {missing!r} has no value at all. Leave it out by naming the columns to keep.")
 
 
 def _is_image(kind: pa.DataType) -> bool:
