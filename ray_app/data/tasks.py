@@ -40,12 +40,12 @@ def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iter
     """
     import ray
 
-    task = ray.remote(function).options(num_cpus=1)
+    task = ray.remote(_call).options(num_cpus=1)
     most = max(_AHEAD, _AHEAD * int(ray.cluster_resources().get("CPU", 1)))
     waiting: deque[Any] = deque()
     try:
         for item in items:
-            waiting.append(task.remote(item))
+            waiting.append(task.remote(function, item))
             if len(waiting) >= most:
                 yield ray.get(waiting.popleft())
         while waiting:
@@ -55,3 +55,7 @@ def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iter
     finally:
         for left in waiting:
             ray.cancel(left)
+
+
+def _call(function: Callable[[Any], Any], item: Any) -> Any:
+    return function(item)

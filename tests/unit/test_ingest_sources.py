@@ -240,7 +240,7 @@ def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
         (lambda folder: (folder / "data_batch_2.bin").unlink(), "data_batch_2.bin of CIFAR is missing"),
         (lambda folder: (folder / "data_batch_2.bin").write_bytes(bytes(3000)), "3000 bytes are not a whole number of records of 3073"),
         (lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\x09" + bytes(3072)), "row data_batch_2.bin:0: label 9; the 4 classes"),
-        (lambda folder: shutil.rmtree(folder), "no CIFAR files; expected the unpacked folder"),
+        (shutil.rmtree, "no CIFAR files; expected the unpacked folder"),
     ],
 )
 def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
