@@ -12,6 +12,7 @@ from ray_app.errors import own_error
 
 _AHEAD = 4
 """Ray tasks per CPU that are asked for before the first of them is waited for."""
+_CANCEL_S = 60.0
 
 
 def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> Iterator[Any]:
@@ -55,6 +56,8 @@ def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iter
     finally:
         for left in waiting:
             ray.cancel(left)
+        if waiting:  # they write no more when the caller goes on
+            ray.wait(list(waiting), num_returns=len(waiting), timeout=_CANCEL_S)
 
 
 def _call(function: Callable[[Any], Any], item: Any) -> Any:

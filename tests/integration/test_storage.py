@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_on_s3_is_the_same(
     short_run: ShortRun, undisturbed: dict[str, Any], digits: Path, s3_folder: S3Path, s3_server: S3Server, tmp_path: Path
 ) -> None:
-    """With its data there, an end in the middle, a damaged newest checkpoint, an evaluator, MLflow, and a server that fails now and then."""
+    """With its data there, an end in the middle, a damaged newest checkpoint, an evaluator, MLflow, and a server that fails at times."""
     workers = {"scaling__min_workers": 2, "scaling__max_workers": 2}
     expected = undisturbed or run_training(short_run(run__name="local", **workers)).summary
     for name, file in listing(digits).items():
