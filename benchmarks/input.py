@@ -276,9 +276,8 @@ def measure_store(folder: Path, sizes: Sizes) -> None:
     for _ in epochs.steps(epochs.feed()):
         spilled = max(spilled, megabytes(folder / "spilled"))
     decoded_mb = sizes.large_rows * 3 * PIXELS**2 / 1e6
-    print(
-        f"\nObject store of {STORE_BYTES / 1e6:.0f} MB: at most {store_peak_mb():.0f} MB, {decoded_mb:.0f} MB went through, {spilled:.0f} MB spilled"
-    )
+    print(f"\nObject store of {STORE_BYTES / 1e6:.0f} MB: at most {store_peak_mb():.0f} MB used while {decoded_mb:.0f} MB went through")
+    print(f"At most {spilled:.0f} MB spilled to disk")
 
 
 def main() -> None:
