@@ -58,7 +58,8 @@ def test_the_files_do_not_depend_on_the_number_of_tasks(tmp_path: Path) -> None:
     assert made[0] == made[1] == made[2]
     rows = [row for side in ("train", "eval") for row in read(tmp_path / "out-1" / side)["a"]]
     assert Counter(rows) == Counter(range(240))
-    assert len([name for name in made[0] if name.startswith("train/part-")]) == 6
+    shards = json.loads(made[0]["train/dataset.json"])["shards"]
+    assert [shard["path"] for shard in shards] == [f"part-0000{i}.parquet" for i in range(6)]
 
 
 KILLED = """
