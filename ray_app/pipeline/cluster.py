@@ -14,6 +14,7 @@ import ray
 
 from ray_app.config import Config
 from ray_app.errors import ConfigError
+from ray_app.train.ray_token import require_token
 
 _READING_CPUS = 1
 
@@ -40,6 +41,7 @@ def cluster(config: Config) -> Iterator[bool]:
             ray.shutdown()
         return
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that our own cluster has a token is no warning
+    require_token()
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.max_workers))),

@@ -28,6 +28,7 @@ from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
+from ray_app.pipeline.signals import ending_at_sigterm, stopping_at_signals
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.pipeline.tracking import make_sampler, make_tracker
 from ray_app.record.files import poll_s, put_json
@@ -50,7 +51,7 @@ EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 
 _LOOK_S = 0.25
 _COMPILING_S = 600.0
 _MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."
-_TRACKING_END_S = 60.0
+_TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as jobs/submit.py has it
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,13 @@ def _opened(config: Config, console: Console, faults: Faults = Faults()) -> Iter
     if config.tracking.enabled:
         check_available(config)
     prepared = prepare(config)
-    with cluster(config) as is_own:
+    interrupted = threading.Event()
+    with cluster(config) as is_own, stopping_at_signals(interrupted):  # `ray.init` puts handlers of its own in place
         max_workers = workers_that_fit(config, ray.cluster_resources())
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             _announce(console, prepared, max_workers)
-            yield _Run(prepared, lease, max_workers, console, faults, is_own)
+            yield _Run(prepared, lease, max_workers, console, faults, is_own, interrupted)
 
 
 def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
@@ -128,12 +130,21 @@ def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
 class _Run:
     """The parts of one start of a run and how they end."""
 
-    def __init__(self, prepared: Prepared, lease: Lease, max_workers: int, console: Console, faults: Faults, own_cluster: bool) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        lease: Lease,
+        max_workers: int,
+        console: Console,
+        faults: Faults,
+        own_cluster: bool,
+        interrupted: threading.Event,
+    ) -> None:
         self._job, self._evaluation = prepared.job, prepared.evaluation
         self._config = prepared.job.config
         self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
         self._stops_early = False
-        self._interrupted = threading.Event()
+        self._interrupted = interrupted
         self._error: BaseException | None = None
         self._sampler = make_sampler(self._job)
         self._lease = lease
@@ -147,12 +158,12 @@ class _Run:
         if tracker is not None:
             tracker.start()
         try:
-            with _stopping_at_signals(self._interrupted), ExitStack() as stack:
+            with ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
                 if self._sampler is not None:
                     stack.enter_context(self._sampler)
                 following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
-                if not self._is_complete():
+                if not self._is_complete() and not self._interrupted.is_set():
                     self._train(stack, following)
                 following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
         except KeyboardInterrupt:
@@ -176,7 +187,7 @@ class _Run:
         put_json(job.paths.summary, summary)
         facts = report_end(job.paths)
         if tracker is not None:
-            tracker.close(mlflow_status(status), _TRACKING_END_S)
+            tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:
                 try_to_register(job)
             summary = summarize(job, status)  # with what MLflow calls the run and its model
@@ -256,26 +267,6 @@ class _Run:
         return "finished" if self._is_complete() else "interrupted"
 
 
-@contextmanager
-def _stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
-    """Turns SIGINT and SIGTERM into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`."""
-
-    def stop(number: int, _: Any) -> None:
-        if interrupted.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        interrupted.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _step_timeout_s(config: Config) -> float | None:
     """See `failure.step_timeout_s`."""
     return config.failure.step_timeout_s or (_COMPILING_S if config.train.compile else None)
@@ -295,10 +286,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     console, started = Console(), False
     try:
-        config = parse(arguments)
-        with _opened(config, console) as run:
-            started = True
-            result = run.go()
+        with ending_at_sigterm():
+            config = parse(arguments)
+            with _opened(config, console) as run:
+                started = True
+                result = run.go()
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:  # Ray's handler raises that
+            raise
+        print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
+        return EXIT_CODES["interrupted"]
     except Exception as error:
         if isinstance(error, (ConfigError, DataError)) and not started:
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)

@@ -70,6 +70,11 @@ class Job:
         """Passes over the data that the run begins."""
         return -(-self.total_steps // self.plan.steps_per_epoch)
 
+    @property
+    def steps_per_round(self) -> int:
+        """Steps after which all workers have the same state again: 1, but with `local_sgd`."""
+        return self.config.train.local_steps
+
     def is_snapshot_due(self, step: int) -> bool:
         """Whether a snapshot goes to memory outside the workers after `step` finished steps of the run."""
         every = self.config.checkpoint.snapshot_every_steps
