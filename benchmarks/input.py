@@ -64,7 +64,7 @@ class Sizes:
 
 
 FULL = Sizes(images=2000, rows=200_000, wait_steps=400, large_rows=8000, rounds=5)
-TINY = Sizes(images=40, rows=6000, wait_steps=30, large_rows=2500, rounds=1)
+TINY = Sizes(images=40, rows=6000, wait_steps=30, large_rows=2200, rounds=1)
 
 
 def make_images(folder: Path, count: int) -> None:
