@@ -108,7 +108,9 @@ class ImageClassification(Task):
         """Decodes to `image` (rows, channels, height, width) uint8 and `label` (rows,) int64."""
         images = rows[self.image]
         if isinstance(images, list):
-            pixels = np.stack([self._decode_file(data) for data in images])
+            pixels = np.empty((len(images), 3, self.size or 0, self.size or 0), np.uint8)
+            for row, data in zip(pixels, images, strict=True):  # one after the other, so that each reuses the memory of the last
+                row[:] = self._decode_file(data)
         else:
             stacked = images if images.ndim == 4 else images[..., None]
             pixels = np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
