@@ -33,6 +33,7 @@ _AT_LEAST: dict[str, float] = {
     "data.global_batch_size": 1,
     "data.shuffle_window_rows": 1,
     "data.prefetch_windows": 1,
+    "data.max_bad_rows": 0,
     "train.epochs": 1,
     "train.max_steps": 1,
     "train.steps_per_epoch": 1,

@@ -93,6 +93,9 @@ class DataSection:
         cache: `none` reads and decodes in every epoch; `memory` decodes once into Ray's object store, one copy per node.
         prefetch_windows: Windows per logical worker that are read ahead.
         read_task_mb: Most decoded megabytes of one read task.
+        on_bad_row: What to do about a row to train on that cannot be decoded: `fail` ends the run, `skip` goes on without it and lists it.
+            A run that failed goes on where it was when started again with `skip`.
+        max_bad_rows: With `skip`, bad rows above which the run ends nevertheless.
     """
 
     path: str = ""
@@ -103,6 +106,8 @@ class DataSection:
     cache: Literal["none", "memory"] = "none"
     prefetch_windows: int = 1
     read_task_mb: float = 64.0
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    max_bad_rows: int = 100
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from ray_app.data.bad_rows import reasons_in
 from ray_app.data.columns import ArraySpec, decode
 from ray_app.data.source import Fetch, Reader, ReadSpec, check_positions, specs_of
 from ray_app.data.windows import Window
@@ -127,19 +128,20 @@ class StreamedWindows:
         for item in wanted:
             order, v, window = item.order, item.logical_worker, item.window
             stored = order.stored_positions(v, window)
-            fields = self._tensors(rows.take(len(stored)), stored)
+            fields, reasons = self._tensors(rows.take(len(stored)), stored)
             index = order.window_order(v, window)
-            yield (order.epoch, window, v), Window(order, v, window, fields, index, stored[index])
+            yield (order.epoch, window, v), Window(order, v, window, fields, index, stored[index], reasons)
 
-    def _tensors(self, tables: list[pa.Table], stored: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-        """The fields of a window's rows as read, after a check that they are the planned ones; each (rows, ...)."""
+    def _tensors(self, tables: list[pa.Table], stored: npt.NDArray[np.int64]) -> tuple[dict[str, Tensor], dict[int, str]]:
+        """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are the planned ones."""
         if not tables:
-            return {name: torch.from_numpy(np.empty((0, *s.shape), s.dtype)) for name, s in self._fields.items()}
+            return {name: torch.from_numpy(np.empty((0, *s.shape), s.dtype)) for name, s in self._fields.items()}, {}
         table = pa.concat_tables(tables)
         check_positions(table, stored)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return {name: torch.from_numpy(decode(table.column(name), spec)) for name, spec in self._fields.items()}
+            fields = {name: torch.from_numpy(decode(table.column(name), spec)) for name, spec in self._fields.items()}
+        return fields, reasons_in(table, stored)
 
 
 class _Rows:

@@ -98,7 +98,8 @@ def prepare(config: Config) -> Prepared:
     if before is not None:
         stored = Manifest.from_json(paths.manifest.read_text()).digest
         refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
-    row = first_row(dataset, task.columns(), task.decode)
+    most_bad = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0
+    row = first_row(dataset, task.columns(), task.decode, most_bad)
     fields = {name: spec_like(values) for name, values in row.items()}
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)

@@ -66,6 +66,11 @@ class RunPaths:
         return self.root / "events"
 
     @property
+    def bad_rows(self) -> Location:
+        """Folder with one file per row that was skipped because it cannot be decoded."""
+        return self.root / "bad_rows"
+
+    @property
     def system(self) -> Location:
         """Folder with one file per look at how busy the nodes are."""
         return self.root / "system"

@@ -51,7 +51,8 @@ class Job:
     @property
     def source(self) -> RowSource:
         """The training data."""
-        reader = Reader(self.data_root, self.task.columns(), self.task.decode)
+        skips = self.fields if self.config.data.on_bad_row == "skip" else None
+        reader = Reader(self.data_root, self.task.columns(), self.task.decode, skips)
         return RowSource(reader, self.plan.manifest, self.fields, rows_per_task(self.fields, self.config.data.read_task_mb))
 
     @property

@@ -7,7 +7,7 @@ import platform
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,18 +25,19 @@ from ray_app.train.logical import Buffers, seed_step, single_values
 from ray_app.train.messages import Flags, Phase
 from ray_app.train.state import TrainingState
 
-_ROW = struct.Struct("<qQdq")
-"""A logical worker's part of the table that all ranks exchange in a step, four times eight bytes: see `_Row`."""
+_ROW = struct.Struct("<qQdqq")
+"""A logical worker's part of the table that all ranks exchange in a step, five times eight bytes: see `_Row`."""
 
 
 class _Row(NamedTuple):
-    """What one logical worker has to say about a step: its rows, their hashes' sum, its share of the loss, its rank's flags."""
+    """What one logical worker has to say about a step: rows, their hashes' sum, share of the loss, its rank's flags, bad rows."""
 
     logical_worker: int
     rows: int
     row_hash: int
     loss: float
     flags: int
+    skipped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class StepResult:
         rows: Rows of every logical worker.
         row_hash: Sum of row hashes of every logical worker, modulo 2**64.
         flags: Every flag that any rank set.
+        skipped: Planned rows of every logical worker that cannot be decoded.
     """
 
     loss: float
@@ -56,6 +58,7 @@ class StepResult:
     rows: list[int]
     row_hash: list[int]
     flags: Flags
+    skipped: list[int]
 
 
 class Step:
@@ -95,7 +98,8 @@ class Step:
         Args:
             cursor: Which.
             batches: One micro-batch per logical worker of this rank, in their order.
-            global_rows: Rows of the step over all logical workers.
+            global_rows: Rows that the plan has for the step over all logical workers. Losses and gradients are means over those of them
+                that can be decoded, which is known only after the exchange: they are made with this number and then corrected.
             flags: What this rank has to say to all.
 
         Raises:
@@ -108,7 +112,10 @@ class Step:
         except PeerLostError:
             self._buffers.roll_back()
             raise
-        norm = self._clip()
+        if not sum(result.rows):  # all of them are bad: nothing moves
+            self._state.pass_over()
+            return result
+        norm = self._clip(global_rows / sum(result.rows))
         if math.isfinite(result.loss) and math.isfinite(norm):
             self._state.advance()
         else:
@@ -118,13 +125,14 @@ class Step:
             self._state.pass_over()
         if self._scale is not None:
             self._scale.update(math.isfinite(norm))
-        return StepResult(result.loss, norm, result.rows, result.row_hash, result.flags)
+        return replace(result, grad_norm=norm)
 
     def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
         mine: list[_Row] = []
         for batch in batches:
-            mine.append(_Row(batch.logical_worker, batch.rows, batch.row_hash, self._play(cursor, batch, global_rows), flags))
+            loss = self._play(cursor, batch, global_rows)
+            mine.append(_Row(batch.logical_worker, batch.rows, batch.row_hash, loss, flags, len(batch.skipped)))
             self._buffers.end_logical_worker(batch.logical_worker)
         self._enter("exchange")
         self._strategy.launch()
@@ -132,9 +140,10 @@ class Step:
         result = self._exchange(mine)
         self._strategy.finish()
         self._buffers.finish()
-        if sum(result.rows) != global_rows:
-            raise DataError(f"Step {cursor} consumed {sum(result.rows)} rows, {global_rows} were planned; please report this.")
-        return result
+        rows, skipped = sum(result.rows), sum(result.skipped)
+        if rows + skipped != global_rows:
+            raise DataError(f"Step {cursor} consumed {rows} rows and skipped {skipped}, {global_rows} were planned; please report this.")
+        return replace(result, loss=result.loss * (global_rows / rows)) if skipped and rows else result
 
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> float:
         """Forward and backward of one logical worker; returns its share of the mean loss."""
@@ -171,7 +180,7 @@ class Step:
         """Tells all ranks every logical worker's rows, loss and flags; each row of the table comes from one rank, so sums are exact."""
         table = mine
         if self._world.size > 1:
-            packed = torch.zeros(self._world.logical_workers, 4, dtype=torch.int64)
+            packed = torch.zeros(self._world.logical_workers, 5, dtype=torch.int64)
             for row in mine:
                 packed[row.logical_worker] = torch.frombuffer(bytearray(_ROW.pack(*row[1:])), dtype=torch.int64)
             with collective():
@@ -182,13 +191,15 @@ class Step:
             flags |= row.flags
         shares = [row.loss for row in table]
         loss = math.fsum(shares) if all(map(math.isfinite, shares)) else sum(shares)  # fsum raises for infinities of both signs
-        return StepResult(loss, 0.0, [row.rows for row in table], [row.row_hash for row in table], Flags(flags))
+        rows, row_hash, skipped = ([getattr(row, name) for row in table] for name in ("rows", "row_hash", "skipped"))
+        return StepResult(loss, 0.0, rows, row_hash, Flags(flags), skipped)
 
-    def _clip(self) -> float:
-        """The gradient's norm; takes the loss's scale out of the gradient, and clips it to the configured norm."""
+    def _clip(self, correction: float) -> float:
+        """The gradient's norm; corrects it for bad rows, takes the loss's scale out of it, and clips it to the configured norm."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self._scale is not None:
-            torch._foreach_mul_(gradients, 1 / self._scale.value)
+        factor = correction / (self._scale.value if self._scale is not None else 1.0)
+        if factor != 1:
+            torch._foreach_mul_(gradients, factor)
         norms = torch._foreach_norm(gradients)  # get_total_norm costs 30 us more
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(norms).tolist()))
         if self._config.train.grad_clip_norm is not None:

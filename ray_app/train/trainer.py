@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
@@ -14,7 +13,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.torch import TorchTrainer, get_device
 
 from ray_app.config import Config
-from ray_app.data.cache import cached_arrays
+from ray_app.data.cache import cached_rows
 from ray_app.data.source import fetch_ray
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, Windows
@@ -121,7 +120,7 @@ def _work(arguments: dict[str, Any]) -> None:
     membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, job.paths, job.fence, recovers)
     over = False
     try:
-        load = partial(cached_arrays, start.evaluation) if start.evaluation is not None else None
+        load = (lambda: cached_rows(start.evaluation).arrays) if start.evaluation is not None else None
         train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)), load)
         over = not membership.is_leaving()
     finally:
@@ -138,7 +137,7 @@ def _open_windows(start: Start) -> OpenWindows:
                 job.plan, cursor, played, epochs, fetch_ray, source.reader, job.fields, source.task_rows, data.prefetch_windows
             )
         if not cached:
-            cached.append(CachedWindows(cached_arrays(start.cache)))
+            cached.append(CachedWindows(cached_rows(start.cache)))
         return cached[0]
 
     return open_windows
