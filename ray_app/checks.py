@@ -58,6 +58,7 @@ _AT_LEAST: dict[str, float] = {
 _ABOVE_ZERO = (
     "scaling.resize_check_s",
     "data.read_task_mb",
+    "data.cache_gb",
     "train.grad_clip_norm",
     "failure.step_timeout_s",
     "failure.heartbeat_timeout_s",
@@ -124,6 +125,11 @@ def _check_run(config: Config) -> list[str]:
         problems.append(
             f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is {config.evaluate.every}; set it to"
             " checkpoint, or leave patience out."
+        )
+    if config.data.cache_dir is not None and config.data.cache != "disk":
+        problems.append(
+            f"data.cache_dir is {config.data.cache_dir!r}, but data.cache is {config.data.cache}: nothing would be there. Set data.cache to"
+            " disk or leave cache_dir out."
         )
     if not config.data.path:
         problems.append("data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one).")

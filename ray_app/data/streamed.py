@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ray_app.data.bad_rows import reasons_in
 from ray_app.data.columns import ArraySpec, decode
+from ray_app.data.cutting import Cut
 from ray_app.data.source import Fetch, Reader, ReadSpec, check_positions, specs_of
 from ray_app.data.windows import Window
-from ray_app.errors import DataError
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import EpochOrder, Plan
 
@@ -124,7 +124,7 @@ class StreamedWindows:
 
     def _read(self, wanted: list[_Wanted]) -> Iterator[tuple[tuple[int, int, int], Window]]:
         """Reads a group of windows in their order."""
-        rows = _Rows(self._fetch(self._reader, [spec for item in wanted for spec in item.specs]))
+        rows = Cut(self._fetch(self._reader, [spec for item in wanted for spec in item.specs]))
         for item in wanted:
             order, v, window = item.order, item.logical_worker, item.window
             stored = order.stored_positions(v, window)
@@ -142,22 +142,3 @@ class StreamedWindows:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             fields = {name: torch.from_numpy(decode(table.column(name), spec)) for name, spec in self._fields.items()}
         return fields, reasons_in(table, stored)
-
-
-class _Rows:
-    """Cuts a stream of tables into tables of wanted lengths."""
-
-    def __init__(self, tables: Iterator[pa.Table]) -> None:
-        self._tables = tables
-        self._rest: pa.Table | None = None
-
-    def take(self, rows: int) -> list[pa.Table]:
-        parts: list[pa.Table] = []
-        while rows:
-            table = self._rest if self._rest is not None else next(self._tables, None)
-            if table is None:
-                raise DataError(f"The read tasks ended {rows} rows too early; the data set changed while it was read.")
-            parts.append(table.slice(0, rows))
-            self._rest = table.slice(rows) if table.num_rows > rows else None
-            rows -= parts[-1].num_rows
-        return parts

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +17,8 @@ from ray.train.torch import TorchTrainer, get_device
 
 from ray_app.config import Config
 from ray_app.data.cache import cached_rows
-from ray_app.data.source import fetch_ray
+from ray_app.data.disk_folder import cached_fetch
+from ray_app.data.source import Fetch, fetch_ray
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.errors import own_error
@@ -128,16 +132,22 @@ def _work(arguments: dict[str, Any]) -> None:
 
 
 def _open_windows(start: Start) -> OpenWindows:
-    cached: list[CachedWindows] = []
+    @functools.cache
+    def cached() -> CachedWindows:
+        return CachedWindows(cached_rows(start.cache))
+
+    @functools.cache
+    def fetch() -> Fetch:
+        config = start.job.config
+        if config.data.cache != "disk":
+            return fetch_ray
+        settings = json.dumps(dataclasses.asdict(config.task), sort_keys=True)
+        return cached_fetch(fetch_ray, start.job.source, settings, config.data.cache_dir, config.data.cache_gb)
 
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
-        if start.cache is None:
-            data, epochs, source = job.config.data, job.passes, job.source
-            return StreamedWindows(
-                job.plan, cursor, played, epochs, fetch_ray, source.reader, job.fields, source.task_rows, data.prefetch_windows
-            )
-        if not cached:
-            cached.append(CachedWindows(cached_rows(start.cache)))
-        return cached[0]
+        if start.cache is not None:
+            return cached()
+        source, prefetch = job.source, job.config.data.prefetch_windows
+        return StreamedWindows(job.plan, cursor, played, job.passes, fetch(), source.reader, job.fields, source.task_rows, prefetch)
 
     return open_windows
