@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_app.checks import check
@@ -130,6 +130,7 @@ def test_without_logical_workers_the_workers_count() -> None:
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
+@settings(deadline=None)
 def test_the_named_batch_sizes_are_valid_and_the_nearest(batch: int, logical_workers: int) -> None:
     fields = {"scaling__logical_workers": logical_workers, "scaling__max_workers": 1}
     found = problems(**fields, data__global_batch_size=batch)
