@@ -16,6 +16,8 @@ from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.order import EpochOrder
 
 _ROW, _AUGMENT = 11, 12  # salts: what a row's hash is for
+_REPEAT_BITS = 40
+"""Above the bits of a manifest position in a key: which use of the row in its epoch it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,11 @@ class MicroBatch:
         logical_worker: Whose rows.
         rows: How many; may be 0 in the last step of an epoch, or where all are bad.
         fields: Decoded fields on the device, each (rows, ...).
-        keys: Hash of (seed, epoch, row) per row for `Task.augment`, shape (rows,).
+        keys: Hash of (seed, epoch, row, which use of it in the epoch) per row for `Task.augment`, shape (rows,).
         row_hash: Sum of the rows' 64-bit hashes, modulo 2**64.
         positions: Manifest positions of the rows, shape (rows,).
-        skipped: Rows that were planned here and cannot be decoded: why, by manifest position. They are in nothing of the above.
+        bad: Rows that were planned here and cannot be decoded: why, by manifest position. They are in nothing of the above.
+        num_skipped: How many they are, repetitions counted.
     """
 
     logical_worker: int
@@ -38,7 +41,8 @@ class MicroBatch:
     keys: Tensor
     row_hash: int
     positions: npt.NDArray[np.int64]
-    skipped: dict[int, str] = field(default_factory=dict)
+    bad: dict[int, str] = field(default_factory=dict)
+    num_skipped: int = 0
 
 
 class Window:
@@ -67,7 +71,8 @@ class Window:
         self._micro, self._logical_worker = order.plan.micro_batch, logical_worker
         self._first_step = window * order.plan.steps_per_window
         self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
-        self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), positions) >> np.uint64(1)).astype(np.int64))
+        uses = positions + (order.window_repeats(logical_worker, window) << _REPEAT_BITS)
+        self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64))
         starts = np.arange(0, len(positions), self._micro)
         self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
         self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
@@ -78,16 +83,17 @@ class Window:
         low, high = place * self._micro, (place + 1) * self._micro
         index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
         row_hash = self._row_hash[place] if place < len(self._row_hash) else 0
-        skipped: dict[int, str] = {}
+        named, num_skipped = dict[int, str](), 0
         if self._bad is not None and (bad := self._bad[low:high]).any():
-            skipped = {position: self._reasons[position] for position in positions[bad].tolist()}
+            named = {position: self._reasons[position] for position in positions[bad].tolist()}
             good = torch.from_numpy(~bad)
+            num_skipped = len(index) - int(good.sum())
             index, keys, positions = index[good], keys[good], positions[~bad]
             row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
         fields = {name: values.index_select(0, index) for name, values in self._fields.items()}
         if device.type != "cpu":
             fields = {name: values.to(device, non_blocking=True) for name, values in fields.items()}
-        return MicroBatch(self._logical_worker, len(index), fields, keys, row_hash, positions, skipped)
+        return MicroBatch(self._logical_worker, len(index), fields, keys, row_hash, positions, named, num_skipped)
 
 
 class Windows(Protocol):

@@ -31,7 +31,7 @@ class BadRows:
             DataError: The run has met more of them than `data.max_bad_rows`.
         """
         for batch in batches:
-            self._pending |= {position: why for position, why in batch.skipped.items() if position not in self._listed}
+            self._pending |= {position: why for position, why in batch.bad.items() if position not in self._listed}
         if not self._pending:
             return
         folder, most = self._job.paths.bad_rows, self._job.config.data.max_bad_rows

@@ -132,7 +132,7 @@ class Step:
         mine: list[_Row] = []
         for batch in batches:
             loss = self._play(cursor, batch, global_rows)
-            mine.append(_Row(batch.logical_worker, batch.rows, batch.row_hash, loss, flags, len(batch.skipped)))
+            mine.append(_Row(batch.logical_worker, batch.rows, batch.row_hash, loss, flags, batch.num_skipped))
             self._buffers.end_logical_worker(batch.logical_worker)
         self._enter("exchange")
         self._strategy.launch()

@@ -102,10 +102,10 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
                 for batch in feed.next():
                     assert batch.fields["id"].tolist() == batch.positions.tolist()
                     assert batch.rows == len(batch.keys) == len(batch.fields["image"])
-                    assert batch.rows + len(batch.skipped) == plan.rows_of_step(step)[batch.logical_worker]
+                    assert batch.rows + len(batch.bad) == plan.rows_of_step(step)[batch.logical_worker]
                     consumed.update(batch.positions.tolist())
-                    skipped.update(list(batch.skipped))
-                    assert all(reason == f"row {row} is unreadable" for row, reason in batch.skipped.items())
+                    skipped.update(list(batch.bad))
+                    assert all(reason == f"row {row} is unreadable" for row, reason in batch.bad.items())
             feed.close()
         assert skipped == Counter(BAD)
         assert consumed == Counter(set(range(plan.manifest.num_rows)) - set(BAD))

@@ -73,7 +73,7 @@ def assert_as_read(job: Job, epoch: int, batches: list[MicroBatch], played: rang
         assert batch.positions.tolist() == other.positions.tolist()
         assert batch.fields.keys() == other.fields.keys()
         assert all(torch.equal(batch.fields[name], other.fields[name]) for name in batch.fields)
-        assert batch.skipped == other.skipped
+        assert batch.bad == other.bad
 
 
 def test_the_first_epoch_fills_it_and_the_others_read_nothing(job: Job) -> None:
@@ -130,7 +130,7 @@ def test_bad_rows_are_held_as_such(tmp_path: Path, data: Path) -> None:
     for epoch in (0, 1):
         batches = epoch_of(job, epoch, cache.around(counting))
         assert_as_read(job, epoch, batches)
-        assert sorted(row for batch in batches for row in batch.skipped) == list(BAD)
+        assert sorted(row for batch in batches for row in batch.bad) == list(BAD)
     assert counting.rows == job.plan.manifest.num_rows
     cache.close()
 
