@@ -126,6 +126,11 @@ def _check_run(config: Config) -> list[str]:
             f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is {config.evaluate.every}; set it to"
             " checkpoint, or leave patience out."
         )
+    if config.data.shard == "file" and config.data.sampling == "balanced":
+        problems.append(
+            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to epoch. Set data.shard"
+            " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating rows)."
+        )
     if config.data.cache_dir is not None and config.data.cache != "disk":
         problems.append(
             f"data.cache_dir is {config.data.cache_dir!r}, but data.cache is {config.data.cache}: nothing would be there. Set data.cache to"

@@ -89,6 +89,11 @@ class DataSection:
         global_batch_size: Rows of one optimizer step over all workers; divisible by the number of logical workers.
         shuffle_window_rows: Rows per logical worker that are shuffled together; a worker holds about this many decoded rows, times
             `prefetch_windows` + 1, for each logical worker that it plays.
+        shard: What a logical worker gets, as tf.data's AutoShardPolicy: `row` (DATA) an equal share of the rows, another in every epoch;
+            `file` (FILE) whole files, the same in every epoch, which it shuffles among themselves; `off` (OFF) every row.
+        sampling: `none` uses every row once per epoch; `balanced` repeats rows of the smaller classes until all classes are used equally
+            often. The driver then reads the column `balance_by` before the start, and every process holds 1 or 2 bytes per row.
+        balance_by: Column of classes, integers or text, for `sampling: balanced`.
         last_batch: `keep` consumes every row, the last step of an epoch may be smaller; `drop` drops what does not fill a step.
         cache: `none` reads and decodes in every epoch; `memory` decodes once into Ray's object store, one copy per node; `disk` keeps what
             is decoded in the first epoch on the disks of the nodes whose workers use it, also for later runs with the same data and task.
@@ -106,6 +111,9 @@ class DataSection:
     eval_path: str | None = None
     global_batch_size: int = _result(32)
     shuffle_window_rows: int = _result(10_000)
+    shard: Literal["row", "file", "off"] = _result("row")
+    sampling: Literal["none", "balanced"] = _result("none")
+    balance_by: str = _result("label")
     last_batch: Literal["keep", "drop"] = _result("keep")
     cache: Literal["none", "memory", "disk"] = "none"
     cache_dir: str | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.columns import spec_of
+from ray_app.data.labels import count_labels
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.manifest import Manifest
@@ -60,7 +62,8 @@ def open_dataset(path: str) -> Dataset:
     manifest = Manifest.from_files((str(file.relative_to(root)), rows) for file, rows in zip(files, groups, strict=True))
     if not manifest.num_rows:
         raise DataError(f"data path {path!r} holds {len(files)} Parquet files but not one row; there is nothing to train on.")
-    return Dataset(str(root), manifest, _facts(path, manifest.num_rows, schema, footers, root))
+    facts = replace(_facts(path, manifest.num_rows, schema, footers, root), count=partial(count_labels, str(root), manifest))
+    return Dataset(str(root), manifest, facts)
 
 
 def _footer(file: Path) -> pq.FileMetaData:

@@ -36,6 +36,11 @@ class RunPaths:
         return self.root / "manifest.json"
 
     @property
+    def classes(self) -> Location:
+        """The classes by which rows are balanced, if they are."""
+        return self.root / "classes.json"
+
+    @property
     def checkpoints(self) -> Location:
         """Folder of committed checkpoints."""
         return self.root / "checkpoints"
