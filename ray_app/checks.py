@@ -18,7 +18,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: All that is wrong, a line each: what was given, what is allowed and what to do.
     """
-    problems = [*_check_ranges(config), *_check_scaling(config), *_check_run(config)]
+    problems = [*_check_ranges(config), *_check_scaling(config), *_check_strategy(config), *_check_run(config)]
     if problems:
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -37,6 +37,8 @@ _AT_LEAST: dict[str, float] = {
     "train.epochs": 1,
     "train.max_steps": 1,
     "train.steps_per_epoch": 1,
+    "train.local_steps": 1,
+    "train.outer_momentum": 0,
     "train.ema_decay": 0,
     "checkpoint.every_steps": 1,
     "checkpoint.every_epochs": 1,
@@ -60,6 +62,7 @@ _ABOVE_ZERO = (
     "data.read_task_mb",
     "data.cache_gb",
     "train.grad_clip_norm",
+    "train.outer_lr",
     "failure.step_timeout_s",
     "failure.heartbeat_timeout_s",
     "evaluate.budget",
@@ -104,6 +107,23 @@ def _check_scaling(config: Config) -> list[str]:
         problems.append(
             f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid values are {valid}."
         )
+    return problems
+
+
+def _check_strategy(config: Config) -> list[str]:
+    train, problems = config.train, []
+    if train.strategy != "local_sgd":
+        given = [name for name, plain in (("local_steps", 1), ("outer_lr", 1.0), ("outer_momentum", 0.0)) if getattr(train, name) != plain]
+        return [f"train.{name} is set, but only train.strategy: local_sgd looks at it; leave it out." for name in given]
+    if train.precision == "fp16":
+        problems.append("train.precision is fp16 with train.strategy local_sgd, whose workers would need a loss scale each; use bf16.")
+    for name in ("every_steps", "snapshot_every_steps"):
+        value = getattr(config.checkpoint, name)
+        if value is not None and value % train.local_steps:
+            problems.append(
+                f"checkpoint.{name} is {value}; between two averages there is no common state, so it must be a multiple of"
+                f" train.local_steps = {train.local_steps}."
+            )
     return problems
 
 

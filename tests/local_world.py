@@ -29,7 +29,6 @@ from ray_app.checks import check
 from ray_app.config import Config, digest
 from ray_app.data.columns import encode
 from ray_app.data.dataset import open_dataset
-from ray_app.data.disk_folder import cached_fetch
 from ray_app.data.feed import Feed
 from ray_app.data.source import fetch_here, load_all, probe
 from ray_app.data.streamed import StreamedWindows
@@ -155,7 +154,7 @@ def cached(job: Job, cursor: Cursor, played: range) -> Windows:
 
 def disk_cached(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process through the disk cache in `data.cache_dir`."""
-    fetch = cached_fetch(fetch_here, job.source, "", job.config.data.cache_dir, job.config.data.cache_gb)
+    fetch = job.through_cache(fetch_here)
     return StreamedWindows(job.plan, cursor, played, job.passes, fetch, job.source.reader, job.fields, task_rows=7)
 
 

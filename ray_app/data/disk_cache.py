@@ -46,13 +46,17 @@ class DiskCache:
     def __init__(self, folder: Path, fields: dict[str, ArraySpec], sums: int) -> None:
         self._folder, self._fields, self._sums = folder, fields, sums
         self._room = os.fstat(sums).st_size // 8
-        self._files = {name: os.open(folder / field_file(i), os.O_RDWR | os.O_CREAT, 0o600) for i, name in enumerate(fields)}
-        self._is_full = False
+        self._open, self._is_full = [sums], False
+        for i in range(len(fields)):
+            self._open.append(os.open(folder / field_file(i), os.O_RDWR | os.O_CREAT, 0o600))
+        self._files = dict(zip(fields, self._open[1:], strict=True))
 
     def close(self) -> None:
         """Lets go of the files; what they hold stays."""
-        for file in (*self._files.values(), self._sums):
-            os.close(file)
+        while self._open:
+            os.close(self._open.pop())
+
+    __del__ = close
 
     def around(self, fetch: Fetch) -> Fetch:
         """Fetches what is held from here, and through `fetch` what is not; that is held from then on."""

@@ -104,6 +104,7 @@ def prepare(config: Config) -> Prepared:
     fields = {name: spec_like(values) for name, values in row.items()}
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
+    _check_rounds(job)
     _rehearse(job, row)
     data = _prepare_evaluation(job)
     evaluation = None
@@ -145,6 +146,23 @@ def make_task(config: Config) -> Task:
     if not isinstance(task, Task):
         raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it.")
     return task
+
+
+def _check_rounds(job: Job) -> None:
+    """Refuses epochs that end in the middle of a round of `local_sgd`, where there is nothing to keep or to evaluate.
+
+    Raises:
+        ConfigError: They do.
+    """
+    steps, rounds = job.steps_per_epoch, job.steps_per_round
+    if steps % rounds and (job.config.checkpoint.every_epochs is not None or job.workers_evaluate):
+        below = steps // rounds * rounds
+        valid = " or ".join(str(n) for n in (below, below + rounds) if n)
+        raise ConfigError(
+            f"An epoch has {steps} steps, no multiple of train.local_steps = {rounds}, so it ends where the logical workers have no common"
+            f" state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs to null and checkpoint.every_steps to a"
+            f" multiple of {rounds}."
+        )
 
 
 def _rehearse(job: Job, row: dict[str, npt.NDArray]) -> None:

@@ -94,20 +94,33 @@ class DataParallel(Strategy):
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
         """See `Strategy.backward`; the exchange starts during the last one."""
-        if logical_worker == self._world.played[0]:
-            self._reset()
+        self._begin(logical_worker)
         self._listening = logical_worker == self._last and self._world.size > 1
         losses.backward(weights)
         self._listening = False
-        if logical_worker != self._last:
-            self._collect(logical_worker)
+        self._end(logical_worker)
 
     def skip(self, logical_worker: int) -> None:
         """See `Strategy.skip`."""
+        self._begin(logical_worker)
+        self._end(logical_worker)
+
+    def add(self, values: list[Tensor], logical_worker: int) -> None:
+        """See `Strategy.add`."""
+        self._begin(logical_worker)
+        for p, value in zip(self._parameters, values, strict=True):
+            p.grad = value
+        self._end(logical_worker)
+
+    def _begin(self, logical_worker: int) -> None:
         if logical_worker == self._world.played[0]:
             self._reset()
+
+    def _end(self, logical_worker: int) -> None:
+        """Collects what a logical worker has left; that of the last one is collected when it is sent."""
         if logical_worker != self._last:
-            self._collect(logical_worker)
+            for bucket in self._buckets:
+                bucket.collect(logical_worker)
 
     def _reset(self) -> None:
         """Readies everything for a step, also after one that failed half-way."""
@@ -117,10 +130,6 @@ class DataParallel(Strategy):
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
             bucket.reset()
-
-    def _collect(self, logical_worker: int) -> None:
-        for bucket in self._buckets:
-            bucket.collect(logical_worker)
 
     def launch(self) -> None:
         """See `Strategy.launch`."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 
 from ray_app.config import Config
 from ray_app.data.columns import ArraySpec
-from ray_app.data.source import Reader, RowSource, rows_per_task
+from ray_app.data.disk_folder import cached_fetch
+from ray_app.data.source import Fetch, Reader, RowSource, rows_per_task
 from ray_app.plan.order import Plan
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
@@ -55,6 +58,14 @@ class Job:
         reader = Reader(self.data_root, self.task.columns(), self.task.decode, skips)
         return RowSource(reader, self.plan.manifest, self.fields, rows_per_task(self.fields, self.config.data.read_task_mb))
 
+    def through_cache(self, fetch: Fetch) -> Fetch:
+        """`fetch`, with the disk cache of this node around it if there is to be one."""
+        data = self.config.data
+        if data.cache != "disk":
+            return fetch
+        settings = json.dumps(dataclasses.asdict(self.config.task), sort_keys=True)
+        return cached_fetch(fetch, self.source, settings, data.cache_dir, data.cache_gb)
+
     @property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch as the configuration counts them; a pass over the data has `plan.steps_per_epoch`."""
@@ -70,6 +81,11 @@ class Job:
     def passes(self) -> int:
         """Passes over the data that the run begins."""
         return -(-self.total_steps // self.plan.steps_per_epoch)
+
+    @property
+    def steps_per_round(self) -> int:
+        """Steps after which all workers have the same state again: 1, but with `local_sgd`."""
+        return self.config.train.local_steps
 
     def is_snapshot_due(self, step: int) -> bool:
         """Whether a snapshot goes to memory outside the workers after `step` finished steps of the run."""

@@ -22,12 +22,12 @@ from ray_app.train import environment
 from ray_app.train.bad_rows import BadRows
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
+from ray_app.train.local_step import build_step
 from ray_app.train.membership import LeavingError, Membership
 from ray_app.train.messages import Flags, Formed, Phase
 from ray_app.train.recorder import Recorder
 from ray_app.train.snapshots import SnapshotSender
 from ray_app.train.state import TrainingState
-from ray_app.train.step import Step
 from ray_app.train.validation import Arrays, Validation
 
 logger = logging.getLogger(__name__)
@@ -139,36 +139,42 @@ class _Worker:
         """The steps of one generation; returns the flags that ended it."""
         job, state, recorder, membership = self._job, self._state, self._recorder, self._membership
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
-        strategy, feed = build_strategy(job.config.train, state.model, world), self._feed
-        step = Step(job.config, job.task, state, strategy, world, self._device, self._enter)
+        strategy, feed, done = build_strategy(job.config.train, state.model, world), self._feed, state.step
+        step = build_step(job, state, strategy, world, self._device, self._enter)
         with closing(strategy):
             self._evaluate(world)
-            if state.step < job.total_steps:
+            if done < job.total_steps:
                 self._enter("data")
                 feed.play(cursor, world.played)
-            while state.step < job.total_steps:
+            while done < job.total_steps:
                 self._enter("data")
-                waited, lr = feed.wait_s, state.lr
+                waited, lr = feed.wait_s, step.lr
                 batches = feed.next()
                 self._bad_rows.note(batches)
                 self._enter("compute")
                 result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
-                recorder.finished(cursor, result, lr, feed.wait_s - waited)
-                cursor = cursor.next(plan.steps_per_epoch)
+                done, cursor = done + 1, cursor.next(plan.steps_per_epoch)
+                recorder.finished(Cursor.at(done - 1, plan.steps_per_epoch), done, result, lr, feed.wait_s - waited)
+                if state.step < done:  # the logical workers are on their own until the next average
+                    self._after_step(world, done)
+                    continue
                 if job.is_checkpoint_due(state.step):
                     recorder.checkpoint(cursor, "cadence")
                 elif result.flags & (Flags.STOP | Flags.SAVE):
                     recorder.checkpoint(cursor, "extra")
                 if job.is_snapshot_due(state.step):
                     recorder.snapshot()
-                if self._hooks.after_step is not None:
-                    self._hooks.after_step(world.rank, state.step)
+                self._after_step(world, done)
                 self._evaluate(world)
                 if result.flags & Flags.STOP:
                     return Flags.STOP
                 if result.flags & Flags.REFORM and state.step < job.total_steps:
                     return result.flags
         return Flags(0)
+
+    def _after_step(self, world: World, done: int) -> None:
+        if self._hooks.after_step is not None:
+            self._hooks.after_step(world.rank, done)
 
     def _evaluate(self, world: World) -> None:
         """At the end of an epoch, if the workers are to evaluate; a collective."""

@@ -84,11 +84,11 @@ class Recorder:
                     self._saver.save(partial(_same, snapshot), commit)
         self._report()
 
-    def finished(self, cursor: Cursor, result: StepResult, lr: float, wait_s: float) -> None:
-        """Records a finished step."""
+    def finished(self, cursor: Cursor, done: int, result: StepResult, lr: float, wait_s: float) -> None:
+        """Records a step, the `done`-th of the run."""
         now = time.perf_counter()
         record = StepRecord(
-            step=self._state.step,
+            step=done,
             epoch=cursor.epoch,
             time_s=time.time(),
             loss=result.loss,
@@ -184,7 +184,8 @@ class Recorder:
 
     def _report(self) -> None:
         newest = self._kept[-1] if self._world.rank == 0 and self._kept else None
-        self._membership.report(self._state.step, newest, self._writer.written_step if self._writer is not None else 0)
+        step = max(self._state.step, self._kept[-1].step if self._kept else 0)
+        self._membership.report(step, newest, self._writer.written_step if self._writer is not None else 0)
 
     def _forget(self) -> None:
         """Drops the records that are on storage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -55,6 +56,11 @@ class TrainingState:
         self.schedule: LRScheduler | None = None
         if config.schedule is not None:
             self.schedule = _schedule(config.schedule, self.optimizer, total_steps)
+        self.outer: Optimizer | None = None
+        if config.train.strategy == "local_sgd":
+            momentum = config.train.outer_momentum
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.outer = torch.optim.SGD(trained, config.train.outer_lr, momentum, nesterov=momentum > 0)
         self.step = NOTHING
 
     @property
@@ -90,6 +96,27 @@ class TrainingState:
             self.schedule.step()
         self.step += 1
 
+    def take_round(self, change: list[Tensor], optimizer: dict[str, Any], replica: TrainingState, step: int) -> None:
+        """Ends a round of `local_sgd`.
+
+        Args:
+            change: What the trained parameters lost in the round on average, one tensor each.
+            optimizer: The averaged state of the optimizer.
+            replica: One that went through the round, for its schedule.
+            step: Finished steps.
+        """
+        assert self.outer is not None
+        for p, value in zip((p for p in self.model.parameters() if p.requires_grad), change, strict=True):
+            p.grad = value
+        self.outer.step()
+        self.outer.zero_grad()
+        self.optimizer.load_state_dict(optimizer)
+        if self.schedule is not None and replica.schedule is not None:
+            self.schedule.load_state_dict(copy.deepcopy(replica.schedule.state_dict()))
+        if self.average is not None:
+            self.average.update(self.step)
+        self.step = step
+
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Copies the state to memory of its own.
 
@@ -101,6 +128,8 @@ class TrainingState:
             model, more["parameters"] = self.average.over(model), self.average.parameters()
         if self.scale is not None:
             more["scale"] = self.scale.state()
+        if self.outer is not None:
+            more["outer"] = self.outer.state_dict()
         schedule = self.schedule.state_dict() if self.schedule is not None else None
         old = into or Snapshot(NOTHING, {}, {}, None)
         return Snapshot(
@@ -118,6 +147,8 @@ class TrainingState:
             self.average.load(snapshot.model, snapshot.more["parameters"])
         if self.scale is not None:
             self.scale.load(snapshot.more["scale"])
+        if self.outer is not None:
+            self.outer.load_state_dict(snapshot.more["outer"])
         self.optimizer.load_state_dict(snapshot.optimizer)
         if self.schedule is not None and snapshot.schedule is not None:
             self.schedule.load_state_dict(snapshot.schedule)

@@ -8,8 +8,8 @@ import struct
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,30 @@ from ray_app.train.logical import Buffers, seed_step, single_values
 from ray_app.train.messages import Flags, Phase
 from ray_app.train.state import TrainingState
 
-_ROW = struct.Struct("<qQdqq")
-"""A logical worker's part of the table that all ranks exchange in a step, five times eight bytes: see `_Row`."""
+_ROW = struct.Struct("<qQdqdq")
+"""A logical worker's part of the table that all ranks exchange in a step, six times eight bytes: see `Row`."""
 
 
-class _Row(NamedTuple):
-    """What one logical worker has to say about a step: rows, their hashes' sum, share of the loss, its rank's flags, bad rows."""
+class Row(NamedTuple):
+    """What one logical worker has to say about a step.
+
+    Args:
+        logical_worker: Which.
+        rows: Its rows.
+        row_hash: The sum of their hashes.
+        loss: Its share of the mean loss.
+        flags: Those of its rank.
+        norm: Its share of the square of the gradient's norm, where that is not known from the sum of the gradients.
+        skipped: Its planned rows that cannot be decoded.
+    """
 
     logical_worker: int
     rows: int
     row_hash: int
     loss: float
     flags: int
-    skipped: int
+    norm: float = 0.0
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +99,15 @@ class Step:
         self._strategy, self._world, self._device = strategy, world, device
         self._buffers = Buffers(state.model, world)
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
-        self._model = _compiled(state.model, device) if config.train.compile else state.model
+        if config.train.compile:
+            _need_compiler(device)
         self._scale = state.scale
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, that of the first parameter group."""
+        return self._state.lr
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Does one step.
@@ -115,7 +132,7 @@ class Step:
         if not sum(result.rows):  # all of them are bad: nothing moves
             self._state.pass_over()
             return result
-        norm = self._clip(global_rows / sum(result.rows))
+        norm = self._clip(self._parameters, global_rows / sum(result.rows))
         if math.isfinite(result.loss) and math.isfinite(norm):
             self._state.advance()
         else:
@@ -129,10 +146,10 @@ class Step:
 
     def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
-        mine: list[_Row] = []
+        mine: list[Row] = []
         for batch in batches:
             loss = self._play(cursor, batch, global_rows)
-            mine.append(_Row(batch.logical_worker, batch.rows, batch.row_hash, loss, flags, batch.num_skipped))
+            mine.append(Row(batch.logical_worker, batch.rows, batch.row_hash, loss, flags, skipped=batch.num_skipped))
             self._buffers.end_logical_worker(batch.logical_worker)
         self._enter("exchange")
         self._strategy.launch()
@@ -140,17 +157,24 @@ class Step:
         result = self._exchange(mine)
         self._strategy.finish()
         self._buffers.finish()
+        return self._settled(cursor, result, global_rows)
+
+    def _settled(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:
+        """Holds the rows against the plan, and makes of means over the planned rows means over those that were not skipped."""
         rows, skipped = sum(result.rows), sum(result.skipped)
         if rows + skipped != global_rows:
             raise DataError(f"Step {cursor} consumed {rows} rows and skipped {skipped}, {global_rows} were planned; please report this.")
-        return replace(result, loss=result.loss * (global_rows / rows)) if skipped and rows else result
+        if not skipped or not rows:
+            return result
+        more = global_rows / rows
+        return replace(result, loss=result.loss * more, grad_norm=result.grad_norm * math.sqrt(more))
 
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> float:
         """Forward and backward of one logical worker; returns its share of the mean loss."""
         if not batch.rows:
             self._strategy.skip(batch.logical_worker)
             return 0.0
-        losses = self._losses(cursor, batch)
+        losses = self._losses(cursor, batch, self._state.model)
         scale = self._scale.value if self._scale is not None else 1.0
         self._strategy.backward(losses, self._weights(batch.rows, global_rows, scale), batch.logical_worker)
         return losses.detach().sum().item() / global_rows
@@ -160,15 +184,16 @@ class Step:
         """One over the global number of rows, scaled, for every row of a micro-batch, shape (rows,)."""
         return torch.full((rows,), scale / global_rows, device=self._device)
 
-    def _losses(self, cursor: Cursor, batch: MicroBatch) -> Tensor:
+    def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Tensor:
         """The losses of a micro-batch's rows, shape (rows,)."""
         seed_step(self._config.seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
         fields = self._task.augment(batch.fields, batch.keys)
         if self._config.train.channels_last:
             fields = {name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v for name, v in fields.items()}
-        model, single = (self._state.model, single_values(self._state.model)) if batch.rows == 1 else (self._model, nullcontext())
+        single = single_values(model) if batch.rows == 1 else nullcontext()
+        called = self._compiled(model) if self._config.train.compile and batch.rows > 1 else model
         with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext(), single:
-            losses = self._task.training_loss(model, fields)
+            losses = self._task.training_loss(called, fields)
         if losses.shape != (batch.rows,):
             raise ConfigError(
                 f"{type(self._task).__name__}.loss returned shape {tuple(losses.shape)} for {batch.rows} rows; it must return one value"
@@ -176,41 +201,47 @@ class Step:
             )
         return losses.float()
 
-    def _exchange(self, mine: list[_Row]) -> StepResult:
+    @cache  # noqa: B019 - lives as long as its generation
+    def _compiled(self, model: nn.Module) -> Any:
+        """A model compiled for every shape that comes, each on its own: what a shape gives must not depend on those before it."""
+        return torch.compile(model, dynamic=False)
+
+    def _exchange(self, mine: list[Row]) -> StepResult:
         """Tells all ranks every logical worker's rows, loss and flags; each row of the table comes from one rank, so sums are exact."""
         table = mine
         if self._world.size > 1:
-            packed = torch.zeros(self._world.logical_workers, 5, dtype=torch.int64)
+            packed = torch.zeros(self._world.logical_workers, _ROW.size // 8, dtype=torch.int64)
             for row in mine:
                 packed[row.logical_worker] = torch.frombuffer(bytearray(_ROW.pack(*row[1:])), dtype=torch.int64)
             with collective():
                 dist.all_reduce(packed)
-            table = [_Row(v, *values) for v, values in enumerate(_ROW.iter_unpack(packed.numpy().tobytes()))]
+            table = [Row(v, *values) for v, values in enumerate(_ROW.iter_unpack(packed.numpy().tobytes()))]
         flags = 0
         for row in table:
             flags |= row.flags
         shares = [row.loss for row in table]
         loss = math.fsum(shares) if all(map(math.isfinite, shares)) else sum(shares)  # fsum raises for infinities of both signs
+        norm = math.sqrt(sum(row.norm for row in table))
         rows, row_hash, skipped = ([getattr(row, name) for row in table] for name in ("rows", "row_hash", "skipped"))
-        return StepResult(loss, 0.0, rows, row_hash, Flags(flags), skipped)
+        return StepResult(loss, norm, rows, row_hash, Flags(flags), skipped)
 
-    def _clip(self, correction: float) -> float:
+    def _clip(self, parameters: list[nn.Parameter], correction: float = 1.0) -> float:
         """The gradient's norm; corrects it for bad rows, takes the loss's scale out of it, and clips it to the configured norm."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         factor = correction / (self._scale.value if self._scale is not None else 1.0)
         if factor != 1:
             torch._foreach_mul_(gradients, factor)
         norms = torch._foreach_norm(gradients)  # get_total_norm costs 30 us more
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(norms).tolist()))
         if self._config.train.grad_clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.train.grad_clip_norm, torch.tensor(norm))
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._config.train.grad_clip_norm, torch.tensor(norm))
         return norm
 
     def _refuse(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, result: StepResult) -> None:
         """Finds out which logical workers' rows gave the NaN or infinity, and raises on every rank alike."""
         found = []
         for batch in batches:
-            if batch.rows and not self._is_finite(self._losses(cursor, batch).sum() / global_rows):
+            if batch.rows and not self._is_finite(cursor, batch, global_rows):
                 found.append((batch.logical_worker, batch.positions.tolist()))
         everyone = gather(found, self._world)
         culprits = "; ".join(f"logical worker {v}, rows at manifest positions {p}" for part in everyone for v, p in part)
@@ -220,13 +251,14 @@ class Step:
             " train.grad_clip_norm."
         )
 
-    def _is_finite(self, loss: Tensor) -> bool:
+    def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
+        loss = self._losses(cursor, batch, self._state.model).sum() / global_rows
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
 
-def _compiled(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model compiled for every shape that comes, each on its own: what a shape gives must not depend on those before it.
+def _need_compiler(device: torch.device) -> None:
+    """Refuses `train.compile` where it cannot work.
 
     Raises:
         ConfigError: There is no compiler here.
@@ -242,4 +274,3 @@ def _compiled(model: nn.Module, device: torch.device) -> nn.Module:
                 f"train.compile needs a C++ compiler such as g++ on every node, and {platform.node()} has none. Install one, or set it to"
                 " false."
             ) from error
-    return torch.compile(model, dynamic=False)  # type: ignore[return-value]

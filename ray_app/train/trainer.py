@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,6 @@ from ray.train.torch import TorchTrainer, get_device
 
 from ray_app.config import Config
 from ray_app.data.cache import cached_rows
-from ray_app.data.disk_folder import cached_fetch
 from ray_app.data.source import Fetch, fetch_ray
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, Windows
@@ -138,11 +135,7 @@ def _open_windows(start: Start) -> OpenWindows:
 
     @functools.cache
     def fetch() -> Fetch:
-        config = start.job.config
-        if config.data.cache != "disk":
-            return fetch_ray
-        settings = json.dumps(dataclasses.asdict(config.task), sort_keys=True)
-        return cached_fetch(fetch_ray, start.job.source, settings, config.data.cache_dir, config.data.cache_gb)
+        return start.job.through_cache(fetch_ray)
 
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
         if start.cache is not None:
