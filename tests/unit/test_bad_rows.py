@@ -135,6 +135,15 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Poo
     assert listed[3] == {"position": 50, "path": "part-0.parquet", "row_group": 1, "row": 0, "reason": "row 50 is unreadable"}
 
 
+def test_local_steps_go_around_bad_rows_too(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields = {"train__strategy": "local_sgd", "train__local_steps": 3, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
+    job = job_of(tmp_path / "run", data, Picky(), train__epochs=1, **fields)
+    alone, several = pool.trained(job, 1, cached), pool.trained(job, 3, cached)
+    assert several.bits == alone.bits
+    assert several.steps == alone.steps
+    assert sum(sum(step[4]) for step in alone.steps) == job.plan.manifest.num_rows - len(BAD)
+
+
 def fresh(job: Job) -> TrainingState:
     with torch.random.fork_rng(devices=[]):
         return TrainingState(job.config, job.task, CPU, job.total_steps)

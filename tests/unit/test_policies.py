@@ -96,6 +96,11 @@ def test_whole_files_every_row_once_and_the_same_files_in_every_epoch(plan: Plan
     assert sorted(other.stream_rows(v) for v in range(plan.logical_workers)) == sorted(held), "equal files change places, no more"
 
 
+def test_files_are_spread_by_their_rows() -> None:
+    plan = Plan(Manifest.from_files((f"part-{i}.parquet", [rows]) for i, rows in enumerate([3, 9, 4, 5, 3])), 1, 2, 4, 5, True, "file")
+    assert [plan.stream_rows(v) for v in range(2)] == [12, 12]
+
+
 @given(plans("off"), st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
 def test_off_gives_every_row_to_every_logical_worker(plan: Plan, epoch: int) -> None:
