@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ def job_of(folder: Path, data: Path, task: Picky, **fields: Any) -> Job:
     made = make_job(
         folder, data, logical_workers=4, batch=12, task=TinyImages(), **{"data__on_bad_row": "skip", "train__epochs": 2, **fields}
     )
-    object.__setattr__(made, "task", task.prepare(open_dataset(str(data)).facts))
-    return made
+    return replace(made, task=task.prepare(open_dataset(str(data)).facts))
 
 
 # --- decoding
