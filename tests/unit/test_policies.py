@@ -239,13 +239,13 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Poo
 
 def test_a_bad_row_that_is_repeated_is_skipped_each_time(pool: Pool, data: Path, tmp_path: Path) -> None:
     dataset = open_dataset(str(data))
-    rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[[0, 3]].tolist()
+    rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[1:].tolist()
     job = job_of(tmp_path / "run", data, Picky(tuple(rare)), data__sampling="balanced", train__epochs=1)
     uses = sum(used(job.plan, 0), Counter[int]())
     assert min(uses[row] for row in rare) > 1
     pool.run_job(job, 2, cached)
     summary = summarize(job, "finished")
-    assert summary["bad_rows"] == {"skipped": sum(uses[row] for row in rare), "distinct": 2}
+    assert summary["bad_rows"] == {"skipped": sum(uses[row] for row in rare), "distinct": len(rare)}
     assert summary["rows"] + summary["bad_rows"]["skipped"] == job.plan.rows_per_epoch
 
 
