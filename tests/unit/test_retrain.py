@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,19 @@ from ray_app.task.tabular import TabularClassification, TabularRegression
 from ray_app.track.package import make_package
 from ray_app.track.versions import parameters
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SECTION = RetrainSection(max_age_days=30, max_drop=0.02)
 QUIET = Facts(champion="3", age_days=1.0, same_data=False, new_rows=0, rows=100, metric="accuracy", then=0.9, now=0.9)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine cost more than these tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 # --- triggers
 
