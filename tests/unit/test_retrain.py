@@ -383,6 +383,10 @@ def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
     labels[[0, 1]] = labels[[1, 0]]  # the same shape, the same balance
     pq.write_table(table.set_column(2, table.schema.field(2), pa.array(labels)), tmp_path / "eval" / "a.parquet", row_group_size=50)
     others.append(key())
+    whole = bytearray((tmp_path / "eval" / "a.parquet").read_bytes())
+    whole[20] ^= 1
+    (tmp_path / "eval" / "a.parquet").write_bytes(whole)
+    others.append(key())
     assert len({first, *others}) == 1 + len(others)
     with pytest.raises(DataError, match=r"holds no \*.parquet"):
         delivered(config.replace(data__eval_path=str(tmp_path / "none")))
