@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import ray_app
 from ray_app.config import Config, result_fields
 from ray_app.errors import DataError, RegistryError
 from ray_app.retrain.section import RetrainSection
@@ -130,7 +129,7 @@ def _sha256(file: Path) -> str:
 
 
 def _code(task: type[Task]) -> str:
-    package = Path(ray_app.__file__).parent
+    package = Path(__file__).resolve().parents[1]
     files = {str(file.relative_to(package)): file for file in package.rglob("*.py")}
     try:
         files |= sources_of(task.__module__).files
