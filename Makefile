@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup train test test-all lint clean
+.PHONY: help setup train test test-all lint notebooks clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
@@ -28,6 +28,9 @@ test: $(INSTALLED) ## the test suite (real Ray, real MLflow), about 20 minutes o
 
 test-all: $(INSTALLED) ## the test suite with the slow tests
 	$(PYTEST)
+
+notebooks: $(INSTALLED) ## execute the notebooks and store their outputs
+	$(BIN)/python -m tests.notebooks
 
 lint: $(INSTALLED) ## ruff, mypy (strict), import-linter
 	$(BIN)/ruff check .
