@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from ray_app.config import SECTIONS, Config, flatten
+from ray_app.config import SECTIONS, Config, TrainSection, flatten
 from ray_app.errors import ConfigError
 
 _MODEL_NAME = re.compile(r"[^/:'\"]{1,256}")
@@ -38,6 +38,10 @@ _AT_LEAST: dict[str, float] = {
     "train.steps_per_epoch": 1,
     "train.local_steps": 1,
     "train.outer_momentum": 0,
+    "train.servers": 1,
+    "train.server_cpus": 0,
+    "train.min_shard_kb": 1,
+    "train.staleness": 0,
     "train.ema_decay": 0,
     "checkpoint.every_steps": 1,
     "checkpoint.every_epochs": 1,
@@ -108,13 +112,26 @@ def _check_scaling(config: Config) -> list[str]:
     return problems
 
 
+_ONLY_FOR = {
+    "local_sgd": ("local_steps", "outer_lr", "outer_momentum"),
+    "parameter_server": ("servers", "server_cpus", "min_shard_kb", "staleness"),
+}
+
+
 def _check_strategy(config: Config) -> list[str]:
-    train, problems = config.train, []
-    if train.strategy != "local_sgd":
-        given = [name for name, plain in (("local_steps", 1), ("outer_lr", 1.0), ("outer_momentum", 0.0)) if getattr(train, name) != plain]
-        return [f"train.{name} is set, but only train.strategy: local_sgd looks at it; leave it out." for name in given]
-    if train.precision == "fp16":
-        problems.append("train.precision is fp16 with train.strategy local_sgd, whose workers would need a loss scale each; use bf16.")
+    train = config.train
+    problems = [
+        f"train.{name} is set, but only train.strategy: {strategy} looks at it; leave it out."
+        for strategy, names in _ONLY_FOR.items()
+        for name in names
+        if train.strategy != strategy and getattr(train, name) != getattr(TrainSection, name)
+    ]
+    if train.precision == "fp16" and train.strategy in _ONLY_FOR:
+        problems.append(
+            f"train.precision is fp16 with train.strategy {train.strategy}, whose workers would need a loss scale each; use bf16."
+        )
+    if train.strategy == "parameter_server" and config.evaluate.where == "workers":
+        problems.append("evaluate.where is workers with train.strategy parameter_server, whose workers never meet; set it to actor.")
     for name in ("every_steps", "snapshot_every_steps"):
         value = getattr(config.checkpoint, name)
         if value is not None and value % train.local_steps:

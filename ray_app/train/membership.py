@@ -137,6 +137,10 @@ class RayMembership:
             group, self._group = self._group, None
             group.close()
 
+    def need_no_group(self) -> None:
+        """This worker works on its own, without generations; whether it gets on is watched all the same."""
+        self._generation = 1
+
     def _join(self, lost: bool) -> Formed:
         while True:
             waiting = self._rendezvous.join.remote(self._beat(), lost)
