@@ -100,7 +100,8 @@ def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"
             f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus:g} GPU), parameter servers"
-            f" ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need {_wanted_cpus(config, scaling.min_workers):g} CPU and"
+            f" ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
+            f" {_wanted_cpus(config, scaling.min_workers):g} CPU and"
             f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus:g} GPU; the cluster has {cpus:g} CPU and {gpus:g} GPU. Add"
             " nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
         )

@@ -207,8 +207,8 @@ def _rehearse(job: Job, row: dict[str, npt.NDArray]) -> None:
         Layout(state.model, config.train)
         if type(task).apply_gradients is not Task.apply_gradients:
             raise ConfigError(
-                f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients moves"
-                " the whole. Use another strategy, or leave that method out."
+                f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients"
+                " moves the whole. Use another strategy, or leave that method out."
             )
     if isinstance(state.schedule, ReduceLROnPlateau):
         raise ConfigError(

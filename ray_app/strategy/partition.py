@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd, prod
 
 from torch import Tensor
@@ -43,7 +44,7 @@ def pieces_of(variable: int, shape: Sequence[int], item_bytes: int, most: int, m
     aligned = _ALIGNED // gcd(_ALIGNED, max(1, row))
     count = max(1, min(most, rows * row * item_bytes // min_bytes, rows // aligned))
     ends = [rows * i // count // aligned * aligned for i in range(count)] + [rows]
-    return [Piece(variable, low, high) for low, high in zip(ends, ends[1:], strict=False)]
+    return [Piece(variable, low, high) for low, high in pairwise(ends)]
 
 
 def partition(shapes: Sequence[Sequence[int]], item_bytes: int, servers: int, min_bytes: int) -> list[list[Piece]]:

@@ -71,8 +71,10 @@ class Coordinator:
         self._live: set[str] = set()
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
+        self._end = 0
         self._era = max(self._call("era"))
-        self._workers, self._lost_s = 0, None
+        self._workers = 0
+        self._lost_s: float | None = None
         self._begin_era()
 
     def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float) -> Answer:

@@ -1,8 +1,8 @@
 """A parameter server: a part of the parameters, their optimizer and schedule, and what happens to them when gradients arrive.
 
-Synchronous, the gradients of a step are added in the fixed tree over the logical workers and applied once, when the coordinator has the norm
-over all servers. Otherwise each is applied when it arrives (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012). Either way
-each logical worker's gradient of each step counts once, however often it is sent.
+Synchronous, the gradients of a step are added in the fixed tree over the logical workers and applied once, when the coordinator has the
+norm over all servers. Otherwise each is applied when it arrives (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012). Either
+way each logical worker's gradient of each step counts once, however often it is sent.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ParameterServer:
         pieces = cast(Task, _Pieces([trained[str(i)] for i in range(len(trained))]))
         self._state = TrainingState(self._config, pieces, CPU, self._total_steps)
         self._state.load(snapshot)
-        self._parameters = list(self._state.model.parameters())
+        self._parameters: list[Tensor] = list(self._state.model.parameters())
         self._buffers = buffers
         self._era, self._sums = era, {}
 
