@@ -159,7 +159,7 @@ class _Pieces:
         self._values = values
 
     def build_model(self) -> nn.Module:
-        return nn.ParameterList(self._values)
+        return nn.ParameterList([value.clone() for value in self._values])
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         del model
