@@ -205,9 +205,8 @@ class _Run:
     def _train(self, stack: ExitStack, following: Following) -> None:
         """Runs `fit` in a thread; the main thread is for signals and the console."""
         job = self._job
-        rendezvous = start_rendezvous(
-            f"rendezvous-{job.paths.name}-{job.fence}", self._config.failure.heartbeat_timeout_s, _step_timeout_s(self._config)
-        )
+        meeting = f"rendezvous-{job.paths.name}-{job.fence}"
+        rendezvous = start_rendezvous(meeting, self._config.failure.heartbeat_timeout_s, _step_timeout_s(self._config))
         keepers = start_keepers() if self._config.checkpoint.snapshot_every_steps else []
         for actor in (rendezvous, *keepers):
             stack.callback(_end_actor, actor)
@@ -221,7 +220,7 @@ class _Run:
             stack.callback(_end_actor, evaluation)
         parameters = None
         if self._config.train.strategy == "parameter_server":
-            parameters = start_parameters(job, rendezvous, keepers, self._faults.train)
+            parameters = start_parameters(job, meeting, keepers, self._faults.train)
             for actor in parameters.actors:
                 stack.callback(_end_actor, actor)
         start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train, parameters)

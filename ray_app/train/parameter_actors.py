@@ -55,16 +55,16 @@ class CoordinatorActor(Coordinator):
 
     Args:
         job: The run.
-        servers: The parameter servers.
+        servers: Names of the parameter servers.
         keepers: Handles of the actors that hold snapshots.
-        rendezvous: Handle of the rendezvous, which knows who is there.
+        rendezvous: Name of the rendezvous, which knows who is there.
         hooks: For fault tests.
     """
 
-    def __init__(self, job: Job, servers: RayServers, keepers: list[Any], rendezvous: Any, hooks: Hooks) -> None:
+    def __init__(self, job: Job, servers: list[str], keepers: list[Any], rendezvous: str, hooks: Hooks) -> None:
         guard(job.config.to_dict())
-        super().__init__(job, servers, SnapshotSender(keepers), hooks)
-        self._rendezvous = rendezvous
+        super().__init__(job, RayServers(tuple(map(ray.get_actor, servers))), SnapshotSender(keepers), hooks)
+        self._rendezvous = ray.get_actor(rendezvous)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def _watch(self) -> None:
@@ -100,19 +100,21 @@ class Parameters:
             raise own_error(error) from error
 
 
-def start_parameters(job: Job, rendezvous: Any, keepers: list[Any], hooks: Hooks) -> Parameters:
+def start_parameters(job: Job, rendezvous: str, keepers: list[Any], hooks: Hooks) -> Parameters:
     """Starts servers and coordinator: the ones wherever there is room, the other on this node, so that it lives as long as the driver."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config, name = job.config, f"{job.paths.name}-{job.fence}"
-    server = ray.remote(ParameterServer).options(num_cpus=config.train.server_cpus, max_restarts=-1, scheduling_strategy="SPREAD")
-    servers = RayServers(
-        tuple(server.options(name=f"server-{name}-{i}").remote(config, job.total_steps) for i in range(config.train.servers))
+    server, anywhere = (
+        ray.remote(ParameterServer),
+        {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"},
     )
+    names = [f"server-{name}-{i}" for i in range(config.train.servers)]
+    servers = RayServers(tuple(server.options(name=each, **anywhere).remote(config, job.total_steps) for each in names))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000, "scheduling_strategy": here}
     made = ray.remote(CoordinatorActor).options(name=f"parameters-{name}", **options)
-    return Parameters(made.remote(job, servers, keepers, rendezvous, hooks), servers)
+    return Parameters(made.remote(job, names, keepers, rendezvous, hooks), servers)
 
 
 def work(
