@@ -138,8 +138,9 @@ class RayMembership:
             group.close()
 
     def need_no_group(self) -> None:
-        """This worker works on its own, without generations; whether it gets on is watched all the same."""
+        """This worker works on its own, without generations; it is known from now on, and whether it gets on is watched."""
         self._generation = 1
+        self._obey(ray.get(self._rendezvous.beat.remote(self._beat())))
 
     def _join(self, lost: bool) -> Formed:
         while True:

@@ -105,10 +105,8 @@ def start_parameters(job: Job, rendezvous: str, keepers: list[Any], hooks: Hooks
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config, name = job.config, f"{job.paths.name}-{job.fence}"
-    server, anywhere = (
-        ray.remote(ParameterServer),
-        {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"},
-    )
+    server = ray.remote(ParameterServer)
+    anywhere = {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
     names = [f"server-{name}-{i}" for i in range(config.train.servers)]
     servers = RayServers(tuple(server.options(name=each, **anywhere).remote(config, job.total_steps) for each in names))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

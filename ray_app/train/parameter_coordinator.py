@@ -39,6 +39,7 @@ from ray_app.train.step import StepResult
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+_PAUSE_S = 0.5  # between two looks at servers that are lost
 
 
 class _ServerLostError(Exception):
@@ -68,7 +69,6 @@ class Coordinator:
         restore(job, self._state, self._recorder, sender, CPU)
         self._saved_step = self._state.step
         self._lock = threading.Condition()
-        self._live: set[str] = set()
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
         self._end = 0
@@ -95,7 +95,8 @@ class Coordinator:
             try:
                 return self._answer(worker, done, broken_era, time.monotonic() + wait_s)
             except _ServerLostError:
-                self._broken = True
+                self._broken = self._halfway = True
+                self._lock.wait(min(wait_s, _PAUSE_S))
                 return Answer(waiting=True, step=self._units.complete)
             except Exception as error:
                 self._error = error
@@ -106,15 +107,18 @@ class Coordinator:
         """Says how things are with the workers; called a few times a second.
 
         Args:
-            live: Workers that are there.
+            live: Workers that are there; the others are lost.
             paused: Whether to wait for more of them.
             stopping: Whether the run is to stop, with a checkpoint.
         """
         with self._lock:
-            lost, self._live, self._paused = self._live - live, live, paused
+            lost = set(self._units.workers) - live
             for worker in lost:
-                self._lose(worker)
-            self._stopping = self._stopping or stopping
+                self._units.lose(worker)
+            if lost:
+                self._lost_s = time.time()
+                self._note_workers()
+            self._paused, self._stopping = paused, self._stopping or stopping
             self._lock.notify_all()
 
     def _answer(self, worker: str, done: Done | None, broken_era: int | None, until_s: float) -> Answer:
@@ -212,13 +216,14 @@ class Coordinator:
 
     def _begin_era(self) -> None:
         """Gives the servers the state of the last cut, and goes on from there."""
-        self._era, self._broken = self._era + 1, True
+        self._era += 1
+        self._broken = self._halfway = True
         buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
         parts = self._layout.split(self._state.snapshot())
         sent = [(self._era, part_of(part), none if place else buffers) for place, part in enumerate(parts)]
         if self._servers.call("load", sent) is None:
             raise _ServerLostError
-        self._broken = False
+        self._broken = self._halfway = False
         self._recorder.align(World(0, 1, self._plan.logical_workers), self._era)
         self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, Done]] = {}
@@ -231,7 +236,7 @@ class Coordinator:
         if eras is None:
             raise _ServerLostError
         self._broken = False
-        if eras == [self._era] * len(eras):
+        if eras == [self._era] * len(eras) and not self._halfway:
             return
         step, self._lost_s = self._units.complete, time.time()
         put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
@@ -240,12 +245,6 @@ class Coordinator:
         self._recorder = self._make_recorder()
         self._workers = 0
         self._begin_era()
-
-    def _lose(self, worker: str) -> None:
-        if worker in self._units.workers:
-            self._units.lose(worker)
-            self._lost_s = time.time()
-            self._note_workers()
 
     def _note_workers(self) -> None:
         """Records how many workers there are, when that has changed."""
