@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_world import CPU, Pool, TinyImages, Trained, cached, make_job, result_of, write_images
 
+from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.record.journal import MetricsReader, read_events
@@ -204,8 +205,11 @@ def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tm
     [lost] = read_events(world.job.paths, "server_lost")
     assert lost.details["back_to"] == 5
     assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
-    commits = [c.step for c in CheckpointStore(world.job.paths).commits()]
-    assert commits == [5, 10, 15, world.job.total_steps]
+    store = CheckpointStore(world.job.paths)
+    assert [c.step for c in store.commits()] == [5, 10, 15, world.job.total_steps]
+    for commit in store.commits():  # a cut holds just the gradients of the steps before it
+        state = unpack(store.load(commit)).optimizer["state"]
+        assert {int(values["step"]) for values in state.values()} == {commit.step * (4 if staleness else 1)}
     if not staleness:
         assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
 
