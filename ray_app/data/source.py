@@ -179,7 +179,7 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
 
     from ray_app.data.ray_source import PlannedSource
 
-    _quieten().execution_options.preserve_order = True
+    quieten().execution_options.preserve_order = True
     dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
@@ -187,7 +187,7 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         raise own_error(error) from error
 
 
-def _quieten() -> Any:
+def quieten() -> Any:
     """Ray Data's settings of this process, with nothing printed."""
     from ray.data.context import DataContext
 
@@ -225,7 +225,7 @@ def anchor_here() -> None:
     import ray.data
 
     try:
-        _quieten()
+        quieten()
         ray.data.range(1, override_num_blocks=1).take_all()
     except Exception as error:  # then the first worker makes them
         logger.warning("Ray Data's shared actors could not be made here: %s", error)

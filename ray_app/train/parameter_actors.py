@@ -26,7 +26,7 @@ from ray_app.train.snapshots import SnapshotSender
 
 logger = logging.getLogger(__name__)
 
-_CALL_S = 60.0
+_CALL_S = 300.0
 _LOOK_S = 0.25
 _ASK_S = 1.0
 
@@ -57,14 +57,13 @@ class CoordinatorActor(Coordinator):
         job: The run.
         servers: Names of the parameter servers.
         keepers: Handles of the actors that hold snapshots.
-        rendezvous: Name of the rendezvous, which knows who is there.
         hooks: For fault tests.
     """
 
-    def __init__(self, job: Job, servers: list[str], keepers: list[Any], rendezvous: str, hooks: Hooks) -> None:
+    def __init__(self, job: Job, servers: list[str], keepers: list[Any], hooks: Hooks) -> None:
         guard(job.config.to_dict())
         super().__init__(job, RayServers(tuple(map(ray.get_actor, servers))), SnapshotSender(keepers), hooks)
-        self._rendezvous = ray.get_actor(rendezvous)
+        self._rendezvous = ray.get_actor(job.rendezvous)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def _watch(self) -> None:
@@ -100,7 +99,7 @@ class Parameters:
             raise own_error(error) from error
 
 
-def start_parameters(job: Job, rendezvous: str, keepers: list[Any], hooks: Hooks) -> Parameters:
+def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
     """Starts servers and coordinator: the ones wherever there is room, the other on this node, so that it lives as long as the driver."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -110,9 +109,15 @@ def start_parameters(job: Job, rendezvous: str, keepers: list[Any], hooks: Hooks
     names = [f"server-{name}-{i}" for i in range(config.train.servers)]
     servers = RayServers(tuple(server.options(name=each, **anywhere).remote(config, job.total_steps) for each in names))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000, "scheduling_strategy": here}
+    options = {
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "max_concurrency": config.logical_workers + 8,
+        "scheduling_strategy": here,
+    }
     made = ray.remote(CoordinatorActor).options(name=f"parameters-{name}", **options)
-    return Parameters(made.remote(job, names, keepers, rendezvous, hooks), servers)
+    return Parameters(made.remote(job, names, keepers, hooks), servers)
 
 
 def work(

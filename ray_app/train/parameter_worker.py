@@ -80,7 +80,7 @@ class ParameterWorker:
         self._done = self._broken = None
         self._rank, self._finished = answer.rank, answer.step
         self._membership.report(answer.step, answer.record if answer.rank == 0 else None, 0)
-        if answer.waiting:
+        if answer.waiting or answer.unit is not None:
             self._membership.moved()
         for logical_worker in self._streams.keys() - set(answer.held):
             self._streams.pop(logical_worker).feed.close()

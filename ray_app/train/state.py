@@ -21,6 +21,7 @@ from ray_app.strategy.base import World, collective, gather
 from ray_app.task.base import Task
 from ray_app.train.average import Average
 from ray_app.train.freeze import freeze
+from ray_app.train.initial import begin_with
 from ray_app.train.logical import seed_init
 from ray_app.train.scale import LossScale
 
@@ -38,16 +39,22 @@ class TrainingState:
     """Model, optimizer, schedule and the number of finished steps.
 
     Args:
-        config: Names optimizer and schedule.
+        config: Names optimizer and schedule, and the file of parameters to begin with if there is one.
         task: Makes the model.
         device: Where it lives.
         total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
+
+    Raises:
+        ConfigError: The parameters to begin with are not there, or not the model's.
     """
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         seed_init(config.seed, device)
         self._task = task
-        self.model: nn.Module = task.build_model().to(device)
+        model = task.build_model()
+        if config.train.init_from is not None:
+            begin_with(model, config.train.init_from, config.train.init_digest)
+        self.model: nn.Module = model.to(device)
         self._frozen = freeze(self.model, config.train.freeze or [])
         self.train()
         self.average = Average(self.model, config.train.ema_decay) if config.train.ema_decay is not None else None

@@ -54,6 +54,7 @@ def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path
     assert result.load_model() is not None
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_worker_and_a_resume_on_others(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     """Synchronous, so even the bits are those of the undisturbed run of another strategy."""
     stop, kill = Break(str(tmp_path / "stopped"), step=20, rank=0), Kill(str(tmp_path / "killed"), step=13, rank=1)
