@@ -134,8 +134,8 @@ def _check_strategy(config: Config) -> list[str]:
         problems.append("evaluate.where is workers with train.strategy parameter_server, whose workers never meet; set it to actor.")
     if train.strategy == "single" and config.scaling.min_workers > 1:
         problems.append(
-            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the calling"
-            " process. Set it to 1."
+            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the"
+            " calling process. Set it to 1."
         )
     for name in ("every_steps", "snapshot_every_steps"):
         value = getattr(config.checkpoint, name)

@@ -109,13 +109,8 @@ def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
     names = [f"server-{name}-{i}" for i in range(config.train.servers)]
     servers = RayServers(tuple(server.options(name=each, **anywhere).remote(config, job.total_steps) for each in names))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-        "max_concurrency": config.logical_workers + 8,
-        "scheduling_strategy": here,
-    }
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+    options["max_concurrency"] = config.logical_workers + 8  # who asks waits in a thread
     made = ray.remote(CoordinatorActor).options(name=f"parameters-{name}", **options)
     return Parameters(made.remote(job, names, keepers, hooks), servers)
 
