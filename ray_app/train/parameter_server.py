@@ -35,7 +35,7 @@ class ParameterServer:
 
     def __init__(self, config: Config, total_steps: int) -> None:
         torch.set_num_threads(config.scaling.threads_per_worker)
-        self._config, self._total_steps = config.replace(train__freeze=None), total_steps
+        self._config, self._total_steps = config.replace(train__freeze=None, train__init_from=None), total_steps
         self._synchronous = config.train.staleness == 0
         self._parents = parents(config.logical_workers)
         self._era = 0

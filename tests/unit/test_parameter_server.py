@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from local_world import CPU, Pool, TinyImages, Trained, cached, make_job, result_of, write_images
+from safetensors.torch import save_file
 
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
@@ -127,9 +128,12 @@ def planned(data: Path, folder: Path, pool: Pool) -> list[tuple[int, list[int], 
         {"schedule": ONE_CYCLE, **CLIPPED, "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}},
         {"train__ema_decay": 0.9, "task": TinyImages("unused"), "train__freeze": ["1.*"]},
     ],
-    ids=["adam", "sgd with momentum, clipped, scheduled", "average, frozen and unused parameters"],
+    ids=["adam", "sgd with momentum, clipped, scheduled", "average, given, frozen and unused parameters"],
 )
 def test_synchronous_it_has_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    if "train__freeze" in fields:
+        save_file(fields["task"].build_model().state_dict(), tmp_path / "begin.safetensors")
+        fields = {**fields, "train__init_from": str(tmp_path / "begin.safetensors")}
     plain = pool.trained(job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cached)
     for workers, servers in ((1, 1), (3, 2)):
         run = trained(job_of(tmp_path / f"{workers}", data, train__servers=servers, **fields), workers)
