@@ -218,6 +218,23 @@ def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tm
         assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
 
 
+def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
+    """A server is out of reach for a moment, and nobody knows whether it got the call."""
+    world = World(job_of(tmp_path / "run", data), 2)
+    call, missed = world.servers.call, []
+
+    def fails_once(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        if method == "apply" and arguments[0][1] == 7 and not missed:
+            missed.append(world.servers.servers[0].apply(*arguments[0]))
+            return None
+        return call(method, arguments)
+
+    world.servers.call = fails_once  # type: ignore[method-assign]
+    world.run()
+    assert missed
+    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
 def test_snapshots_make_the_way_back_short(data: Path, tmp_path: Path) -> None:
     world = World(job_of(tmp_path / "run", data, checkpoint__snapshot_every_steps=2), 2)
     while world.coordinator._units.complete < 9:
