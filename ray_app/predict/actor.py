@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
 from ray_app.data.columns import ArraySpec, decode, encode
+from ray_app.data.places import parquet
 from ray_app.data.source import POSITION, ReadSpec, check_positions
 from ray_app.errors import ConfigError, DataError
 from ray_app.record.files import location, put_atomic
@@ -179,7 +180,7 @@ def _columns(root: str, spec: ReadSpec, names: list[str]) -> pa.Table | None:
     """Columns of a part as they are in the data set; None if none is asked for."""
     parts = []
     for piece in spec if names else ():
-        with pq.ParquetFile(Path(root) / piece.path) as file:
+        with parquet(location(root) / piece.path) as file:
             parts.append(file.read_row_group(piece.row_group, columns=names, use_threads=False).slice(piece.first, piece.rows))
     return pa.concat_tables(parts).select(names) if parts else None
 

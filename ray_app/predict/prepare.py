@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from ray_app.config import Config
 from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.places import opened
 from ray_app.data.source import Reader, ReadSpec, probe, rows_per_task, specs_of
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import Manifest
@@ -196,7 +196,7 @@ def _content_digest(dataset: Dataset) -> str:
     """SHA-256 over the files' footers (sizes and ranges of the columns), which tells other contents apart without reading them."""
     sha = hashlib.sha256()
     for path in dataset.manifest.paths:
-        with open(Path(dataset.root) / path, "rb") as file:
+        with opened(location(dataset.root) / path) as file:
             file.seek(-8, 2)
             length = int.from_bytes(file.read(4), "little")
             file.seek(-8 - length, 2)

@@ -10,7 +10,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.errors import ConfigError
+from ray_app.data.places import find, is_folder
+from ray_app.errors import ConfigError, DataError
 from ray_app.record.files import Location, location, put_atomic
 from ray_app.submit.findings import Finding
 
@@ -26,7 +27,7 @@ def storage(path: str, data: list[str]) -> Finding:
 
     Args:
         path: `run.storage_path`.
-        data: Folders or files of the training and the evaluation data, absolute.
+        data: Folders or files of the training and the evaluation data, absolute or on S3.
 
     Raises:
         ConfigError: The storage cannot be used.
@@ -90,7 +91,10 @@ def _trouble(probe: str, data: list[str]) -> str | None:
         own.unlink(missing_ok=True)
     except OSError as error:
         return f"the storage cannot be written ({error})"
-    missing = [path for path in data if not Path(path).exists()]
+    try:
+        missing = [path for path in data if not (find(location(path)) or is_folder(location(path)))]
+    except DataError as error:
+        return f"{error}"
     return f"data is not there: {', '.join(missing)}" if missing else None
 
 

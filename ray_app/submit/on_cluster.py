@@ -14,7 +14,6 @@ import urllib.request
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import ray
@@ -25,6 +24,7 @@ from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse
 from ray_app.pipeline.cluster import cluster, workers_that_fit
 from ray_app.pipeline.prepare import prepare
+from ray_app.record.files import location
 from ray_app.record.redact import redact
 from ray_app.submit.figures import Figures, cache_fits, figures
 from ray_app.submit.findings import Finding, look
@@ -83,7 +83,7 @@ def inspect(config: Config) -> Report:
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
     found = [look(topic, partial(_data, path)) for topic, path in topics if path]
     readable = all(one.level == "ok" for one in found)
-    shared = [str(Path(path).resolve()) for path in data] if readable else []
+    shared = [str(location(path)) for path in data] if readable else []
     found.append(look("storage", partial(storage, config.run.storage_path, shared)))
     found.append(look("resources", partial(_resources, config)))
     found.append(look("MLflow", partial(_mlflow, config)))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ray_app.checkpoint.format import unpack
+from ray_app.checkpoint.format import pack, unpack
 from ray_app.errors import DataError, NonFiniteError
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import put_event
@@ -28,7 +28,6 @@ from ray_app.train.job import Job
 from ray_app.train.messages import Flags
 from ray_app.train.parameter_layout import Layout, from_bytes, to_bytes
 from ray_app.train.parameter_messages import Answer, Done, Servers, Unit
-from ray_app.train.parameter_server import part_of
 from ray_app.train.parameter_units import Units
 from ray_app.train.recorder import Recorder
 from ray_app.train.restoring import restore
@@ -220,7 +219,7 @@ class Coordinator:
         self._broken = self._halfway = True
         buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
         parts = self._layout.split(self._state.snapshot())
-        sent = [(self._era, part_of(part), none if place else buffers) for place, part in enumerate(parts)]
+        sent = [(self._era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
         if self._servers.call("load", sent) is None:
             raise _ServerLostError
         self._broken = self._halfway = False

@@ -92,12 +92,12 @@ class Layout:
         return [to_bytes([piece.of(values[piece.variable]) for piece in part]) for part in self.parts]
 
     def split(self, whole: Snapshot) -> list[Snapshot]:
-        """What each server gets of a state; its parameters are called by their numbers there."""
+        """What each server gets of a state, in memory of its own; its parameters are called by their numbers there."""
         return [self._part(whole, part) for part in self.parts]
 
     def _part(self, whole: Snapshot, part: list[Piece]) -> Snapshot:
         def cut(state: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {str(i): piece.of(state[self._names[piece.variable][0]]) for i, piece in enumerate(part)}
+            return {str(i): piece.of(state[self._names[piece.variable][0]]).clone() for i, piece in enumerate(part)}
 
         held, more = whole.optimizer["state"], {name: cut(value) for name, value in whole.more.items()}
         state = {i: self._cut(held[piece.variable], piece) for i, piece in enumerate(part) if piece.variable in held}
@@ -106,7 +106,7 @@ class Layout:
 
     def _cut(self, values: dict[str, Any], piece: Piece) -> dict[str, Any]:
         shape = self.trained[piece.variable].shape
-        return {name: piece.of(v) if isinstance(v, Tensor) and v.shape == shape else v for name, v in values.items()}
+        return {name: piece.of(v).clone() if isinstance(v, Tensor) and v.shape == shape else v for name, v in values.items()}
 
     def merge(self, parts: list[Snapshot], whole: Snapshot) -> Snapshot:
         """The state that the servers hold together.

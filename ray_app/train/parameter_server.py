@@ -7,13 +7,13 @@ way each logical worker's gradient of each step counts once, however often it is
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.checkpoint.format import pack, unpack
 from ray_app.config import Config
 from ray_app.strategy.reduce import TreeSum, parents
 from ray_app.task.base import Task
@@ -164,13 +164,3 @@ class _Pieces:
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         del model
         optimizer.step()
-
-
-def part_of(snapshot: Snapshot) -> dict[str, bytes]:
-    """A part as it travels to its server."""
-    return pack(Snapshot(snapshot.step, _own(snapshot.model), snapshot.optimizer, snapshot.schedule, _own(snapshot.more)))
-
-
-def _own(values: dict[str, Any]) -> dict[str, Any]:
-    """Tensors in memory of their own, so that views are not saved with all that they are views of."""
-    return {name: _own(v) if isinstance(v, dict) else v.clone() if isinstance(v, Tensor) else v for name, v in values.items()}

@@ -41,7 +41,7 @@ def test_single_trains_in_the_calling_process_and_gives_the_same_bits(
     config = short_run(train__strategy="single", data__cache="memory", scaling__min_workers=1, scaling__max_workers=1)
     stopping, seen = Seen(interrupt_after=11), Seen()
     first = run_training(config, faults=Faults(train=Hooks(after_step=stopping)))
-    assert (first.status, first.summary["steps"]) == ("interrupted", 11)
+    assert (first.status, first.summary["steps"]) == ("interrupted", 12), "the flag travels with the next step"
     handler = signal.getsignal(signal.SIGINT)
     second = run_training(config.replace(data__cache="none"), faults=Faults(train=Hooks(after_step=seen)))
     assert signal.getsignal(signal.SIGINT) is handler
