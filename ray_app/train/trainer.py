@@ -124,16 +124,11 @@ def _work(arguments: dict[str, Any]) -> None:
     membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, job.paths, job.fence, recovers)
     over = False
     try:
-<<<<<<< HEAD
-        load = partial(cached_arrays, start.evaluation) if start.evaluation is not None else None
+        load = (lambda: cached_rows(start.evaluation).arrays) if start.evaluation is not None else None
         if start.parameters is not None:
             work(start.parameters, job, membership, _open_windows(start), device, start.hooks)
         else:
             train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)), load)
-=======
-        load = (lambda: cached_rows(start.evaluation).arrays) if start.evaluation is not None else None
-        train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)), load)
->>>>>>> eb9f994a073d20e0b1a0a3a9b138b0e491401ea4
         over = not membership.is_leaving()
     finally:
         membership.close(over)
