@@ -134,6 +134,11 @@ def _check_strategy(config: Config) -> list[str]:
         )
     if train.strategy == "parameter_server" and config.evaluate.where == "workers":
         problems.append("evaluate.where is workers with train.strategy parameter_server, whose workers never meet; set it to actor.")
+    if train.strategy == "parameter_server" and config.data.on_bad_row == "skip":
+        problems.append(
+            "data.on_bad_row is skip with train.strategy parameter_server, whose workers do not know how many rows of a step the others"
+            " skip; set it to fail."
+        )
     if train.strategy == "single" and config.scaling.min_workers > 1:
         problems.append(
             f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the"

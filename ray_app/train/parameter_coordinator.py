@@ -158,7 +158,7 @@ class Coordinator:
         if sum(rows) != planned:
             raise DataError(f"Step {cursor} consumed {sum(rows)} rows, {planned} were planned; please report this.")
         norm = self._apply(cursor, step) if self._synchronous else math.sqrt(sum(part.norm for part in parts))
-        result = StepResult(math.fsum(p.loss for p in parts), norm, rows, [p.row_hash for p in parts], Flags(0))
+        result = StepResult(math.fsum(p.loss for p in parts), norm, rows, [p.row_hash for p in parts], Flags(0), [0] * len(parts))
         wait_s = sum(part.wait_s for part in parts) / max(1, self._workers)
         self._recorder.finished(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
         if step + 1 == self._end:

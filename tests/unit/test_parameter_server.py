@@ -279,6 +279,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) 
 def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.staleness is set, but only train.strategy: parameter_server"):
         job_of(tmp_path / "run", data, train__strategy="ddp", train__servers=1, train__staleness=1)
+    with pytest.raises(ConfigError, match=r"data.on_bad_row is skip with train.strategy parameter_server"):
+        job_of(tmp_path / "run", data, data__on_bad_row="skip")
     with pytest.raises(ConfigError, match="fp16"):
         job_of(tmp_path / "run", data, train__precision="fp16")
     with pytest.raises(ConfigError, match=r"train.servers is 40, but the model has no more than \d+ parts"):
