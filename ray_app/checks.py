@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from ray_app.config import SECTIONS, Config, flatten
+from ray_app.config import SECTIONS, Config, TrainSection, flatten
 from ray_app.errors import ConfigError
 
 _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
@@ -39,6 +39,10 @@ _AT_LEAST: dict[str, float] = {
     "train.steps_per_epoch": 1,
     "train.local_steps": 1,
     "train.outer_momentum": 0,
+    "train.servers": 1,
+    "train.server_cpus": 0,
+    "train.min_shard_kb": 1,
+    "train.staleness": 0,
     "train.ema_decay": 0,
     "checkpoint.every_steps": 1,
     "checkpoint.every_epochs": 1,
@@ -110,18 +114,36 @@ def _check_scaling(config: Config) -> list[str]:
     return problems
 
 
+_ONLY_FOR = {
+    "local_sgd": ("local_steps", "outer_lr", "outer_momentum"),
+    "parameter_server": ("servers", "server_cpus", "min_shard_kb", "staleness"),
+}
+
+
 def _check_strategy(config: Config) -> list[str]:
-    train, problems = config.train, []
+    train = config.train
+    problems = [
+        f"train.{name} is set, but only train.strategy: {strategy} looks at it; leave it out."
+        for strategy, names in _ONLY_FOR.items()
+        for name in names
+        if train.strategy != strategy and getattr(train, name) != getattr(TrainSection, name)
+    ]
+    if train.precision == "fp16" and train.strategy in _ONLY_FOR:
+        problems.append(
+            f"train.precision is fp16 with train.strategy {train.strategy}, whose workers would need a loss scale each; use bf16."
+        )
+    if train.strategy == "parameter_server" and config.evaluate.where == "workers":
+        problems.append("evaluate.where is workers with train.strategy parameter_server, whose workers never meet; set it to actor.")
+    if train.strategy == "parameter_server" and config.data.on_bad_row == "skip":
+        problems.append(
+            "data.on_bad_row is skip with train.strategy parameter_server, whose workers do not know how many rows of a step the others"
+            " skip; set it to fail."
+        )
     if train.strategy == "single" and config.scaling.min_workers > 1:
         problems.append(
             f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the"
             " calling process. Set it to 1."
         )
-    if train.strategy != "local_sgd":
-        given = [name for name, plain in (("local_steps", 1), ("outer_lr", 1.0), ("outer_momentum", 0.0)) if getattr(train, name) != plain]
-        return problems + [f"train.{name} is set, but only train.strategy: local_sgd looks at it; leave it out." for name in given]
-    if train.precision == "fp16":
-        problems.append("train.precision is fp16 with train.strategy local_sgd, whose workers would need a loss scale each; use bf16.")
     for name in ("every_steps", "snapshot_every_steps"):
         value = getattr(config.checkpoint, name)
         if value is not None and value % train.local_steps:

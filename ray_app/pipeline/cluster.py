@@ -67,9 +67,13 @@ def _evaluator_cpus(config: Config) -> float:
     return config.evaluate.num_cpus if config.data.eval_path else 0
 
 
+def _server_cpus(config: Config) -> float:
+    return config.train.servers * config.train.server_cpus if config.train.strategy == "parameter_server" else 0
+
+
 def reserved_cpus(config: Config) -> float:
-    """Logical CPUs that are not for training workers: the evaluator's and one for reading."""
-    return _evaluator_cpus(config) + _READING_CPUS
+    """Logical CPUs that are not for training workers: the evaluator's, the parameter servers' and one for reading."""
+    return _evaluator_cpus(config) + _server_cpus(config) + _READING_CPUS
 
 
 def _wanted_cpus(config: Config, workers: int) -> float:
@@ -100,8 +104,9 @@ def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
     if workers < scaling.min_workers:
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"
-            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus:g} GPU) and"
-            f" {_READING_CPUS} CPU for reading need {_wanted_cpus(config, scaling.min_workers):g} CPU and"
+            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus:g} GPU), parameter servers"
+            f" ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
+            f" {_wanted_cpus(config, scaling.min_workers):g} CPU and"
             f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus:g} GPU; the cluster has {cpus:g} CPU and {gpus:g} GPU. Add"
             " nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
         )

@@ -30,6 +30,7 @@ from ray_app.task.base import Task
 from ray_app.task.scoring import combine, score
 from ray_app.train.initial import digest_of
 from ray_app.train.job import Job
+from ray_app.train.parameter_layout import Layout
 from ray_app.train.snapshots import refuse_if_too_big
 from ray_app.train.state import TrainingState, load_class
 
@@ -193,6 +194,13 @@ def _rehearse(job: Job, row: dict[str, npt.NDArray]) -> None:
         ) from error
     if config.checkpoint.snapshot_every_steps is not None:
         refuse_if_too_big(state.model, psutil.virtual_memory().available)
+    if config.train.strategy == "parameter_server":
+        Layout(state.model, config.train)
+        if type(task).apply_gradients is not Task.apply_gradients:
+            raise ConfigError(
+                f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients"
+                " moves the whole. Use another strategy, or leave that method out."
+            )
     if isinstance(state.schedule, ReduceLROnPlateau):
         raise ConfigError(
             "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"

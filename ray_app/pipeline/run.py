@@ -43,6 +43,7 @@ from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
 from ray_app.train.messages import Status as Gathering
+from ray_app.train.parameter_actors import start_parameters
 from ray_app.train.rendezvous import start_rendezvous
 from ray_app.train.snapshots import start_keepers
 from ray_app.train.trainer import Start, fit
@@ -222,7 +223,12 @@ class Run:
         if job.workers_evaluate and job.evaluation is not None:
             evaluation = start_cache(job.evaluation)
             stack.callback(_end_actor, evaluation)
-        start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train)
+        parameters = None
+        if self._config.train.strategy == "parameter_server":
+            parameters = start_parameters(job, keepers, self._faults.train)
+            for actor in parameters.actors:
+                stack.callback(_end_actor, actor)
+        start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train, parameters)
         threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
         thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
         with RunConsole(job, self._config.scaling.max_workers, self._progress, following.waiting) as shown:

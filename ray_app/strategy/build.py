@@ -11,4 +11,5 @@ from ray_app.strategy.ddp import DataParallel
 
 def build_strategy(train: TrainSection, model: nn.Module, world: World) -> Strategy:
     """Makes the configured strategy for a model and the workers of now."""
-    return {"ddp": DataParallel, "single": DataParallel, "local_sgd": DataParallel}[train.strategy](model, world, train.reduction)
+    table = {"ddp": DataParallel, "single": DataParallel, "local_sgd": DataParallel, "parameter_server": DataParallel}
+    return table[train.strategy](model, world, train.reduction)

@@ -10,7 +10,6 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.data.feed import Feed
 from ray_app.data.windows import Windows
 from ray_app.errors import PeerLostError, PreemptedError
@@ -26,6 +25,7 @@ from ray_app.train.local_step import build_step
 from ray_app.train.membership import LeavingError, Membership
 from ray_app.train.messages import Flags, Formed, Phase
 from ray_app.train.recorder import Recorder
+from ray_app.train.restoring import restore
 from ray_app.train.snapshots import SnapshotSender
 from ray_app.train.state import TrainingState
 from ray_app.train.validation import Arrays, Validation
@@ -127,7 +127,7 @@ class _Worker:
         """Makes all ranks equal at the start of a generation."""
         self._rank = world.rank
         self._enter("forming")
-        self._state.share(world, self._restore)
+        self._state.share(world, lambda: restore(self._job, self._state, self._recorder, self._sender, self._device))
         self._recorder.align(world, formed.number)
         if world.rank == 0:
             details = {"lost_s": lost_s} if lost_s is not None else {}
@@ -195,31 +195,6 @@ class _Worker:
         self._membership.enter(phase)
         if self._hooks.at is not None:
             self._hooks.at(phase, self._rank, self._state.step)
-
-    def _restore(self) -> None:
-        """Gives this rank the newest state there is: a snapshot in memory, an intact checkpoint, or that of step 0."""
-        job, state = self._job, self._state
-
-        def passed_over(fallback: Fallback) -> None:
-            put_event(job.paths, "fallback", job.fence, checkpoint=fallback.name, reason=fallback.reason)
-
-        kept = self._sender.newest()
-        found = CheckpointStore(job.paths).load_newest(passed_over)
-        if kept is not None and (found is None or kept[0].step > found[0].step):
-            snapshot, records = kept
-            state.load(snapshot)
-            self._recorder.restored(records)
-            put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
-            return
-        if found is None:
-            state.step = 0
-            return
-        commit, snapshot = found
-        state.load(snapshot)
-        put_event(job.paths, "resumed", job.fence, step=state.step, source="checkpoint", checkpoint_fence=commit.fence)
-        now = environment.describe(self._device)
-        if now != commit.environment:
-            put_event(job.paths, "environment_changed", job.fence, step=state.step, before=commit.environment, now=now)
 
 
 @contextmanager

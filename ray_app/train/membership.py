@@ -137,6 +137,11 @@ class RayMembership:
             group, self._group = self._group, None
             group.close()
 
+    def need_no_group(self) -> None:
+        """This worker works on its own, without generations; it is known from now on, and whether it gets on is watched."""
+        self._generation = 1
+        self._obey(ray.get(self._rendezvous.beat.remote(self._beat())))
+
     def _join(self, lost: bool) -> Formed:
         while True:
             waiting = self._rendezvous.join.remote(self._beat(), lost)

@@ -84,8 +84,8 @@ class Recorder:
                     self._saver.save(partial(_same, snapshot), commit)
         self._report()
 
-    def finished(self, cursor: Cursor, done: int, result: StepResult, lr: float, wait_s: float) -> None:
-        """Records a step, the `done`-th of the run."""
+    def finished(self, cursor: Cursor, done: int, result: StepResult, lr: float, wait_s: float, workers: int | None = None) -> None:
+        """Records a step, the `done`-th of the run; `workers` if the world does not say how many there are."""
         now = time.perf_counter()
         record = StepRecord(
             step=done,
@@ -96,7 +96,7 @@ class Recorder:
             grad_norm=result.grad_norm,
             step_ms=(now - self._previous_s) * 1e3,
             data_wait_ms=wait_s * 1e3,
-            workers=self._world.size,
+            workers=self._world.size if workers is None else workers,
             rows=result.rows,
             row_hash=result.row_hash,
             generation=self._generation,

@@ -25,6 +25,7 @@ from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import OpenWindows, train
 from ray_app.train.membership import RayMembership
+from ray_app.train.parameter_actors import Parameters, work
 from ray_app.train.ray_hooks import Control, FailureBudget, OwnGroupConfig
 from ray_app.train.snapshots import SnapshotSender
 
@@ -42,6 +43,7 @@ class Start:
         keepers: Handles of the actors that hold snapshots.
         evaluation: Handle of the actor that holds the decoded evaluation data, if the workers evaluate.
         hooks: For fault tests.
+        parameters: Where the parameters are, with `train.strategy: parameter_server`.
     """
 
     job: Job
@@ -50,6 +52,7 @@ class Start:
     keepers: tuple[Any, ...] = ()
     evaluation: Any | None = None
     hooks: Hooks = Hooks()
+    parameters: Parameters | None = None
 
 
 def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
@@ -122,7 +125,10 @@ def _work(arguments: dict[str, Any]) -> None:
     over = False
     try:
         load = (lambda: cached_rows(start.evaluation).arrays) if start.evaluation is not None else None
-        train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)), load)
+        if start.parameters is not None:
+            work(start.parameters, job, membership, _open_windows(start), device, start.hooks)
+        else:
+            train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)), load)
         over = not membership.is_leaving()
     finally:
         membership.close(over)

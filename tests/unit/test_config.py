@@ -193,6 +193,7 @@ def changed(**fields: Any) -> bool:
         {"tracking__enabled": False, "tracking__every_steps": 3, "tracking__uri": "http://x", "tracking__experiment": "e"},
         {"tracking__registered_model": "m", "tracking__system_metrics_s": None},
         {"evaluate__where": "workers", "evaluate__budget": 0.5, "evaluate__most_waiting": 3, "evaluate__min_delta": 0.1},
+        {"train__servers": 3, "train__server_cpus": 2, "train__min_shard_kb": 64},
     ],
     ids=str,
 )
@@ -232,6 +233,7 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
         {"train__local_steps": 5},
         {"train__outer_lr": 0.7},
         {"train__outer_momentum": 0.9},
+        {"train__staleness": 2},
         {"train__init_digest": "d" * 64},
         {"evaluate__patience": 3},
     ],

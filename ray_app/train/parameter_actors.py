@@ -1,0 +1,138 @@
+"""Parameter servers and their coordinator as Ray actors, and how workers reach them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from ray_app.errors import PreemptedError, own_error
+from ray_app.record.redact import guard
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.loop import OpenWindows
+from ray_app.train.membership import RayMembership
+from ray_app.train.messages import Flags
+from ray_app.train.parameter_coordinator import Coordinator
+from ray_app.train.parameter_messages import Answer, Done
+from ray_app.train.parameter_server import ParameterServer
+from ray_app.train.parameter_worker import ParameterWorker
+from ray_app.train.snapshots import SnapshotSender
+
+logger = logging.getLogger(__name__)
+
+_CALL_S = 300.0
+_LOOK_S = 0.25
+_ASK_S = 1.0
+
+
+@dataclass(frozen=True)
+class RayServers:
+    """The servers as actors. One that was lost is started again by Ray under the same handle, and holds nothing at first.
+
+    Args:
+        handles: Theirs.
+    """
+
+    handles: tuple[Any, ...]
+
+    def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        """See `Servers.call`."""
+        try:
+            return ray.get([getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)], timeout=_CALL_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError) as error:
+            logger.warning("A parameter server does not answer: %s", error)
+            return None
+
+
+class CoordinatorActor(Coordinator):
+    """The coordinator as an actor, which looks after the workers itself.
+
+    Args:
+        job: The run.
+        servers: Names of the parameter servers.
+        keepers: Handles of the actors that hold snapshots.
+        hooks: For fault tests.
+    """
+
+    def __init__(self, job: Job, servers: list[str], keepers: list[Any], hooks: Hooks) -> None:
+        guard(job.config.to_dict())
+        super().__init__(job, RayServers(tuple(map(ray.get_actor, servers))), SnapshotSender(keepers), hooks)
+        self._rendezvous = ray.get_actor(job.rendezvous)
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_LOOK_S):
+            with suppress(ray.exceptions.RayError):  # the rendezvous may have been started anew
+                seen = ray.get(self._rendezvous.status.remote())
+                self.keep(seen.live, seen.waiting is not None, seen.stopping)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Where the parameters of a run are.
+
+    Args:
+        coordinator: Handle of the coordinator.
+        servers: The servers.
+    """
+
+    coordinator: Any
+    servers: RayServers
+
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of all actors."""
+        return [self.coordinator, *self.servers.handles]
+
+    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float) -> Answer:
+        """See `Coordinator.ask`."""
+        try:
+            return ray.get(self.coordinator.ask.remote(worker, done, broken_era, wait_s))
+        except ray.exceptions.RayTaskError as error:
+            raise own_error(error) from error
+
+
+def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
+    """Starts servers and coordinator: the ones wherever there is room, the other on this node, so that it lives as long as the driver."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    config, name = job.config, f"{job.paths.name}-{job.fence}"
+    server = ray.remote(ParameterServer)
+    anywhere = {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
+    names = [f"server-{name}-{i}" for i in range(config.train.servers)]
+    servers = RayServers(tuple(server.options(name=each, **anywhere).remote(config, job.total_steps) for each in names))
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+    options["max_concurrency"] = config.logical_workers + 8  # who asks waits in a thread
+    made = ray.remote(CoordinatorActor).options(name=f"parameters-{name}", **options)
+    return Parameters(made.remote(job, names, keepers, hooks), servers)
+
+
+def work(
+    parameters: Parameters, job: Job, membership: RayMembership, open_windows: OpenWindows, device: torch.device, hooks: Hooks = Hooks()
+) -> None:
+    """Works in a worker of Ray Train until the run ends, or until this worker has to leave its node.
+
+    Raises:
+        PreemptedError: All workers have to leave their nodes. The servers keep the state.
+        RayAppError: The run has to end.
+    """
+    membership.need_no_group()
+    name = ray.get_runtime_context().get_actor_id()
+    worker = ParameterWorker(job, name, parameters.ask, parameters.servers, membership, open_windows, device, hooks)
+    try:
+        while worker.once(_ASK_S):
+            if membership.is_leaving():
+                worker.finish()
+                if membership.flags() & Flags.SAVE:
+                    raise PreemptedError("All workers have to leave their nodes; the parameter servers keep the state.")
+                return
+    finally:
+        worker.close()

@@ -1,0 +1,266 @@
+"""The coordinator of parameter servers: hands out units, ends steps, makes checkpoints and mends what is lost.
+
+It holds no gradient. Its training state is that of the last cut: a moment when every unit before it is done and none after it is begun, so
+that all servers together hold the state of one step. Checkpoints and snapshots are cuts, and a lost server takes all back to the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_app.checkpoint.format import pack, unpack
+from ray_app.errors import DataError, NonFiniteError
+from ray_app.plan.cursor import Cursor
+from ray_app.record.journal import put_event
+from ray_app.strategy.base import World
+from ray_app.train import environment
+from ray_app.train.alone import Alone
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.messages import Flags
+from ray_app.train.parameter_layout import Layout, from_bytes, to_bytes
+from ray_app.train.parameter_messages import Answer, Done, Servers, Unit
+from ray_app.train.parameter_units import Units
+from ray_app.train.recorder import Recorder
+from ray_app.train.restoring import restore
+from ray_app.train.snapshots import SnapshotSender
+from ray_app.train.state import TrainingState
+from ray_app.train.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+_PAUSE_S = 0.5  # between two looks at servers that are lost
+
+
+class _ServerLostError(Exception):
+    """A server is gone, or has lost what it held."""
+
+
+class Coordinator:
+    """See the module. Its methods may be called from several threads.
+
+    Args:
+        job: The run.
+        servers: The parameter servers, whatever they hold.
+        sender: Where snapshots go and come from.
+        hooks: For fault tests.
+    """
+
+    def __init__(self, job: Job, servers: Servers, sender: SnapshotSender | None = None, hooks: Hooks = Hooks()) -> None:
+        environment.set_up_torch(job.config, CPU)
+        self._job, self._servers = job, servers
+        self._plan, self._synchronous = job.plan, job.config.train.staleness == 0
+        self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
+        self._layout = Layout(self._state.model, job.config.train)
+        self._alone = Alone(self._plan.logical_workers, lambda: False)
+        sender = sender or SnapshotSender([])
+        self._make_recorder = partial(Recorder, job, self._state, self._alone, sender, CPU, hooks)
+        self._recorder = self._make_recorder()
+        restore(job, self._state, self._recorder, sender, CPU)
+        self._saved_step = self._state.step
+        self._lock = threading.Condition()
+        self._error: Exception | None = None
+        self._paused = self._stopping = self._over = False
+        self._end = 0
+        self._era = max(self._call("era"))
+        self._workers = 0
+        self._lost_s: float | None = None
+        self._begin_era()
+
+    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float) -> Answer:
+        """What a worker is to do next.
+
+        Args:
+            worker: Who asks; it works at nothing else any more.
+            done: What it has done.
+            broken_era: The era in which it found a server lost.
+            wait_s: Most seconds to wait until there is something to do.
+
+        Raises:
+            RayAppError: The run has to end.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                return self._answer(worker, done, broken_era, time.monotonic() + wait_s)
+            except _ServerLostError:
+                self._broken = self._halfway = True
+                self._lock.wait(min(wait_s, _PAUSE_S))
+                return Answer(waiting=True, step=self._units.complete)
+            except Exception as error:
+                self._error = error
+                self._lock.notify_all()
+                raise
+
+    def keep(self, live: set[str], paused: bool, stopping: bool) -> None:
+        """Says how things are with the workers; called a few times a second.
+
+        Args:
+            live: Workers that are there; the others are lost.
+            paused: Whether to wait for more of them.
+            stopping: Whether the run is to stop, with a checkpoint.
+        """
+        with self._lock:
+            lost = set(self._units.workers) - live
+            for worker in lost:
+                self._units.lose(worker)
+            if lost:
+                self._lost_s = time.time()
+                self._note_workers()
+            self._paused, self._stopping = paused, self._stopping or stopping
+            self._lock.notify_all()
+
+    def _answer(self, worker: str, done: Done | None, broken_era: int | None, until_s: float) -> Answer:
+        self._broken = self._broken or broken_era == self._era
+        if self._broken:
+            self._mend()
+        if done is not None:
+            self._finish(done)
+        while True:
+            if self._stopping and not self._over:
+                self._stop()
+            found = None if self._over or self._paused else self._units.take(worker, self._end)
+            self._note_workers()
+            left_s = until_s - time.monotonic()
+            if found is not None or self._over or self._paused or self._error is not None or left_s <= 0:
+                break
+            self._lock.wait(left_s)
+        unit = Unit(self._era, *found) if found is not None else None
+        rank = self._units.workers.index(worker) if worker in self._units.workers else 0
+        held = self._units.held_by(worker)
+        return Answer(unit, held, rank, self._units.complete, self._alone.newest, self._paused, self._over)
+
+    # Steps.
+
+    def _finish(self, done: Done) -> None:
+        unit = done.unit
+        if unit.era != self._era or not self._units.finish(unit.step, unit.logical_worker):
+            return
+        self._tables.setdefault(unit.step, {})[unit.logical_worker] = done
+        if len(self._tables[unit.step]) == self._plan.logical_workers:
+            self._end_step(unit.step, self._tables.pop(unit.step))
+            self._lock.notify_all()
+
+    def _end_step(self, step: int, table: dict[int, Done]) -> None:
+        """Every unit of a step is done."""
+        cursor, parts = Cursor.at(step, self._plan.steps_per_epoch), [table[v] for v in sorted(table)]
+        rows, planned = [part.rows for part in parts], self._plan.global_rows(cursor.step)
+        if sum(rows) != planned:
+            raise DataError(f"Step {cursor} consumed {sum(rows)} rows, {planned} were planned; please report this.")
+        norm = self._apply(cursor, step) if self._synchronous else math.sqrt(sum(part.norm for part in parts))
+        result = StepResult(math.fsum(p.loss for p in parts), norm, rows, [p.row_hash for p in parts], Flags(0), [0] * len(parts))
+        wait_s = sum(part.wait_s for part in parts) / max(1, self._workers)
+        self._recorder.finished(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
+        if step + 1 == self._end:
+            self._cut()
+
+    def _apply(self, cursor: Cursor, step: int) -> float:
+        """Lets the servers move their parameters by the sum of a step's gradients; returns its norm."""
+        norm = math.sqrt(math.fsum(n * n for norms in self._call("norms", step) for n in norms))
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The optimizer did not"
+                " move. Lower the learning rate, or set train.grad_clip_norm."
+            )
+        self._call("apply", step, norm)
+        return norm
+
+    # Cuts.
+
+    def _next_cut(self) -> int:
+        job, step = self._job, self._units.complete + 1
+        while step < job.total_steps and not (job.is_checkpoint_due(step) or job.is_snapshot_due(step)):
+            step += 1
+        return step
+
+    def _stop(self) -> None:
+        """Ends the run at the next step that can be a cut."""
+        self._end = min(self._end, self._units.begun)
+        if self._units.complete == self._end:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Takes over the state that the servers hold, keeps it if that is due, and ends the run if that is due."""
+        job, step = self._job, self._units.complete
+        if step > self._state.step:
+            self._collect()
+            if job.is_snapshot_due(step):
+                self._recorder.snapshot()
+        if step > self._saved_step and (self._stopping or job.is_checkpoint_due(step)):
+            self._saved_step = step
+            self._recorder.checkpoint(Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra")
+        if self._stopping or step >= job.total_steps:
+            self._recorder.check()
+            self._recorder.close()
+            self._over = True
+        self._end = self._next_cut()
+
+    def _collect(self) -> None:
+        held = self._call("state")
+        for buffer, value in zip(self._layout.buffers, from_bytes(held[0][1], self._layout.buffers), strict=True):
+            buffer.copy_(value)
+        self._state.load(self._layout.merge([unpack(files) for files, _ in held], self._state.snapshot()))
+
+    # Losses.
+
+    def _begin_era(self) -> None:
+        """Gives the servers the state of the last cut, and goes on from there."""
+        self._era += 1
+        self._broken = self._halfway = True
+        buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
+        parts = self._layout.split(self._state.snapshot())
+        sent = [(self._era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
+        if self._servers.call("load", sent) is None:
+            raise _ServerLostError
+        self._broken = self._halfway = False
+        self._recorder.align(World(0, 1, self._plan.logical_workers), self._era)
+        self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
+        self._tables: dict[int, dict[int, Done]] = {}
+        self._over = self._over or self._state.step >= self._job.total_steps
+        self._end = self._next_cut()
+
+    def _mend(self) -> None:
+        """Looks whether all servers hold what they should; if not, all go back to the last cut."""
+        eras = self._servers.call("era", [()] * len(self._layout.parts))
+        if eras is None:
+            raise _ServerLostError
+        self._broken = False
+        if eras == [self._era] * len(eras) and not self._halfway:
+            return
+        step, self._lost_s = self._units.complete, time.time()
+        put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
+        logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
+        self._recorder.close()
+        self._recorder = self._make_recorder()
+        self._workers = 0
+        self._begin_era()
+
+    def _note_workers(self) -> None:
+        """Records how many workers there are, when that has changed."""
+        now = len(self._units.workers)
+        if now == self._workers:
+            return
+        self._workers = now
+        if not now:
+            return
+        details = {"lost_s": self._lost_s} if self._lost_s is not None else {}
+        put_event(self._job.paths, "formed", self._job.fence, generation=self._era, workers=now, step=self._units.complete, **details)
+        self._lost_s = None
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls all servers with the same arguments, in the present era where that matters."""
+        given = arguments if method == "era" else (self._era, *arguments)
+        answers = self._servers.call(method, [given] * len(self._layout.parts))
+        if answers is None or any(answer is None for answer in answers):
+            raise _ServerLostError
+        return answers

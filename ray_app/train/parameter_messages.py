@@ -1,0 +1,81 @@
+"""What workers, parameter servers and their coordinator say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray_app.record.journal import StepRecord
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One logical worker's share of one step.
+
+    Args:
+        era: The time between two restores of all servers that it belongs to.
+        step: Which, counted from 0 over the run.
+        logical_worker: Whose.
+    """
+
+    era: int
+    step: int
+    logical_worker: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """A unit whose gradient is on all servers.
+
+    Args:
+        unit: Which.
+        rows: Its rows.
+        row_hash: The sum of their hashes.
+        loss: Its share of the mean loss of the step.
+        norm: Its share of the square of the gradient's norm.
+        lr: Learning rate that it was used with.
+        wait_s: Seconds that it waited for data.
+    """
+
+    unit: Unit
+    rows: int
+    row_hash: int
+    loss: float
+    norm: float
+    lr: float
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker is to do.
+
+    Args:
+        unit: What to do next; None: ask again.
+        held: The logical workers that it holds.
+        rank: Its place among the workers of now.
+        step: Finished steps of the run.
+        record: The newest of them.
+        waiting: Whether the run waits for servers or for more workers.
+        over: Whether the run has ended.
+    """
+
+    unit: Unit | None = None
+    held: tuple[int, ...] = ()
+    rank: int = 0
+    step: int = 0
+    record: StepRecord | None = None
+    waiting: bool = False
+    over: bool = False
+
+
+class Servers(Protocol):
+    """All parameter servers."""
+
+    def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        """Calls a method of every server, with arguments of its own.
+
+        Returns:
+            Their answers; None if a server is lost.
+        """
+        ...

@@ -1,0 +1,89 @@
+"""Parameter servers on a real Ray cluster: convergence, lost workers, lost servers, other numbers of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import load_config, run_training
+from ray_app.config import Config
+from ray_app.drill.faults import Several
+from ray_app.errors import NonFiniteError
+from ray_app.pipeline.run import Faults
+from ray_app.record.journal import read_events
+from ray_app.record.paths import RunPaths
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from tests.cluster import ROOT, record_of
+from tests.injector import Break, Kill, WaitFor
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ShortRun = Callable[..., Config]
+SERVERS: dict[str, Any] = {
+    "train__strategy": "parameter_server",
+    "train__servers": 2,
+    "train__server_cpus": 0.5,
+    "scaling__min_workers": 2,
+    "scaling__max_workers": 2,
+}
+
+
+def rows_of(record: list[tuple[int, float, list[int], list[int]]]) -> list[tuple[int, list[int], list[int]]]:
+    return [(step, rows, hashes) for step, _, rows, hashes in record]
+
+
+def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path: Path) -> None:
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(
+        **SERVERS,
+        train__staleness=2,
+        train__epochs=12,
+        data__path=str(digits / "train"),
+        data__eval_path=str(digits / "eval"),
+        run__storage_path=str(tmp_path),
+        tracking__enabled=False,
+    )
+    result = run_training(config)
+    assert result.summary["metrics"]["accuracy"] >= 0.97
+    assert result.summary["rows"] == 12 * 1438
+    assert result.load_model() is not None
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_worker_and_a_resume_on_others(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """Synchronous, so even the bits are those of the undisturbed run of another strategy."""
+    stop, kill = Break(str(tmp_path / "stopped"), step=20, rank=0), Kill(str(tmp_path / "killed"), step=13, rank=1)
+    with pytest.raises(NonFiniteError, match="injected"):
+        run_training(short_run(**SERVERS), faults=Faults(train=Hooks(after_step=Several((kill, stop)))))
+    assert (kill.happened, stop.happened) == (1, 1)
+    paths = RunPaths(tmp_path / "runs" / "run")
+    assert len(read_events(paths, "resumed")) == 0, "a lost worker took the others back"
+    summary = run_training(short_run(**SERVERS | {"train__servers": 1, "scaling__max_workers": 3})).summary
+    assert [e.details["step"] for e in read_events(paths, "resumed")] == [16]
+    assert summary["params_digest"] == reference["params_digest"]
+    assert record_of(paths.root) == reference["record"]
+
+
+def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+
+    def watch(job: Job) -> None:
+        if killed.exists() or not read_events(job.paths, "checkpointed"):
+            return
+        server = ray.get_actor(f"server-{job.paths.name}-{job.fence}-1")
+        os.kill(ray.get(server.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+        killed.touch()
+
+    config = short_run(**SERVERS, train__staleness=2)
+    result = run_training(config, faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12)), watch=watch))
+    assert killed.exists()
+    [lost] = read_events(RunPaths(result.path), "server_lost")
+    assert lost.details["back_to"] in (8, 16)
+    assert result.summary["status"] == "finished"
+    assert result.summary["restarts"]["failures"] == 0
+    assert rows_of(record_of(result.path)) == rows_of(reference["record"])

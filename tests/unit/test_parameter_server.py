@@ -1,0 +1,311 @@
+"""Parameter servers without Ray: the real workers, servers and coordinator in one thread, in any order that a test wants."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from local_world import CPU, Pool, TinyImages, Trained, cached, make_job, result_of, write_images
+from safetensors.torch import save_file
+
+from ray_app.checkpoint.format import unpack
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.record.journal import MetricsReader, read_events
+from ray_app.task.image import ImageClassification
+from ray_app.train.alone import Alone
+from ray_app.train.job import Job
+from ray_app.train.parameter_coordinator import Coordinator
+from ray_app.train.parameter_server import ParameterServer
+from ray_app.train.parameter_units import Units
+from ray_app.train.parameter_worker import ParameterWorker
+
+pytestmark = pytest.mark.usefixtures("same_threads")
+ROWS = [[50, 1], [46]]
+CLIPPED = {"train__grad_clip_norm": 0.5}
+ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("servers") / "data", ROWS)
+
+
+def job_of(folder: Path, data: Path, **fields: Any) -> Job:
+    defaults: dict[str, Any] = {
+        "train__strategy": "parameter_server",
+        "train__servers": 2,
+        "train__epochs": 2,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 5,
+        "checkpoint__keep_last": 10,
+    }
+    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
+    return make_job(folder, data, logical_workers=4, batch=12, **({"task": task} | defaults | fields))
+
+
+class Here:
+    """The servers in this process."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.servers = [self._new() for _ in range(job.config.train.servers)]
+
+    def _new(self) -> ParameterServer:
+        return ParameterServer(self._job.config, self._job.total_steps)
+
+    def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        return [getattr(server, method)(*args) for server, args in zip(self.servers, arguments, strict=True)]
+
+    def lose(self, place: int) -> None:
+        """A server starts again with nothing."""
+        self.servers[place] = self._new()
+
+
+class World:
+    """A coordinator, its servers and its workers."""
+
+    def __init__(self, job: Job, workers: int) -> None:
+        self.job, self.servers = job, Here(job)
+        self.coordinator = Coordinator(job, self.servers)
+        self.workers = {str(i): self.worker(str(i)) for i in range(workers)}
+        self._number = itertools.count(workers)
+        self.order: list[tuple[str, int]] = []
+
+    def worker(self, name: str) -> ParameterWorker:
+        return ParameterWorker(self.job, name, self.coordinator.ask, self.servers, Alone(4, lambda: False), cached, CPU)
+
+    def turn(self, name: str) -> bool:
+        """One unit of a worker; returns whether the run goes on."""
+        return self.workers[name].once(0.0)
+
+    def kill(self, name: str) -> None:
+        """A worker is gone, with what it has not told yet."""
+        self.coordinator.keep(set(self.workers), False, False)
+        del self.workers[name]
+        self.coordinator.keep(set(self.workers), False, False)
+
+    def add(self) -> str:
+        name = str(next(self._number))
+        self.workers[name] = self.worker(name)
+        return name
+
+    def run(self, turns: int | None = None) -> bool:
+        """Lets the workers take turns, so many or until the run is over; returns whether it is."""
+        for _ in range(turns) if turns is not None else itertools.count():
+            if not all([self.turn(name) for name in list(self.workers)]):
+                return True
+        return False
+
+
+def trained(job: Job, workers: int) -> Trained:
+    World(job, workers).run()
+    return result_of(job)
+
+
+def consumed(job: Job) -> list[tuple[int, list[int], list[int]]]:
+    """Step, rows and hashes of rows as recorded."""
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    return [(step, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
+
+
+def planned(data: Path, folder: Path, pool: Pool) -> list[tuple[int, list[int], list[int]]]:
+    job = job_of(folder, data, train__strategy="ddp", train__servers=1)
+    pool.run_job(job, 1, cached)
+    return consumed(job)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"schedule": ONE_CYCLE, **CLIPPED, "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}},
+        {"train__ema_decay": 0.9, "task": TinyImages("unused"), "train__freeze": ["1.*"]},
+    ],
+    ids=["adam", "sgd with momentum, clipped, scheduled", "average, given, frozen and unused parameters"],
+)
+def test_synchronous_it_has_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    if "train__freeze" in fields:
+        save_file(fields["task"].build_model().state_dict(), tmp_path / "begin.safetensors")
+        fields = {**fields, "train__init_from": str(tmp_path / "begin.safetensors")}
+    plain = pool.trained(job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cached)
+    for workers, servers in ((1, 1), (3, 2)):
+        run = trained(job_of(tmp_path / f"{workers}", data, train__servers=servers, **fields), workers)
+        assert run.bits == plain.bits
+        assert run.steps == plain.steps
+    assert run.workers[-1] == [3]
+
+
+def test_split_variables_have_the_same_bits(data: Path, tmp_path: Path) -> None:
+    task = TinyImages()
+    whole = trained(job_of(tmp_path / "one", data, train__servers=1, task=task), 1)
+    split = World(job_of(tmp_path / "three", data, train__servers=3, train__min_shard_kb=1, task=task), 2)
+    assert any(piece.low for part in split.coordinator._layout.parts for piece in part), "nothing was split"
+    split.run()
+    assert result_of(split.job).bits == whole.bits
+
+
+def test_a_resume_on_other_workers_and_servers_changes_nothing(data: Path, tmp_path: Path) -> None:
+    fields = {"train__ema_decay": 0.9, "schedule": ONE_CYCLE}
+    undisturbed = trained(job_of(tmp_path / "undisturbed", data, **fields), 2)
+    first = World(job_of(tmp_path / "run", data, train__servers=1, **fields), 2)
+    while first.coordinator._units.complete < 8:
+        first.run(turns=1)
+    first.coordinator._recorder.close()
+    again = World(dataclasses.replace(job_of(tmp_path / "run", data, train__servers=3, **fields), fence=2), 3)
+    again.run()
+    assert [e.details["step"] for e in read_events(again.job.paths, "resumed")] == [5]
+    assert result_of(again.job).bits == undisturbed.bits
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_worker_is_lost_and_another_joins(pool: Pool, data: Path, tmp_path: Path, staleness: int) -> None:
+    """It is lost when its gradient is applied but nobody was told, so that the unit is done again and must not count twice."""
+    world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 3)
+    world.run(turns=6)
+    while world.workers["1"]._done is None:
+        world.run(turns=1)
+    world.kill("1")
+    world.run(turns=6)
+    name = world.add()
+    while world.workers[name]._done is None:
+        assert not world.run(turns=1), "the new one did nothing"
+    world.run()
+    job = world.job
+    assert consumed(job) == planned(data, tmp_path / "plan", pool)
+    assert [e.details["workers"] for e in read_events(job.paths, "formed")][-3:] == [3, 2, 3]
+    if not staleness:
+        assert result_of(job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_a_gradient_counts_once(data: Path, tmp_path: Path) -> None:
+    """Every server applies each gradient of each logical worker once, also when it comes twice."""
+    job = job_of(tmp_path / "run", data, train__staleness=2, train__max_steps=4, optimizer={"class_path": "torch.optim.Adam"})
+    world = World(job, 2)
+    call = world.servers.call
+
+    def twice(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        return (call(method, arguments) and call(method, arguments)) if method == "push" else call(method, arguments)
+
+    world.servers.call = twice  # type: ignore[method-assign]
+    world.run()
+    state = result_of(job).snapshot.optimizer["state"]
+    assert {int(values["step"]) for values in state.values()} == {4 * 4}
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tmp_path: Path, staleness: int) -> None:
+    world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 2)
+    while world.coordinator._units.complete < 8:
+        world.run(turns=1)
+    world.servers.lose(1)
+    world.run()
+    [lost] = read_events(world.job.paths, "server_lost")
+    assert lost.details["back_to"] == 5
+    assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
+    store = CheckpointStore(world.job.paths)
+    assert [c.step for c in store.commits()] == [5, 10, 15, world.job.total_steps]
+    for commit in store.commits():  # a cut holds just the gradients of the steps before it
+        state = unpack(store.load(commit)).optimizer["state"]
+        assert {int(values["step"]) for values in state.values()} == {commit.step * (4 if staleness else 1)}
+    if not staleness:
+        assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
+    """A server is out of reach for a moment, and nobody knows whether it got the call."""
+    world = World(job_of(tmp_path / "run", data), 2)
+    call, missed = world.servers.call, []
+
+    def fails_once(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        if method == "apply" and arguments[0][1] == 7 and not missed:
+            missed.append(world.servers.servers[0].apply(*arguments[0]))
+            return None
+        return call(method, arguments)
+
+    world.servers.call = fails_once  # type: ignore[method-assign]
+    world.run()
+    assert missed
+    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_snapshots_make_the_way_back_short(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data, checkpoint__snapshot_every_steps=2), 2)
+    while world.coordinator._units.complete < 9:
+        world.run(turns=1)
+    world.servers.lose(0)
+    world.run()
+    [lost] = read_events(world.job.paths, "server_lost")
+    assert lost.details["back_to"] == 8
+
+
+def test_a_stop_makes_a_checkpoint_at_the_next_common_step(pool: Pool, data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data, train__staleness=3, checkpoint__every_steps=None), 2)
+    while world.coordinator._units.begun < 7:
+        world.turn("0")
+        if world.coordinator._units.complete < 4:
+            world.turn("1")
+    world.coordinator.keep(set(world.workers), False, True)
+    begun = world.coordinator._units.begun
+    world.run()
+    [commit] = CheckpointStore(world.job.paths).commits()
+    assert (commit.step, commit.why) == (begun, "extra")
+    World(dataclasses.replace(world.job, fence=2), 1).run()
+    assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
+    assert result_of(world.job).commit.step == world.job.total_steps
+
+
+def test_who_is_ahead_waits_at_the_bound(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data, train__staleness=2, checkpoint__every_steps=None), 2)
+    world.run(turns=1)  # both hold two logical workers
+    for _ in range(20):
+        world.turn("0")
+    units = world.coordinator._units
+    assert (units.complete, units.begun) == (0, 3)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data, task=TinyImages(bad=(17,))), 2)
+    with pytest.raises(NonFiniteError, match=r"manifest positions \[.*17"):
+        world.run()
+
+
+def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.staleness is set, but only train.strategy: parameter_server"):
+        job_of(tmp_path / "run", data, train__strategy="ddp", train__servers=1, train__staleness=1)
+    with pytest.raises(ConfigError, match=r"data.on_bad_row is skip with train.strategy parameter_server"):
+        job_of(tmp_path / "run", data, data__on_bad_row="skip")
+    with pytest.raises(ConfigError, match="fp16"):
+        job_of(tmp_path / "run", data, train__precision="fp16")
+    with pytest.raises(ConfigError, match=r"train.servers is 40, but the model has no more than \d+ parts"):
+        World(job_of(tmp_path / "run", data, train__servers=40), 1)
+
+
+@given(st.integers(1, 6), st.integers(0, 3), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
+def test_units_are_done_in_order_within_the_bound_and_never_by_two(logical: int, staleness: int, asks: list[tuple[str, bool]]) -> None:
+    units, end = Units(logical, 3, staleness), 9
+    running: dict[str, tuple[int, int]] = {}
+    done = [3] * logical
+    for worker, dies in asks:
+        if dies:
+            units.lose(worker)
+            running.pop(worker, None)
+            continue
+        if worker in running:
+            step, v = running.pop(worker)
+            assert units.finish(step, v)
+            assert not units.finish(step, v), "it counts twice"
+            done[v] += 1
+        found = units.take(worker, end)
+        if found is not None:
+            step, v = found
+            assert step == done[v] < min(end, min(done) + staleness + 1)
+            assert v not in [other for _, other in running.values()], "two do the same"
+            running[worker] = found
+    assert units.complete == min(done)
