@@ -109,10 +109,10 @@ def _check_scaling(config: Config) -> list[str]:
 
 
 def _check_strategy(config: Config) -> list[str]:
-    train, problems = config.train, []
+    train, problems = config.train, _check_fsdp(config)
     if train.strategy != "local_sgd":
         given = [name for name, plain in (("local_steps", 1), ("outer_lr", 1.0), ("outer_momentum", 0.0)) if getattr(train, name) != plain]
-        return [f"train.{name} is set, but only train.strategy: local_sgd looks at it; leave it out." for name in given]
+        return problems + [f"train.{name} is set, but only train.strategy: local_sgd looks at it; leave it out." for name in given]
     if train.precision == "fp16":
         problems.append("train.precision is fp16 with train.strategy local_sgd, whose workers would need a loss scale each; use bf16.")
     for name in ("every_steps", "snapshot_every_steps"):
@@ -122,6 +122,24 @@ def _check_strategy(config: Config) -> list[str]:
                 f"checkpoint.{name} is {value}; between two averages there is no common state, so it must be a multiple of"
                 f" train.local_steps = {train.local_steps}."
             )
+    return problems
+
+
+def _check_fsdp(config: Config) -> list[str]:
+    train = config.train
+    if train.strategy != "fsdp":
+        return ["train.cpu_offload is set, but only train.strategy: fsdp looks at it; leave it out."] if train.cpu_offload else []
+    problems = []
+    if train.cpu_offload and not config.scaling.gpus_per_worker:
+        problems.append("train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave it out.")
+    if train.precision == "fp16":
+        problems.append(
+            "train.precision is fp16 with train.strategy fsdp, where gradients are added in fp32 and bf16 needs no scale; use bf16."
+        )
+    if train.compile:
+        problems.append("train.compile is set with train.strategy fsdp, whose parameters come and go during a pass; leave it out.")
+    if config.evaluate.where == "workers":
+        problems.append("evaluate.where is workers with train.strategy fsdp, where no worker has a whole model; use actor.")
     return problems
 
 
