@@ -36,6 +36,9 @@ class ShardedState(SpreadState):
         super().__init__(config, task, _CPU, total_steps)  # a device need not have room for all of it
         self._mesh_device = device
 
+    def _can_fuse(self, optimizer: Any) -> bool:
+        return optimizer in (torch.optim.Adam, torch.optim.AdamW)  # torch 2.15 has no other fused kernel that knows of shards
+
     @contextmanager
     def among(self, world: World) -> Iterator[None]:
         """See `TrainingState.among`; a worker that is alone gets a process group, which shards need."""

@@ -75,7 +75,7 @@ class TrainingState:
         self.train()
         self.average = Average(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.scale = LossScale() if config.train.precision == "fp16" else None
-        self.optimizer = _optimizer(config.optimizer, model)
+        self.optimizer = _optimizer(config.optimizer, model, self._can_fuse)
         self.schedule: LRScheduler | None = None
         if config.schedule is not None:
             self.schedule = _schedule(config.schedule, self.optimizer, self._total_steps)
@@ -84,6 +84,10 @@ class TrainingState:
             momentum = config.train.outer_momentum
             trained = [p for p in model.parameters() if p.requires_grad]
             self.outer = torch.optim.SGD(trained, config.train.outer_lr, momentum, nesterov=momentum > 0)
+
+    def _can_fuse(self, optimizer: Any) -> bool:
+        """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
+        return "fused" in inspect.signature(optimizer).parameters
 
     @property
     def lr(self) -> float:
@@ -212,10 +216,10 @@ class TrainingState:
             self.load(unpack(held[0]))
 
 
-def _optimizer(spec: ClassSpec, model: nn.Module) -> Optimizer:
+def _optimizer(spec: ClassSpec, model: nn.Module, can_fuse: Callable[[Any], bool]) -> Optimizer:
     made = load_class(spec)
     args = dict(spec.init_args)
-    if "fused" in inspect.signature(made).parameters and not {"fused", "foreach"} & args.keys():
+    if can_fuse(made) and not {"fused", "foreach"} & args.keys():
         args["fused"] = True  # on CPU it must be asked for
     return made([p for p in model.parameters() if p.requires_grad], **args)
 

@@ -78,7 +78,7 @@ def test_nearly_the_values_of_ddp_for_every_number_of_workers_and_across_a_resum
         assert_close(found, plain)
     again = pool.trained(job, 3, cached)
     assert again.bits == found.bits, "the same number of workers gives the same bits"
-    pool.train(job, 3, Hooks(after_step=DieAfter(8)), cached)
+    pool.train(job, 3, Hooks(after_step=DieAfter(6)), cached)
     at_six = result_of(job)
     assert at_six.commit.step == 6
     pool.run_job(job, 2, cached)
