@@ -119,5 +119,5 @@ def test_only_one_worker_holds_the_optimizers_state_and_no_device(pool: Pool, da
 
 
 def test_offload_is_for_shards(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train.cpu_offload is set, but only train.strategy: fsdp"):
+    with pytest.raises(ConfigError, match=r"train.cpu_offload is set, but only train.strategy: fsdp"):
         central_job(tmp_path / "run", data, train__cpu_offload=True)
