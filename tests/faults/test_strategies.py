@@ -28,7 +28,8 @@ def test_a_killed_worker(short_run: Callable[..., Config], reference: dict[str, 
     events = read_events(RunPaths(result.path), "formed", "resumed")
     assert (result.summary["status"], kill.happened) == ("finished", 1)
     assert [e.details["workers"] for e in events if e.kind == "formed"][:2] == [2, 1]
-    assert not [e for e in events if e.kind == "resumed"], "the survivor's memory is enough"
+    resumed = [e for e in events if e.kind == "resumed" and e.details["step"] < 30]  # a new worker may come when all is done
+    assert not resumed, "the survivor's memory is enough"
     assert result.summary["redone_steps"] <= 2
     record = record_of(result.path)
     assert [step[2:] for step in record] == [step[2:] for step in reference["record"]], "every row once, where it was planned"
