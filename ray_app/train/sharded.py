@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config import Config
 from ray_app.strategy.base import World
-from ray_app.strategy.fsdp import shard, shard_like, whole
+from ray_app.strategy.fsdp import lost_peers, shard, shard_like, whole
 from ray_app.task.base import Task
 from ray_app.train.spread import SpreadState
 from ray_app.train.state import TrainingState, copied
@@ -60,7 +60,9 @@ class ShardedState(SpreadState):
         return Snapshot(live.step, *parts)
 
     def _take(self, whole: Snapshot) -> None:
-        self.model = self.master = shard(self._made(_CPU), self._task.shard_units, self._config.train, self._mesh_device, self._world)
+        with lost_peers():
+            self.model = shard(self._made(_CPU), self._task.shard_units, self._config.train, self._mesh_device, self._world)
+        self.master = self.model
         self._equip()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -9,6 +9,7 @@ import pytest
 from local_world import CPU, DieAfter, LocalMembership, Pool, cached, feed_of, make_job, result_of, write_images
 from shifting_world import KillOnce, train_shifting
 
+from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError
 from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import World
@@ -86,8 +87,8 @@ def test_the_holder_leaves_as_planned_and_others_join(pool: Pool, data: Path, tm
     assert found.steps == plain.steps
 
 
-def held_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str, int]:
-    """What a worker holds after two steps, in bytes."""
+def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
+    """What a worker holds after two steps, in bytes, and the digests of the model that it would evaluate and of its snapshot."""
     set_up_torch(job.config, CPU)
     world = World(rank, size, job.plan.logical_workers)
     state = build_state(job.config, job.task, CPU, job.total_steps)
@@ -103,8 +104,12 @@ def held_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str, int]:
             step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
         on_device = {p.data_ptr() for p in state.model.parameters()}
         on_host = {p.data_ptr() for p in state.master.parameters()}
+        with state.returned() as model:
+            shown = params_digest(model.state_dict())
         moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
         return {
+            "shown": shown,
+            "returned": params_digest(state.snapshot().model),
             "shared": len(on_device & on_host),
             "optimizer": sum(v.nbytes for v in moments),
             "parameters": sum(p.nbytes for p in state.model.parameters()),
@@ -112,10 +117,11 @@ def held_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str, int]:
 
 
 def test_only_one_worker_holds_the_optimizers_state_and_no_device(pool: Pool, data: Path, tmp_path: Path) -> None:
-    first, *others = pool.run(3, held_bytes, central_job(tmp_path / "run", data), 3)
+    first, *others = pool.run(3, held, central_job(tmp_path / "run", data, train__ema_decay=0.9), 3)
     assert first["optimizer"] == 2 * first["parameters"] > 0, "Adam's two moments"
     assert [o["optimizer"] for o in others] == [0, 0]
     assert {o["shared"] for o in (first, *others)} == {0}, "what computes is no memory of the optimizer's"
+    assert len({digest for o in (first, *others) for digest in (o["shown"], o["returned"])}) == 1, "all evaluate the average"
 
 
 def test_offload_is_for_shards(data: Path, tmp_path: Path) -> None:
