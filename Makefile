@@ -20,11 +20,14 @@ train: $(INSTALLED) ## ingest the bundled digits, train on 2 workers, evaluate, 
 	$(BIN)/python jobs/ingest.py --source digits --out datasets/digits
 	$(BIN)/python jobs/train.py --config conf/digits.yaml
 
-test: $(INSTALLED) ## the test suite (real Ray, real MLflow), at most 15 minutes on 2 cores
-	$(BIN)/python -m pytest -m "not slow"
+# Two test files at a time, each with its own Ray cluster; the slow ones come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(INSTALLED) ## the test suite (real Ray, real MLflow), about 20 minutes on 2 cores
+	$(PYTEST) -m "not slow"
 
 test-all: $(INSTALLED) ## the test suite with the slow tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(INSTALLED) ## ruff, mypy (strict), import-linter
 	$(BIN)/ruff check .

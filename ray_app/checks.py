@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from ray_app.config import SECTIONS, Config, flatten
 from ray_app.errors import ConfigError
 
-_MODEL_NAME = re.compile(r"[^/:'\"]{1,256}")
+_MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -110,6 +110,11 @@ def _check_scaling(config: Config) -> list[str]:
 
 def _check_strategy(config: Config) -> list[str]:
     train, problems = config.train, _check_fsdp(config)
+    if train.strategy == "single" and config.scaling.min_workers > 1:
+        problems.append(
+            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the"
+            " calling process. Set it to 1."
+        )
     if train.strategy != "local_sgd":
         given = [name for name, plain in (("local_steps", 1), ("outer_lr", 1.0), ("outer_momentum", 0.0)) if getattr(train, name) != plain]
         return problems + [f"train.{name} is set, but only train.strategy: local_sgd looks at it; leave it out." for name in given]
@@ -164,6 +169,8 @@ def _check_run(config: Config) -> list[str]:
         )
     if not config.data.path:
         problems.append("data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one).")
+    if config.train.init_digest is not None and config.train.init_from is None:
+        problems.append("train.init_digest is given without train.init_from: name the file that holds these parameters, or leave both out.")
     model = config.tracking.registered_model
     if model is not None and not config.tracking.enabled:
         problems.append(
@@ -171,5 +178,7 @@ def _check_run(config: Config) -> list[str]:
             " or leave it out."
         )
     if model is not None and not _MODEL_NAME.fullmatch(model):
-        problems.append(f"tracking.registered_model is {model!r}; use 1 to 256 characters other than '/', ':' and quotes.")
+        problems.append(
+            f"tracking.registered_model is {model!r}; use 1 to 256 characters other than slashes, ':', quotes and control characters."
+        )
     return problems

@@ -115,9 +115,10 @@ class TrainSection:
             is still used once per pass.
         max_steps: Most optimizer steps in all, whatever `epochs` says; not given: no limit.
         strategy: How workers share the model: `ddp` holds a copy in each and adds the gradients of every step. `local_sgd` lets every
-            logical worker go `local_steps` steps of its own, then averages parameters and optimizer state. `fsdp` shards parameters,
-            gradients and optimizer state over the workers; its bits depend on their number. `central_storage` keeps parameters and
-            optimizer state in the host memory of one worker, which makes all updates.
+            logical worker go `local_steps` steps of its own, then averages parameters and optimizer state. `single` is `ddp` in the
+            calling process, without workers, so that a breakpoint stops there. `fsdp` shards parameters, gradients and optimizer state
+            over the workers; its bits depend on their number. `central_storage` keeps parameters and optimizer state in the host memory
+            of one worker, which makes all updates.
         local_steps: Steps between two averages with `local_sgd` (H).
         outer_lr: What multiplies the averaged change of the parameters with `local_sgd`; 1 is the average itself.
         outer_momentum: Nesterov momentum of that change, as in DiLoCo (there 0.9, with `outer_lr` 0.7); 0: none.
@@ -134,12 +135,16 @@ class TrainSection:
             keep their statistics.
         compile: Compiles the model with `torch.compile`; needs a C++ compiler on the workers' nodes, and minutes for a big model.
         channels_last: Lays images out with the channels last, which convolutions on GPUs with tensor cores prefer.
+        init_from: Safetensors file with the parameters (and persistent buffers) to begin with, which every node sees; not given: what the
+            model's own initialization draws from the seed.
+        init_digest: SHA-256 of these parameters, as `params_digest` in `summary.json`, which decides the result where the file's path does
+            not; not given: that of the file at the run's first start.
     """
 
     epochs: int = _result(1)
     steps_per_epoch: int | None = _result(None)
     max_steps: int | None = _result(None)
-    strategy: Literal["ddp", "local_sgd", "fsdp", "central_storage"] = _result("ddp")
+    strategy: Literal["ddp", "single", "local_sgd", "fsdp", "central_storage"] = _result("ddp")
     local_steps: int = _result(1)
     outer_lr: float = _result(1.0)
     outer_momentum: float = _result(0.0)
@@ -151,6 +156,8 @@ class TrainSection:
     freeze: list[str] | None = _result(None)
     compile: bool = _result(False)
     channels_last: bool = _result(False)
+    init_from: str | None = None
+    init_digest: str | None = _result(None)
 
 
 @dataclass(frozen=True)
@@ -351,6 +358,8 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
     for owner, prefix in [(config, ""), *((getattr(config, name), f"{name}.") for name in SECTIONS)]:
         for item in dataclasses.fields(owner):
             value = getattr(owner, item.name)
+            if prefix + item.name == "train.strategy" and value == "single":
+                value = "ddp"  # the same bits, so one may be continued as the other
             if item.metadata.get("affects_result") and value != item.default:
                 plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
                 found[prefix + item.name] = plain

@@ -17,7 +17,8 @@
     ├── PreemptedError       the nodes of all workers are about to go away
     ├── RepeatedFailureError the same failure at the same step again and again
     ├── BudgetSpentError     more failures than `failure.*` allows
-    └── RegistryError        a model cannot be packaged or registered
+    ├── RegistryError        a model cannot be packaged or registered
+    └── RunEndedError        a run ended before it was where somebody awaited it
 """
 
 
@@ -106,6 +107,10 @@ class BudgetSpentError(RayAppError):
 
 class RegistryError(RayAppError):
     """A model cannot be packaged or registered; the training that made it is not touched."""
+
+
+class RunEndedError(RayAppError):
+    """A run in the background ended before the step or the number of workers that was waited for."""
 
 
 def own_error(error: BaseException) -> BaseException:

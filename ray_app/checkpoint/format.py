@@ -89,14 +89,22 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
     """
     try:
         rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
+        step, optimizer, schedule, more = rest["step"], rest["optimizer"], rest["schedule"], rest["more"]
     except Exception as error:
         raise CheckpointError(f"{TRAINING} is refused: {error}") from error
-    return Snapshot(rest["step"], unpack_model(files), rest["optimizer"], rest["schedule"], rest["more"])
+    return Snapshot(step, unpack_model(files), optimizer, schedule, more)
 
 
 def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
-    """The parameters and persistent buffers alone."""
-    return safetensors.torch.load(files[MODEL])
+    """The parameters and persistent buffers alone.
+
+    Raises:
+        CheckpointError: The file holds something else.
+    """
+    try:
+        return safetensors.torch.load(files[MODEL])
+    except Exception as error:
+        raise CheckpointError(f"{MODEL} is refused: {error}") from error
 
 
 def params_digest(model: dict[str, Tensor]) -> str:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 _COMMIT, _BAD = "COMMIT.json", "BAD.json"
 _NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
+_FILE = re.compile(r"\w[\w.-]*")
 
 _Folders = dict[str, dict[str, Location]]
 """The files of every checkpoint folder by their names, by the folder's name."""
@@ -130,13 +131,15 @@ class CheckpointStore:
         """The files of a checkpoint, verified.
 
         Raises:
-            CheckpointError: A file is missing, cut short or changed.
+            CheckpointError: A file is missing, cut short or changed, or not in the checkpoint's folder.
             FileNotFoundError: The whole checkpoint was removed meanwhile.
             OSError: The storage does not answer; the checkpoint may be intact.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         files = {}
         for name, facts in commit.files.items():
+            if not _FILE.fullmatch(name):
+                raise CheckpointError(f"{folder.name}/{_COMMIT} names the file {name!r}, which cannot be one of the checkpoint's own")
             try:
                 data = (folder / name).read_bytes()
             except FileNotFoundError as error:

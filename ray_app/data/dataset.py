@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.columns import spec_of
+from ray_app.data.places import files_below, find, is_folder, parquet, relative
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.manifest import Manifest
+from ray_app.record.files import Location, folders, location, read_json
 
 _FOOTER_THREADS = 8
+UNFINISHED = "_ingest.json"
+"""File in a data set on S3 that an ingest is writing; its `dataset.json` comes last."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder of Parquet files.
+    """A folder of Parquet files, on a disk or on S3.
 
     Args:
-        root: Folder that the manifest's paths are relative to.
+        root: Folder (path or URI) that the manifest's paths are relative to.
         manifest: Its row groups.
         facts: Its columns.
     """
@@ -40,14 +42,16 @@ def open_dataset(path: str) -> Dataset:
     Raises:
         DataError: Nothing is there, a file is not Parquet, the files have different columns, or there are no rows.
     """
-    target = Path(path).resolve()
-    if not target.exists():
+    target = location(path)
+    is_one = not is_folder(target)
+    if is_one and not find(target):
         raise DataError(f"data path {path!r} does not exist (looked at {target}); ingest the data first: python jobs/ingest.py --help.")
-    root = target if target.is_dir() else target.parent
-    files = sorted(target.rglob("*.parquet")) if target.is_dir() else [target]
-    nested = sorted(p.parent.name for p in root.glob("*/dataset.json")) if target.is_dir() else []
+    root = target.parent if is_one else target
+    files = [target] if is_one else files_below(target, ".parquet")
+    _refuse_unfinished(path, root)
+    nested = [] if is_one else [name for name in sorted(folders(root)) if find(root / name / "dataset.json")]
     if nested:
-        raise DataError(f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as {path}/{nested[0]}.")
+        raise DataError(f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as {root / nested[0]}.")
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file; ingest the data first: python jobs/ingest.py --help.")
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
@@ -57,24 +61,32 @@ def open_dataset(path: str) -> Dataset:
         if footer.schema.to_arrow_schema().remove_metadata() != schema.remove_metadata():
             raise DataError(f"{file} has other columns than {files[0]}; a data set has one schema. Move the files apart or ingest again.")
     groups = [[footer.row_group(i).num_rows for i in range(footer.num_row_groups)] for footer in footers]
-    manifest = Manifest.from_files((str(file.relative_to(root)), rows) for file, rows in zip(files, groups, strict=True))
+    manifest = Manifest.from_files((relative(file, root), rows) for file, rows in zip(files, groups, strict=True))
     if not manifest.num_rows:
         raise DataError(f"data path {path!r} holds {len(files)} Parquet files but not one row; there is nothing to train on.")
     return Dataset(str(root), manifest, _facts(path, manifest.num_rows, schema, footers, root))
 
 
-def _footer(file: Path) -> pq.FileMetaData:
+def _refuse_unfinished(path: str, root: Location) -> None:
+    """Refuses a folder on S3 that an ingest has begun and not finished; on a disk there is none."""
+    if find(root / UNFINISHED) and not find(root / "dataset.json"):
+        raise DataError(
+            f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the same"
+            " jobs/ingest.py again: it does what is left."
+        )
+
+
+def _footer(file: Location) -> pq.FileMetaData:
     try:
-        return pq.read_metadata(file)
+        with parquet(file) as opened:
+            return opened.metadata
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}. Remove it or ingest the data again.") from error
 
 
-def _facts(path: str, rows: int, schema: pa.Schema, footers: list[pq.FileMetaData], root: Path) -> DataFacts:
+def _facts(path: str, rows: int, schema: pa.Schema, footers: list[pq.FileMetaData], root: Location) -> DataFacts:
     columns = {field.name: _column_facts(field, footers) for field in schema}
-    described: dict[str, Any] = {}
-    if (root / "dataset.json").is_file():
-        described = json.loads((root / "dataset.json").read_text())
+    described: dict[str, Any] = read_json(root / "dataset.json") or {}
     classes = described.get("classes")
     return DataFacts(path, rows, columns, tuple(classes) if classes else None)
 

@@ -15,62 +15,86 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
 
 from ray_app.data import raw
 from ray_app.data.columns import Array
+from ray_app.data.places import File, files_in, find, is_folder
 from ray_app.errors import DataError
+from ray_app.record.files import Location
 
 Header = tuple[np.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """One array in a file; `header` reads its dtype and shape (rows, ...) and leaves the opened file at the first row."""
+    """One array in a file; pickled to tasks.
+
+    Args:
+        where: What it is called in messages.
+        file: The file.
+        read_header: Reads dtype and shape (rows, ...) and leaves the opened file at the first row.
+        member: Name in the file where that is a zip archive.
+    """
 
     where: str
-    open: Callable[[], IO[bytes]]
-    header: Callable[[IO[bytes]], Header]
+    file: File
+    read_header: Callable[[IO[bytes]], Header]
+    member: str | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether reading can only begin at the first row."""
+        return self.member is not None or self.file.place.name.endswith(".gz")
 
     def layout(self) -> Header:
         """Dtype and shape (rows, ...) of the array."""
         with self._opened() as file:
-            return self.header(file)
+            return self.read_header(file)
 
-    def blocks(self, rows: int) -> Iterator[Array]:
-        """The array in blocks of `rows` rows, in the machine's byte order; the file must end with the last row."""
+    def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
+        """Rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the array's last row."""
         with self._opened() as file:
-            dtype, shape = self.header(file)
-            for start in range(0, shape[0], rows):
-                block = (min(rows, shape[0] - start), *shape[1:])
-                num_bytes = dtype.itemsize * math.prod(block)
-                data = file.read(num_bytes)
-                if len(data) < num_bytes:
-                    raise EOFError(f"the file ends before row {start + block[0]} of {shape[0]}")
-                yield np.frombuffer(data, dtype).reshape(block).astype(dtype.newbyteorder("="), copy=False)
-            if file.read(1):
+            dtype, shape = self.read_header(file)
+            row_bytes = dtype.itemsize * math.prod(shape[1:])
+            if first:
+                file.seek(row_bytes * first, 1)
+            for start in range(first, last, rows):
+                block = min(rows, last - start)
+                data = file.read(row_bytes * block)
+                if len(data) < row_bytes * block:
+                    raise EOFError(f"the file ends before row {start + block} of {shape[0]}")
+                yield np.frombuffer(data, dtype).reshape(block, *shape[1:]).astype(dtype.newbyteorder("="), copy=False)
+            if last == shape[0] and file.read(1):
                 raise ValueError(f"there is more data after the last of {shape[0]} rows")
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:
         try:
-            with self.open() as file:
+            with self._open() as file:
                 yield file
         except (ValueError, EOFError, struct.error, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile) as error:
             raise DataError(f"{self.where}: {error}. The file is damaged or of another format; make it again.") from error
 
+    @contextmanager
+    def _open(self) -> Iterator[IO[bytes]]:
+        if self.member is None:
+            with self.file.open_unpacked() as file:
+                yield file
+            return
+        with self.file.open() as packed, zipfile.ZipFile(packed) as archive, archive.open(self.member) as file:
+            yield file
 
-def _in_file(path: Path, header: Callable[[IO[bytes]], Header]) -> _Stored:
+
+def _in_file(file: File, header: Callable[[IO[bytes]], Header]) -> _Stored:
     """The array of a whole file, gzipped or not."""
-    packed = path.suffix == ".gz"
-    return _Stored(str(path), lambda: cast(IO[bytes], gzip.open(path)) if packed else path.open("rb"), header)
+    return _Stored(str(file), file, header)
 
 
-def _array_part(name: str, arrays: dict[str, _Stored], id_prefix: str = "") -> raw.Part:
+def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefix: str = "") -> raw.Part:
     """One part of arrays that have one row each per row, read side by side.
 
     Raises:
@@ -80,60 +104,71 @@ def _array_part(name: str, arrays: dict[str, _Stored], id_prefix: str = "") -> r
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
     if len(set(counts.values())) != 1:
         raise DataError(f"arrays of different numbers of rows: {counts}. Each row needs one entry in each; make them again.")
+    rows = next(iter(counts.values()))
+    if any(array.is_packed for array in arrays.values()):
+        piece_rows = max(rows, 1)
+    starts = range(0, rows, piece_rows)
+    pieces = [(start, min(start + piece_rows, rows)) for start in starts]
+    return raw.Part(name, [raw.Piece(last - first, partial(_tables, arrays, layouts, first, last, id_prefix)) for first, last in pieces])
+
+
+def _tables(
+    arrays: dict[str, _Stored], layouts: dict[str, Header], first: int, last: int, id_prefix: str, refuse: raw.Refuse
+) -> Iterator[pa.Table]:
+    del refuse
     row_bytes = sum(dtype.itemsize * math.prod(shape[1:]) for dtype, shape in layouts.values())
     step = max(1, raw.BLOCK_BYTES // max(1, row_bytes))
-
-    def tables() -> Iterator[pa.Table]:
-        start = 0
-        for blocks in zip(*(array.blocks(step) for array in arrays.values()), strict=True):
-            ids = [f"{id_prefix}{i}" for i in range(start, start + len(blocks[0]))]
-            yield raw.table(ids, dict(zip(arrays, blocks, strict=True)))
-            start += len(ids)
-
-    return raw.Part(name, next(iter(counts.values())), tables)
+    for blocks in zip(*(array.blocks(first, last, step) for array in arrays.values()), strict=True):
+        ids = [f"{id_prefix}{i}" for i in range(first, first + len(blocks[0]))]
+        yield raw.table(ids, dict(zip(arrays, blocks, strict=True)))
+        first += len(ids)
 
 
 @dataclass(frozen=True)
 class Numpy:
-    """One .npz file, one .npy file, or a folder of .npy files, one column an array."""
+    """One .npz file, one .npy file, or a folder of .npy files, one column an array.
 
-    path: Path
+    Args:
+        path: The file or folder.
+        piece_rows: Rows that one task reads; an archive is read by one.
+    """
 
-    def files(self) -> Iterator[Path]:
+    path: Location
+    piece_rows: int
+
+    def files(self) -> list[File]:
         """The files, sorted by name."""
-        if not self.path.exists():
+        one = find(self.path)
+        if not one and not is_folder(self.path):
             raise DataError(f"{self.path}: no such file or folder; expected one .npz file or a folder with x.npy and y.npy.")
-        found = raw.listed(self.path) if self.path.is_dir() else [self.path]
-        found = [p for p in found if p.suffix == ".npy" or (p == self.path and p.suffix == ".npz")]
+        allowed = (".npy", ".npz") if one else (".npy",)
+        found = [file for file in ([one] if one else files_in(self.path)) if file.name.endswith(allowed)]
         if not found:
             raise DataError(f"{self.path}: no array; expected one .npz file or a folder with x.npy and y.npy.")
-        yield from found
+        return found
 
-    def parts(self) -> list[raw.Part]:
+    def parts(self, run: raw.Run) -> list[raw.Part]:
         """One part: x becomes `image` or `features`, y `label` or `target`, other arrays keep their names."""
-        arrays = {name: array for path in self.files() for name, array in _arrays_in(path).items()}
+        del run
+        arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
         columns = {_column_name(name, *array.layout()): array for name, array in arrays.items()}
         if len(columns) < len(arrays):
             raise DataError(f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one.")
-        return [_array_part("", columns)]
+        return [_array_part("", columns, self.piece_rows)]
 
 
-def _arrays_in(path: Path) -> dict[str, _Stored]:
+def _arrays_in(file: File) -> dict[str, _Stored]:
     """The arrays of a .npy or .npz file by name."""
-    if path.suffix == ".npy":
-        return {path.stem: _in_file(path, _npy_header)}
+    if file.name.endswith(".npy"):
+        return {file.name[:-4]: _in_file(file, _npy_header)}
     try:
-        with zipfile.ZipFile(path) as archive:
+        with file.open() as packed, zipfile.ZipFile(packed) as archive:
             members = [name for name in archive.namelist() if name.endswith(".npy")]
     except zipfile.BadZipFile as error:
-        raise DataError(f"{path}: {error}; expected an .npz file as numpy.savez writes it. Make it again.") from error
+        raise DataError(f"{file}: {error}; expected an .npz file as numpy.savez writes it. Make it again.") from error
     if not members:
-        raise DataError(f"{path}: no array in it; expected arrays such as x and y. Make it with numpy.savez(path, x=x, y=y).")
-
-    def opened(member: str) -> IO[bytes]:
-        return zipfile.ZipFile(path).open(member)
-
-    return {name[:-4]: _Stored(f"{path}:{name[:-4]}", partial(opened, name), _npy_header) for name in members}
+        raise DataError(f"{file}: no array in it; expected arrays such as x and y. Make it with numpy.savez(path, x=x, y=y).")
+    return {name[:-4]: _Stored(f"{file}:{name[:-4]}", file, _npy_header, name) for name in members}
 
 
 def _npy_header(file: IO[bytes]) -> Header:
@@ -160,24 +195,31 @@ def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Idx:
-    """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `eval`."""
+    """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `eval`.
 
-    root: Path
+    Args:
+        root: The folder.
+        piece_rows: Rows that one task reads; a gzipped file is read by one.
+    """
 
-    def files(self) -> Iterator[Path]:
+    root: Location
+    piece_rows: int
+
+    def files(self) -> Iterator[File]:
         """The files of each pair: images, labels."""
         for pair in self._pairs().values():
             yield from pair
 
-    def parts(self) -> list[raw.Part]:
+    def parts(self, run: raw.Run) -> list[raw.Part]:
         """One part a pair."""
+        del run
         parts = []
         for prefix, (images, labels) in self._pairs().items():
             arrays = {"image": _in_file(images, partial(_idx_header, 3)), "label": _in_file(labels, partial(_idx_header, 1))}
-            parts.append(_array_part("train" if prefix == "train" else "eval", arrays, f"{prefix}:"))
+            parts.append(_array_part("train" if prefix == "train" else "eval", arrays, self.piece_rows, f"{prefix}:"))
         return parts
 
-    def _pairs(self) -> dict[str, list[Path]]:
+    def _pairs(self) -> dict[str, list[File]]:
         """Prefix -> [images, labels].
 
         Raises:
@@ -186,7 +228,7 @@ class Idx:
         pairs = {}
         for prefix in ("train", "t10k"):
             names = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]
-            found = {name: path for name in names if (path := self._found(name))}
+            found = {name: file for name in names if (file := find(self.root / name) or find(self.root / f"{name}.gz"))}
             if len(found) == 1:
                 missing = next(name for name in names if name not in found)
                 raise DataError(f"{self.root}: half a pair of IDX files: {missing}[.gz] is missing. Add it.")
@@ -198,9 +240,6 @@ class Idx:
                 "train-labels-idx1-ubyte[.gz], and the same for t10k. Give that folder as input."
             )
         return pairs
-
-    def _found(self, name: str) -> Path | None:
-        return next((path for path in (self.root / name, self.root / f"{name}.gz") if path.is_file()), None)
 
 
 def _idx_header(axes: int, file: IO[bytes]) -> Header:
@@ -217,12 +256,13 @@ class Digits:
     seed: int
     eval_fraction: float
 
-    def files(self) -> Iterator[Path]:
+    def files(self) -> list[File]:
         """None: the images come with scikit-learn."""
-        return iter(())
+        return []
 
-    def parts(self) -> list[raw.Part]:
+    def parts(self, run: raw.Run) -> list[raw.Part]:
         """`train` and `eval`, by a keyed hash of (seed, index) inside each class."""
+        del run
         from sklearn.datasets import load_digits
 
         data = load_digits()
@@ -233,8 +273,9 @@ class Digits:
             held_out += ordered[: round(len(ordered) * self.eval_fraction)]
         sides = {"train": sorted(set(range(len(data.target))) - set(held_out)), "eval": sorted(held_out)}
 
-        def tables(rows: list[int]) -> Iterator[pa.Table]:
+        def tables(rows: list[int], refuse: raw.Refuse) -> Iterator[pa.Table]:
+            del refuse
             columns = {"image": data.images[rows].astype(np.uint8), "label": data.target[rows].astype(np.int64)}
             yield raw.table([str(i) for i in rows], columns)
 
-        return [raw.Part(side, len(rows), partial(tables, rows), tuple("0123456789")) for side, rows in sides.items()]
+        return [raw.Part(side, [raw.Piece(len(rows), partial(tables, rows))], tuple("0123456789")) for side, rows in sides.items()]

@@ -1,14 +1,18 @@
-"""Planned reads as a Ray Data source: one read task per `ReadSpec`, decoding included."""
+"""Planned reads as a Ray Data source, one read task per `ReadSpec`, decoding included; and a pool of actors that they flow through."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
+import ray.data
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
-from ray_app.data.source import Reader, ReadSpec
+from ray_app.data.source import Reader, ReadSpec, quieten
+from ray_app.errors import own_error
 
 
 class PlannedSource(Datasource):
@@ -44,3 +48,46 @@ def _read(reader: Reader, spec: ReadSpec) -> Callable[[], Iterable[pa.Table]]:
         return [reader.read(spec)]
 
     return run
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Actors that tables flow through.
+
+    Args:
+        made_of: Class of the actors; an instance turns one table into another.
+        arguments: What it is made with.
+        most: Actors at most; the first one is enough to go on.
+        num_cpus: Logical CPUs that each reserves.
+        num_gpus: GPUs that each reserves.
+    """
+
+    made_of: type
+    arguments: tuple[Any, ...]
+    most: int
+    num_cpus: float
+    num_gpus: float
+
+
+def through(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
+    """Gives each read task's rows as one table to an actor, and yields the rows that come out of them, as they are done.
+
+    Where the actors reserve what a read task does (one CPU), Ray Data lets them read themselves; otherwise any CPU of the cluster reads for
+    them, and how far ahead is bounded by Ray Data.
+    """
+    quieten()
+    dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
+    dataset.context.target_max_block_size = None  # what a task has read stays one table
+    done = dataset.map_batches(
+        pool.made_of,
+        fn_constructor_args=pool.arguments,
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=pool.most),
+        num_cpus=pool.num_cpus,
+        num_gpus=pool.num_gpus,
+    )
+    try:
+        yield from done.iter_rows()
+    except Exception as error:
+        raise own_error(error) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,31 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ray_app.data.columns import spec_of
+from ray_app.data.places import publish
+from ray_app.record.files import Location
 
 MAX_COUNTED_LABELS = 100_000
 
 
 class Shards:
-    """Cuts a stream of tables into files `part-00000.parquet`, ... in `folder`, created here.
+    """Cuts a stream of tables into files: `part-00000.parquet`, and if that is full `part-00000_001.parquet` and so on.
 
-    Where it cuts depends on the rows and the limits only, not on how the stream comes in tables.
+    Where it cuts depends on the rows and the limits only, not on how the stream comes in tables. A file gets its name when it is finished.
 
     Args:
-        folder: Where to write.
+        folder: Where the files go; created here.
+        stem: Name of the first file without `.parquet`.
+        scratch: Folder on a disk for the file that is being written; created here.
         shard_rows: Most rows of one file.
         row_group_rows: Most rows of one row group.
         row_group_bytes: Most bytes of one row group before compression; a larger single row has one of its own.
     """
 
-    def __init__(self, folder: Path, shard_rows: int, row_group_rows: int, row_group_bytes: int) -> None:
-        folder.mkdir(exist_ok=True)
-        self._folder = folder
+    def __init__(self, folder: Location, stem: str, scratch: Path, shard_rows: int, row_group_rows: int, row_group_bytes: int) -> None:
+        if isinstance(folder, Path):
+            folder.mkdir(exist_ok=True)
+        scratch.mkdir(exist_ok=True)
+        self._folder, self._stem, self._scratch = folder, stem, scratch
         self._limits = (shard_rows, row_group_rows, row_group_bytes)
         self._shards: list[dict[str, Any]] = []
         self._columns: dict[str, dict[str, Any]] = {}
@@ -69,19 +74,15 @@ class Shards:
         if self._writer:
             self._end_shard()
 
-    def description(self, classes: tuple[str, ...] | None) -> dict[str, Any]:
-        """What `dataset.json` says about these shards."""
-        counts: dict[str, int] | None = None
-        if classes is not None:
-            counts = {name: self._labels[label] for label, name in enumerate(classes)}
-        elif self._labels and len(self._labels) <= MAX_COUNTED_LABELS:
-            counts = {str(label): rows for label, rows in sorted(self._labels.items())}
-        return {"rows": self.rows, "classes": classes, "class_counts": counts, "columns": self._columns, "shards": self._shards}
+    def description(self) -> dict[str, Any]:
+        """Its `shards`, `columns` and `labels` (rows by label; None: too many to count)."""
+        labels = {str(label): rows for label, rows in self._labels.items()} if len(self._labels) <= MAX_COUNTED_LABELS else None
+        return {"shards": self._shards, "columns": self._columns, "labels": labels}
 
     @property
-    def _path(self) -> Path:
-        """The file that is being written, or the next one."""
-        return self._folder / f"part-{len(self._shards):05d}.parquet"
+    def _name(self) -> str:
+        """Name of the file that is being written, or of the next one."""
+        return f"{self._stem}{f'_{len(self._shards):03d}' if self._shards else ''}.parquet"
 
     def _fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
         """How many rows from `start` fit into the row group, at least 1 if it is empty; `before`: bytes before each row."""
@@ -95,7 +96,7 @@ class Shards:
         table = pa.concat_tables(self._pending).combine_chunks()
         self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
         if self._writer is None:
-            self._writer = _parquet_writer(self._path, table.schema)
+            self._writer = _parquet_writer(self._scratch / self._name, table.schema)
         self._writer.write_table(table, row_group_size=table.num_rows)
         self._shard_rows += table.num_rows
         if self._shard_rows == self._limits[0]:
@@ -105,12 +106,12 @@ class Shards:
         """Ends the file, reads its footer back and holds it against the rows written."""
         assert self._writer is not None
         self._writer.close()
-        path = self._path
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        path = self._scratch / self._name
         footer = pq.read_metadata(path)
         assert footer.num_rows == self._shard_rows
-        self._shards.append({"path": path.name, "rows": footer.num_rows, "row_groups": footer.num_row_groups, "bytes": path.stat().st_size})
+        described = {"path": path.name, "rows": footer.num_rows, "row_groups": footer.num_row_groups, "bytes": path.stat().st_size}
+        publish(path, self._folder / path.name)
+        self._shards.append(described)
         self._writer, self._shard_rows = None, 0
 
     def _describe(self, table: pa.Table) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,11 @@ import pyarrow.parquet as pq
 
 from ray_app.data.columns import ArraySpec, decode, encode, spec_like, spec_of
 from ray_app.data.dataset import Dataset
+from ray_app.data.places import parquet
 from ray_app.errors import BadRowError, DataError, own_error
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
+from ray_app.record.files import location
 
 POSITION = "__position__"
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Reader:
     """Reads and decodes pieces of a data set; small, pickled to every read task.
 
     Args:
-        root: Folder that paths are relative to.
+        root: Folder (path or URI) that paths are relative to.
         columns: Columns to read.
         decode: Turns rows as read into arrays, see `Task.decode`.
     """
@@ -68,7 +69,7 @@ class Reader:
         parts = []
         for piece in spec:
             if piece.path not in files:
-                files[piece.path] = pq.ParquetFile(Path(self.root) / piece.path)
+                files[piece.path] = parquet(location(self.root) / piece.path)
             table = (
                 files[piece.path].read_row_group(piece.row_group, columns=self.columns, use_threads=False).slice(piece.first, piece.rows)
             )
@@ -97,7 +98,12 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
         spec = spec_of(field)
         if spec is not None:
             rows[field.name] = decode(column, spec)
-        elif pa.types.is_binary(field.type) or pa.types.is_string(field.type) or pa.types.is_large_binary(field.type):
+        elif (
+            pa.types.is_binary(field.type)
+            or pa.types.is_string(field.type)
+            or pa.types.is_large_binary(field.type)
+            or pa.types.is_large_string(field.type)
+        ):
             rows[field.name] = column.to_pylist()
         else:
             rows[field.name] = column.to_numpy()
@@ -179,7 +185,7 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
 
     from ray_app.data.ray_source import PlannedSource
 
-    _quieten().execution_options.preserve_order = True
+    quieten().execution_options.preserve_order = True
     dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
@@ -187,7 +193,7 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         raise own_error(error) from error
 
 
-def _quieten() -> Any:
+def quieten() -> Any:
     """Ray Data's settings of this process, with nothing printed."""
     from ray.data.context import DataContext
 
@@ -225,7 +231,7 @@ def anchor_here() -> None:
     import ray.data
 
     try:
-        _quieten()
+        quieten()
         ray.data.range(1, override_num_blocks=1).take_all()
     except Exception as error:  # then the first worker makes them
         logger.warning("Ray Data's shared actors could not be made here: %s", error)

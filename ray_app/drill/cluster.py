@@ -16,6 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from ray_app.pipeline.cluster import python_path
+from ray_app.train.ray_token import require_token
 
 _SETTLE_S = 60.0
 _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
@@ -104,6 +105,8 @@ def local_nodes(workers: int, evaluates: bool) -> Iterator[Nodes]:
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)  # for the processes of the nodes, and their workers
     logging.getLogger("ray._private.utils").setLevel(logging.WARNING)  # that it is the newest cluster of this machine is no news
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that it has a token is no warning
+    require_token()
     nodes = Nodes(workers, evaluates)
     try:
         yield nodes

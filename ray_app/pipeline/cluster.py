@@ -14,6 +14,7 @@ import ray
 
 from ray_app.config import Config
 from ray_app.errors import ConfigError
+from ray_app.train.ray_token import require_token
 
 _READING_CPUS = 1
 
@@ -40,6 +41,7 @@ def cluster(config: Config) -> Iterator[bool]:
             ray.shutdown()
         return
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that our own cluster has a token is no warning
+    require_token()
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.max_workers))),
@@ -71,7 +73,8 @@ def reserved_cpus(config: Config) -> float:
 
 
 def _wanted_cpus(config: Config, workers: int) -> float:
-    return workers * config.scaling.cpus_per_worker + reserved_cpus(config)
+    each = config.scaling.cpus_per_worker if config.train.strategy != "single" else 0
+    return workers * each + reserved_cpus(config)
 
 
 def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
@@ -84,6 +87,8 @@ def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
     Raises:
         ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
     """
+    if config.train.strategy == "single":
+        return 1
     scaling = config.scaling
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     room = [float(scaling.max_workers)]

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live bar on a terminal, a plain line every few seconds otherwise."""
+"""What a person sees while a run trains: a live bar on a terminal, a live line in Jupyter, a plain line every few seconds otherwise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ray_app.checkpoint.store import Commit
+from ray_app.pipeline.cell import LiveLine
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import poll_s
-from ray_app.record.journal import StepRecord
+from ray_app.record.journal import StepRecord, newest_record
 from ray_app.report.facts import Facts
 from ray_app.report.series import sparkline
 from ray_app.train.budget import spent
@@ -59,7 +60,8 @@ class RunConsole:
 
     def __init__(self, job: Job, max_workers: int, console: Console, waiting: Callable[[], list[Commit]]) -> None:
         self._job, self._max_workers, self._console, self._waiting = job, max_workers, console, waiting
-        self._live = console.is_terminal
+        self._live = console.is_terminal and not console.is_jupyter
+        self._cell = LiveLine() if console.is_jupyter else None
         self._rate, self._line_s = _Rate(), 0.0
         self._evaluated, self._spent, self._looked_s = "", "", 0.0
         self._progress = Progress(
@@ -95,11 +97,20 @@ class RunConsole:
             self._show_phase(phase)
         elif self._live:
             self._update_bar(newest)
+        elif self._cell is not None:
+            self._cell.show(self._line(newest), newest.step / self._job.total_steps)
         elif self._is_line_due():
-            per_epoch, epochs = self._job.plan.steps_per_epoch, self._job.config.train.epochs
-            done = newest.step - newest.epoch * per_epoch
-            text = f"epoch {newest.epoch + 1}/{epochs} step {done}/{per_epoch} {self._text(newest)}"
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(self._line(newest), markup=False, highlight=False, soft_wrap=True)
+
+    def show_last(self) -> None:
+        """Shows the last step, as it was recorded: what rank 0 told of before may be older."""
+        try:
+            newest = newest_record(self._job.paths)
+        except OSError as error:
+            logger.warning("The record could not be read: %s", error)
+            return
+        if newest is not None:
+            self.show(newest, "")
 
     def _is_line_due(self) -> bool:
         if time.monotonic() - self._line_s < _PLAIN_EVERY_S:
@@ -123,6 +134,15 @@ class RunConsole:
             behind = f", {len(waiting)} checkpoints, {time.time() - waiting[0].time_s:.0f} s behind" if len(waiting) > 1 else ""
             self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step}{behind})"
 
+    def _line(self, newest: StepRecord) -> str:
+        (epoch, done), epochs = self._place(newest), self._job.config.train.epochs
+        return f"epoch {epoch + 1}/{epochs} step {done}/{self._job.steps_per_epoch} {self._text(newest)}"
+
+    def _place(self, newest: StepRecord) -> tuple[int, int]:
+        """The epoch of a step, from 0, and which of its steps it is, from 1."""
+        epoch, step = divmod(newest.step - 1, self._job.steps_per_epoch)
+        return epoch, step + 1
+
     def _text(self, newest: StepRecord) -> str:
         rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)
         speed = f"{rate:,.0f} rows/s" if rate else "- rows/s"
@@ -135,18 +155,20 @@ class RunConsole:
 
     def _update_bar(self, newest: StepRecord) -> None:
         """Moves the bar of the epoch, or ends it and begins the next."""
-        per_epoch, text = self._job.plan.steps_per_epoch, self._text(newest)
-        if self._bar is None or newest.epoch != self._epoch:
+        per_epoch, text, (epoch, done) = self._job.steps_per_epoch, self._text(newest), self._place(newest)
+        if self._bar is None or epoch != self._epoch:
             if self._bar is not None:
-                if newest.epoch > self._epoch:
+                if epoch > self._epoch:
                     self._progress.update(self._bar, completed=per_epoch)
                 self._progress.stop_task(self._bar)
-            self._epoch, epochs = newest.epoch, self._job.config.train.epochs
-            self._bar = self._progress.add_task("", total=per_epoch, epoch=newest.epoch + 1, epochs=epochs, text=text)
-        self._progress.update(self._bar, completed=newest.step - newest.epoch * per_epoch, text=text)
+            self._epoch, epochs = epoch, self._job.config.train.epochs
+            self._bar = self._progress.add_task("", total=per_epoch, epoch=epoch + 1, epochs=epochs, text=text)
+        self._progress.update(self._bar, completed=done, text=text)
 
     def _show_phase(self, phase: str) -> None:
-        if phase != self._told_phase:
+        if self._cell is not None:
+            self._cell.show(phase)
+        elif phase != self._told_phase:
             self._told_phase = phase
             self._console.print(phase, markup=False, highlight=False)
 

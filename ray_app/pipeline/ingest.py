@@ -1,11 +1,16 @@
-"""The command `jobs/ingest.py`: parse, ingest, say what there is now."""
+"""The command `jobs/ingest.py`: parse, ingest in threads or on a cluster, say what there is now."""
 
 from __future__ import annotations
+
+import logging
+import os
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
-from ray_app.data.ingest import DatasetSummary, IngestOptions, ingest
+from ray_app.data.ingest import DatasetSummary, ingest
+from ray_app.data.options import IngestOptions
+from ray_app.data.tasks import run_in_threads, run_on_cluster
 from ray_app.errors import ConfigError, DataError
 
 
@@ -20,9 +25,17 @@ def main(args: list[str] | None = None) -> int:
     """
     parser = ArgumentParser(prog="jobs/ingest.py", description="Turns raw data into folders of Parquet shards.")
     parser.add_class_arguments(IngestOptions, None)
-    options = IngestOptions(**parser.parse_args(args).as_dict())
+    parser.add_argument(
+        "--ray_address",
+        type=str | None,
+        default=None,
+        help="Ray cluster on whose CPUs to work (auto or an address), which sees input and out under the same path. Not given: RAY_ADDRESS"
+        " if that is set (as in a Ray job), otherwise threads of this process. The files are the same.",
+    )
+    given = parser.parse_args(args).as_dict()
+    address = given.pop("ray_address") or os.environ.get("RAY_ADDRESS")
     try:
-        summary = ingest(options)
+        summary = _ingest(IngestOptions(**given), address)
     except (ConfigError, DataError) as error:
         Console(stderr=True, soft_wrap=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False)
         return 2
@@ -30,11 +43,24 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
+def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:
+    if not address:
+        return ingest(options, run_in_threads)
+    import ray
+
+    ray.init(address=address, logging_level=logging.WARNING)
+    try:
+        return ingest(options, run_on_cluster)
+    finally:
+        ray.shutdown()
+
+
 def _print(summary: DatasetSummary) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for part in summary.parts.values():
         labels = f", {len(part.class_counts)} labels" if part.class_counts else ""
         skipped = f", {part.skipped_files} other files skipped" if part.skipped_files else ""
-        console.print(f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}", markup=False)
+        refused = f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""
+        console.print(f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False)
         console.print(f"  columns: {', '.join(part.columns)}", markup=False)
-    console.print("Made before from the same options and files: nothing was written." if summary.reused else "Done.")
+    console.print("It can be trained on as it is: nothing was written." if summary.reused else "Done.")

@@ -28,6 +28,7 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.task.base import Task
 from ray_app.task.scoring import combine, score
+from ray_app.train.initial import digest_of
 from ray_app.train.job import Job
 from ray_app.train.snapshots import refuse_if_too_big
 from ray_app.train.state import TrainingState, load_class
@@ -92,6 +93,10 @@ def prepare(config: Config) -> Prepared:
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check(config)
+    if config.train.init_from is not None:
+        place = str(location(config.train.init_from))  # workers have another current folder
+        known = config.train.init_digest or (before.train.init_digest if before else digest_of(place))
+        config = config.replace(train__init_from=place, train__init_digest=known)
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
     plan = make_plan(config, dataset.manifest)

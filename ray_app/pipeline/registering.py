@@ -60,13 +60,15 @@ class RegisterOptions:
     uri: str | None = None
 
 
-def register_best(job: Job, name: str, uri: str) -> Registered:
+def register_best(job: Job, name: str, uri: str, tags: dict[str, str] | None = None, first_serves: bool = True) -> Registered:
     """Makes the run's best checkpoint a version of a model, unless it is one already, and records that in the run.
 
     Args:
         job: The run.
         name: Name of the model.
         uri: Where the run was tracked.
+        tags: More tags of the version.
+        first_serves: Whether the first version of all becomes the champion at once.
 
     Raises:
         RegistryError: MLflow does not have the run yet, or the model cannot be packaged.
@@ -86,9 +88,10 @@ def register_best(job: Job, name: str, uri: str) -> Registered:
             tracking["run_id"],
             tracking["run_uuid"],
             commit.params_digest,
-            tags_of(job, commit, best),
+            tags_of(job, commit, best) | (tags or {}),
             lambda folder: make_package(job.task, load_model(job, commit), example_of(job), folder),
-            _user(),
+            user(),
+            first_serves,
         )
     put_event(job.paths, "registered", job.fence, name=done.name, version=done.version, aliases=list(done.aliases))
     return done
@@ -201,14 +204,15 @@ def register_run(options: RegisterOptions) -> Registered:
     prepared = prepare(config)
     name, uri = str(config.tracking.registered_model), default_tracking_uri(config)
     done = register_best(prepared.job, name, uri)
-    if options.promote is not None and promote(connect(uri), name, done.version, options.promote, _user()):
+    if options.promote is not None and promote(connect(uri), name, done.version, options.promote, user()):
         done = Registered(done.name, done.version, tuple(sorted({*done.aliases, "champion"})))
         put_event(paths, "registered", 0, name=done.name, version=done.version, aliases=list(done.aliases))
     put_json(paths.summary, summary | {"model": {"name": done.name, "version": done.version, "aliases": list(done.aliases)}})
     return done
 
 
-def _user() -> str:
+def user() -> str:
+    """Who this process works for."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # a container whose user has no name

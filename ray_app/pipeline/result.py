@@ -5,19 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.data.source import fetch_here, load_all
 from ray_app.errors import CheckpointError
+from ray_app.pipeline.prepare import evaluation_source
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import Location
 from ray_app.record.journal import MetricsReader, StepRecord
 from ray_app.record.paths import RunPaths
-from ray_app.task.base import Task
+from ray_app.report.cells import run_cell
+from ray_app.report.facts import read_facts
+from ray_app.task.base import Batch, Task
+
+_READ_MB = 64.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A run that ended.
 
@@ -30,6 +37,15 @@ class Result:
     path: Location
     summary: dict[str, Any]
     task: Task
+
+    def __repr__(self) -> str:
+        best = self.summary.get("best")
+        reached = f", {best['metric']} {best['value']:.4f} at step {best['step']}" if best else ""
+        return f"<{self.status} run of {self.summary['steps']} steps{reached}, in {self.path}>"
+
+    def _repr_html_(self) -> str:
+        """The run's key figures and curves, for notebooks."""
+        return run_cell(read_facts(RunPaths(self.path)))
 
     @property
     def status(self) -> str:
@@ -60,6 +76,21 @@ class Result:
         model = self.task.build_model()
         model.load_state_dict(unpack_model(CheckpointStore(RunPaths(self.path)).load(commit)))
         return model.eval()
+
+    def read(self, path: str) -> Batch:
+        """Reads a data set as the model takes it, whole, in this process: `result.task.forward(model, result.read(path))`.
+
+        Args:
+            path: Folder (or file) of Parquet, with the columns of the training data.
+
+        Returns:
+            A tensor for each decoded field, its first axis the rows.
+
+        Raises:
+            DataError: It is not there, or cannot be decoded.
+        """
+        source = evaluation_source(self.task, path, _READ_MB)
+        return {name: torch.from_numpy(values) for name, values in load_all(fetch_here, source).items()}
 
     def metrics(self) -> list[StepRecord]:
         """The record of every step, in order."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +20,21 @@ from ray_app.config import Config, default_tracking_uri
 from ray_app.data.cache import start_cache
 from ray_app.data.source import anchor_here
 from ray_app.errors import ConfigError, DataError, LeaseLostError, own_error
+from ray_app.pipeline.announce import announce, say_changed_environment
 from ray_app.pipeline.closing import mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.following import Following
+from ray_app.pipeline.front import train_in_front
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
+from ray_app.pipeline.signals import ending_at_sigterm, stopping_at_signals
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.pipeline.tracking import make_sampler, make_tracker
 from ray_app.record.files import poll_s, put_json
-from ray_app.record.journal import put_event, read_events
+from ray_app.record.journal import put_event
 from ray_app.record.lease import Lease, acquire
 from ray_app.record.redact import redact
 from ray_app.track.runs import Tracker, check_available
@@ -49,8 +52,7 @@ logger = logging.getLogger(__name__)
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
 _LOOK_S = 0.25
 _COMPILING_S = 600.0
-_MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."
-_TRACKING_END_S = 60.0
+_TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as jobs/submit.py has it
 
 
 @dataclass(frozen=True)
@@ -84,76 +86,82 @@ def run_training(config: Config, console: Console | None = None, faults: Faults 
         DataError: The data is refused, likewise; or a row met in mid-run cannot be used.
         RayAppError: The run failed; `summary.json` is written, starting again continues it.
     """
-    with _opened(config, console or Console(), faults) as run:
+    with opened(config, console or Console(), faults) as run:
         return run.go()
 
 
 @contextmanager
-def _opened(config: Config, console: Console, faults: Faults = Faults()) -> Iterator[_Run]:
-    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run."""
+def opened(config: Config, console: Console, faults: Faults = Faults(), background: bool = False) -> Iterator[Run]:
+    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run; see `run_training`.
+
+    Args:
+        config: The run.
+        console: Where it says what happens.
+        faults: For tests.
+        background: Leaves signals, and showing the steps, to whoever is in front.
+    """
     if config.tracking.enabled:
         check_available(config)
     prepared = prepare(config)
-    with cluster(config) as is_own:
+    interrupted = threading.Event()
+    listening = nullcontext() if background else stopping_at_signals(interrupted)
+    with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
         max_workers = workers_that_fit(config, ray.cluster_resources())
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
-            _announce(console, prepared, max_workers)
-            yield _Run(prepared, lease, max_workers, console, faults, is_own)
+            announce(console, prepared, max_workers)
+            progress = Console(quiet=True, force_jupyter=False) if background else console
+            yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress)
 
 
-def _announce(console: Console, prepared: Prepared, max_workers: int) -> None:
-    job, config = prepared.job, prepared.job.config
-    verb = "Continuing" if prepared.resumes else "Starting"
-    console.print(redact(f"{verb} run {job.paths.name} in {job.paths.root}"), markup=False, highlight=False, soft_wrap=True)
-    if "_ray_pkg_" in str(job.paths.root):
-        console.print(
-            "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
-            " folder that all nodes share."
-        )
-    capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.max_workers else ""
-    console.print(
-        f"{job.plan.manifest.num_rows:,} rows, {job.plan.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch,"
-        f" {config.train.epochs} epochs; up to {max_workers} workers{capped}, arithmetic of {job.plan.logical_workers}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    if sum(node["Alive"] for node in ray.nodes()) > 1:
-        console.print(
-            "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how to shorten it."
-        )
+class Run:
+    """The parts of one start of a run and how they end; made by `opened`."""
 
-
-class _Run:
-    """The parts of one start of a run and how they end."""
-
-    def __init__(self, prepared: Prepared, lease: Lease, max_workers: int, console: Console, faults: Faults, own_cluster: bool) -> None:
-        self._job, self._evaluation = prepared.job, prepared.evaluation
+    def __init__(
+        self,
+        prepared: Prepared,
+        lease: Lease,
+        max_workers: int,
+        console: Console,
+        faults: Faults,
+        own_cluster: bool,
+        interrupted: threading.Event,
+        progress: Console,
+    ) -> None:
+        self.job, self._evaluation = prepared.job, prepared.evaluation
         self._config = prepared.job.config
         self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
+        self._progress = progress
         self._stops_early = False
-        self._interrupted = threading.Event()
+        self._interrupted = interrupted
         self._error: BaseException | None = None
-        self._sampler = make_sampler(self._job)
+        self._sampler = make_sampler(self.job)
         self._lease = lease
         lease.on_lost(self._interrupted.set)
 
+    def stop(self) -> None:
+        """Asks it to end after the step at hand, with a checkpoint; from any thread."""
+        self._interrupted.set()
+
     def go(self) -> Result:
-        job = self._job
+        """Trains to the end; see `run_training`."""
+        job = self.job
         metric, mode = job.best_metric, job.best_mode
         put_event(job.paths, "started", job.fence, max_workers=self._max_workers, metric=metric, mode=mode, total_steps=job.total_steps)
         tracker = make_tracker(job)
         if tracker is not None:
             tracker.start()
         try:
-            with _stopping_at_signals(self._interrupted), ExitStack() as stack:
+            with ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
                 if self._sampler is not None:
                     stack.enter_context(self._sampler)
                 following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
-                if not self._is_complete():
-                    self._train(stack, following)
+                if not self._is_complete() and not self._interrupted.is_set():
+                    if self._config.train.strategy == "single":
+                        train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
+                    else:
+                        self._train(stack, following)
                 following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
         except KeyboardInterrupt:
             self._interrupted.set()
@@ -163,7 +171,7 @@ class _Run:
 
     def _end(self, tracker: Tracker | None) -> Result:
         """Says, in all places, what came of the run; nothing at all if it belongs to another driver by now."""
-        job = self._job
+        job = self.job
         self._error = self._lease.lost or self._error
         if isinstance(self._error, LeaseLostError):
             if tracker is not None:
@@ -176,37 +184,33 @@ class _Run:
         put_json(job.paths.summary, summary)
         facts = report_end(job.paths)
         if tracker is not None:
-            tracker.close(mlflow_status(status), _TRACKING_END_S)
+            tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:
                 try_to_register(job)
             summary = summarize(job, status)  # with what MLflow calls the run and its model
             put_json(job.paths.summary, summary)
-        for event in read_events(job.paths, "environment_changed"):
-            if event.fence == job.fence:
-                self._console.print(_MIX.format(**event.details), markup=False, highlight=False)
+        say_changed_environment(self._console, job)
         print_end(self._console, job, summary, facts, redact(default_tracking_uri(self._config)) if tracker is not None else None)
         if self._error is not None:
             raise self._error
         return Result(job.paths.root, summary, job.task)
 
     def _is_complete(self) -> bool:
-        newest = newest_commit(self._job)
-        return (newest is not None and newest.step >= self._job.total_steps) or self._is_over()
+        newest = newest_commit(self.job)
+        return (newest is not None and newest.step >= self.job.total_steps) or self._is_over()
 
     def _is_over(self) -> bool:
         """Whether the evaluations say that training is over; looks again until they do."""
         try:
-            self._stops_early = self._stops_early or early_stop(self._job) is not None
+            self._stops_early = self._stops_early or early_stop(self.job) is not None
         except OSError as error:  # a passing outage of the storage
             logger.warning("The evaluations could not be read, will try again: %s", error)
         return self._stops_early
 
     def _train(self, stack: ExitStack, following: Following) -> None:
         """Runs `fit` in a thread; the main thread is for signals and the console."""
-        job = self._job
-        rendezvous = start_rendezvous(
-            f"rendezvous-{job.paths.name}-{job.fence}", self._config.failure.heartbeat_timeout_s, _step_timeout_s(self._config)
-        )
+        job, heartbeat_s = self.job, self._config.failure.heartbeat_timeout_s
+        rendezvous = start_rendezvous(job.rendezvous, heartbeat_s, _step_timeout_s(self._config))
         keepers = start_keepers() if self._config.checkpoint.snapshot_every_steps else []
         for actor in (rendezvous, *keepers):
             stack.callback(_end_actor, actor)
@@ -221,7 +225,7 @@ class _Run:
         start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train)
         threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
         thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
-        with RunConsole(job, self._config.scaling.max_workers, self._console, following.waiting) as shown:
+        with RunConsole(job, self._config.scaling.max_workers, self._progress, following.waiting) as shown:
             thread.start()
             told, looked_s = False, time.monotonic()
             while thread.is_alive():
@@ -241,6 +245,15 @@ class _Run:
                 if self._faults.watch is not None:
                     self._faults.watch(job)
                 thread.join(_LOOK_S)
+            shown.show_last()
+
+    def _stops(self, looks: bool) -> bool:
+        """Whether to stop after the step at hand.
+
+        Args:
+            looks: Whether to read what the evaluations say, which takes a moment.
+        """
+        return self._interrupted.is_set() or (self._is_over() if looks else self._stops_early)
 
     def _fit(self, start: Start) -> None:
         try:
@@ -254,26 +267,6 @@ class _Run:
         if self._is_over():
             return "stopped_early"
         return "finished" if self._is_complete() else "interrupted"
-
-
-@contextmanager
-def _stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
-    """Turns SIGINT and SIGTERM into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`."""
-
-    def stop(number: int, _: Any) -> None:
-        if interrupted.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        interrupted.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _step_timeout_s(config: Config) -> float | None:
@@ -295,10 +288,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     console, started = Console(), False
     try:
-        config = parse(arguments)
-        with _opened(config, console) as run:
-            started = True
-            result = run.go()
+        with ending_at_sigterm():
+            config = parse(arguments)
+            with opened(config, console) as run:
+                started = True
+                result = run.go()
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:  # Ray's handler raises that
+            raise
+        print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
+        return EXIT_CODES["interrupted"]
     except Exception as error:
         if isinstance(error, (ConfigError, DataError)) and not started:
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)

@@ -11,9 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
+
+from ray_app.errors import DataError
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -87,5 +90,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Reads what `to_json` wrote."""
-        return cls.from_files((entry["path"], entry["rows"]) for entry in json.loads(text)["files"])
+        """Reads what `to_json` wrote.
+
+        Raises:
+            DataError: A path leads out of the data set.
+        """
+        files = [(str(entry["path"]), entry["rows"]) for entry in json.loads(text)["files"]]
+        for path, _ in files:
+            if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+                raise DataError(f"manifest.json names {path!r}, which leads out of the data set; restore it from a backup.")
+        return cls.from_files(files)

@@ -139,6 +139,16 @@ class MetricsReader:
         return new
 
 
+def newest_record(paths: RunPaths) -> StepRecord | None:
+    """The step that was recorded last; None before the first.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    name = max(names(paths.metrics), key=lambda n: n.rsplit("-", 1)[1], default=None)
+    return list(_read_segment(json.loads((paths.metrics / name).read_bytes())))[-1] if name else None
+
+
 def _read_segment(columns: dict[str, list[Any]]) -> Iterator[StepRecord]:
     for values in zip(*(columns[name] for name in _COLUMNS), strict=True):
         yield StepRecord(*values)

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _ENDS = {"finished": "finished", "stopped_early": "stopped early", "interrupted": "interrupted", "gave_up": "failed"}
 _LOST = "driver_lost"
 """What whoever found the driver gone has recorded, with the status."""
+_NOT_SET = "not set"
 _PRIVATE = ("run.", "tracking.")
 """Fields that say nothing about the result, or may hold credentials."""
 
@@ -258,16 +259,17 @@ def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, befor
 
 
 def _differing(theirs: Config, ours: Config) -> dict[str, tuple[str, str]]:
-    one, other = flatten(redacted(theirs.to_dict())), flatten(redacted(ours.to_dict()))
-    names = [name for name in {**other, **one} if one.get(name) != other.get(name) and not name.startswith(_PRIVATE)]
-    return {name: (_shown(one.get(name)), _shown(other.get(name))) for name in names}
+    one, other = shown_fields(theirs), shown_fields(ours)
+    return {name: (one.get(name, _NOT_SET), other.get(name, _NOT_SET)) for name in {**other, **one} if one.get(name) != other.get(name)}
 
 
-def _shown(value: Any) -> str:
-    return "not set" if value is None else str(value)
+def shown_fields(config: Config) -> dict[str, str]:
+    """The fields of a configuration, but names, places and tracking, as text without secrets."""
+    values = flatten(redacted(config.to_dict()))
+    return {name: _NOT_SET if value is None else str(value) for name, value in values.items() if not name.startswith(_PRIVATE)}
 
 
 def changed_fields(config: Config) -> dict[str, str]:
-    """Fields of a configuration that differ from their default, but names, places and tracking, as text."""
-    values, defaults = flatten(redacted(config.to_dict())), flatten(Config().to_dict())
-    return {n: _shown(v) for n, v in values.items() if v != defaults.get(n) and not n.startswith(_PRIVATE)}
+    """Those of them that differ from their default."""
+    defaults = shown_fields(Config())
+    return {name: value for name, value in shown_fields(config).items() if value != defaults.get(name)}

@@ -17,7 +17,7 @@ from ray_app.report.facts import Facts, changed_fields, read_facts
 from ray_app.report.figures import cluster_figures, learning_figures
 from ray_app.report.tables import budgets, comparison, counters, happenings, time_parts
 
-_TONES = {"running": "blue", "finished": "green", "stopped early": "green", "interrupted": "orange", "failed": "red", "vanished": "red"}
+TONES = {"running": "blue", "finished": "green", "stopped early": "green", "interrupted": "orange", "failed": "red", "vanished": "red"}
 
 
 def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
@@ -41,12 +41,12 @@ def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
 def render(facts: Facts) -> str:
     """The page, with everything that it needs inside and without secrets: it fetches nothing and runs no script."""
     return redact(
-        _environment()
+        environment()
         .get_template("report.html.j2")
         .render(
             facts=facts,
-            tone=_TONES[facts.status],
-            cards=_cards(facts),
+            tone=TONES[facts.status],
+            cards=cards_of(facts),
             learning=learning_figures(facts),
             cluster=cluster_figures(facts),
             happenings=happenings(facts),
@@ -67,7 +67,8 @@ def utc(time_s: float) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Where the templates are."""
     made = Environment(
         loader=PackageLoader("ray_app.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -92,7 +93,7 @@ class Card:
     whole: str = ""
 
 
-def _cards(facts: Facts) -> list[Card]:
+def cards_of(facts: Facts) -> list[Card]:
     """The key figures: a name, a value, a note below it, and what a pointer on it shows."""
     best, last, part = facts.best, facts.records[-1] if facts.records else None, facts.goodput
     cards: list[Card] = []

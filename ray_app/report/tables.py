@@ -113,7 +113,7 @@ def comparison(facts: Facts) -> list[tuple[str, str, str]]:
         ("rows", f"{facts.rows:,}", _text(theirs.get("rows"))),
         ("wall time", seconds(facts.wall_s), seconds(wall_s) if isinstance(wall_s, (int, float)) else "-"),
         ("goodput", _percent(facts.goodput), _percent(theirs.get("goodput"))),
-        ("workers", _sizes(facts.sizes), _sizes(theirs.get("world_sizes"))),
+        ("workers", sizes_text(facts.sizes), sizes_text(theirs.get("world_sizes"))),
     ]
 
 
@@ -129,7 +129,7 @@ def _percent(value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, (int, float)) else "-"
 
 
-def _sizes(sizes: Any) -> str:
+def sizes_text(sizes: Any) -> str:
     """`2 → 1 → 2`, shortened in the middle."""
     try:
         shown = [str(int(workers)) for _, workers in sizes]

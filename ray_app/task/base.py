@@ -76,6 +76,10 @@ class Task(ABC):
     def columns(self) -> list[str]:
         """Columns to read."""
 
+    def targets(self) -> list[str]:
+        """Those of `columns` that only the loss and the metrics need; a prediction does not read them, and `decode` gets zeros for them."""
+        return []
+
     @abstractmethod
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Turns rows as read into arrays of one fixed shape per name, each (rows, ...); runs on any CPU of the cluster.
@@ -149,6 +153,18 @@ class Task(ABC):
     @abstractmethod
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
         """Adds one evaluated batch to the metrics."""
+
+    def predictions(self, outputs: Any) -> dict[str, npt.NDArray]:
+        """What a batch prediction writes for every row.
+
+        Args:
+            outputs: From `forward`, on the CPU.
+
+        Returns:
+            Numbers or text by column, each (rows, ...); not overridden: the outputs themselves, a single tensor as `predicted`.
+        """
+        named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
+        return {name: values.numpy() for name, values in named.items()}
 
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
         """The rows of an evaluated batch that were predicted most surely and wrong, for people to look at.

@@ -1,10 +1,12 @@
-"""What tasks that predict one of several classes share: their metrics, and the rows that they got wrong."""
+"""What tasks that predict one of several classes share: their metrics, their predictions, and the rows that they got wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from ray_app.task.base import Mistake
@@ -49,3 +51,14 @@ def wrong_classes(scores: Tensor, labels: Tensor, classes: Sequence[str], most: 
     wrong = (predicted != labels).nonzero()[:, 0]
     order = wrong[sure[wrong].argsort(descending=True, stable=True)][:most]
     return [Mistake(i, classes[int(labels[i])], classes[int(predicted[i])], float(sure[i])) for i in order.tolist()]
+
+
+def class_predictions(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:
+    """The class with the highest score of every row by name (`predicted`) and number (`predicted_index`), and its `confidence`, 0 to 1.
+
+    Args:
+        scores: Shape (rows, classes).
+        classes: Names of the classes.
+    """
+    confidence, index = scores.float().softmax(-1).max(-1)
+    return {"predicted": np.array(classes)[index.numpy()], "predicted_index": index.numpy(), "confidence": confidence.numpy()}

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column, uniform
-from ray_app.task.classification import classification_metrics, wrong_classes
+from ray_app.task.classification import class_predictions, classification_metrics, wrong_classes
 from ray_app.task.mixing import mix, smooth_targets
 
 if TYPE_CHECKING:
@@ -100,11 +100,17 @@ class ImageClassification(Task):
         """See `Task.columns`."""
         return [self.image, self.label]
 
+    def targets(self) -> list[str]:
+        """See `Task.targets`."""
+        return [self.label]
+
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Decodes to `image` (rows, channels, height, width) uint8 and `label` (rows,) int64."""
         images = rows[self.image]
         if isinstance(images, list):
-            pixels = np.stack([self._decode_file(data) for data in images])
+            pixels = np.empty((len(images), 3, self.size or 0, self.size or 0), np.uint8)
+            for row, data in zip(pixels, images, strict=True):  # one after the other, so that each reuses the memory of the last
+                row[:] = self._decode_file(data)
         else:
             stacked = images if images.ndim == 4 else images[..., None]
             pixels = np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
@@ -167,6 +173,10 @@ class ImageClassification(Task):
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
         """See `Task.update`."""
         metrics.update(outputs, batch["label"])
+
+    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
+        """See `class_predictions`."""
+        return class_predictions(outputs, self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""

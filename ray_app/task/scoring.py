@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ray_app.errors import ConfigError
 from ray_app.task.base import Batch, Mistake, Task
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
 MOST_MISTAKES = 12
 _WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000
@@ -68,7 +68,15 @@ class Scores:
 
 
 def score(
-    task: Task, model: nn.Module, arrays: dict[str, npt.NDArray], size: int, device: torch.device, part: int = 0, parts: int = 1
+    task: Task,
+    model: nn.Module,
+    arrays: dict[str, npt.NDArray],
+    size: int,
+    device: torch.device,
+    part: int = 0,
+    parts: int = 1,
+    chunk_rows: int | None = None,
+    keep: Container[str] | None = None,
 ) -> Iterator[Chunk]:
     """Scores a data set, or every `parts`-th chunk of it.
 
@@ -80,12 +88,14 @@ def score(
         device: Where to compute.
         part: Which of several processes this is.
         parts: How many there are.
+        chunk_rows: Rows of a chunk; not given: a number that makes the work quick.
+        keep: Names of the metrics whose states are kept; not given: all.
     """
     model.eval()
     metrics = task.metrics().to(device)
     fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
     rows, worst = len(next(iter(arrays.values()))), list[float]()
-    step = _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
+    step = chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
     for low in range(part * step, rows, parts * step):
         batch = {name: values[low : low + step].to(device) for name, values in fields.items()}
         metrics.reset()
@@ -99,7 +109,8 @@ def score(
             if len(worst) < MOST_MISTAKES or mistake.confidence > worst[-1]:  # pictures are made of no others
                 worst = sorted([*worst, mistake.confidence], reverse=True)[:MOST_MISTAKES]
                 found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
-        states = {str(name): _on_cpu(metric) for name, metric in metrics.items(keep_base=True, copy_state=True)}
+        kept = [(str(name), metric) for name, metric in metrics.items(keep_base=True, copy_state=True) if keep is None or name in keep]
+        states = {name: _on_cpu(metric) for name, metric in kept}
         yield Chunk(low, len(losses), losses.double().sum().item(), states, found)
 
 
@@ -120,13 +131,13 @@ def _forward(task: Task, model: nn.Module, batch: Batch, size: int) -> Any:
 
 
 def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
-    """Adds up what the chunks of a whole data set gave, in any order of arrival.
+    """Adds up what the chunks of a whole data set gave, in any order of arrival; metrics whose states were not kept are left out.
 
     Raises:
         ConfigError: A metric of the task cannot be put together from parts.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.low)
-    metrics = task.metrics()
+    metrics = kept_metrics(task, ordered)
     for name, metric in metrics.items(keep_base=True, copy_state=True):
         for state in metric._defaults:
             setattr(metric, state, _folded(metric, state, [chunk.states[str(name)][state] for chunk in ordered]))
@@ -144,6 +155,15 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
     values["loss"] = math.fsum(chunk.loss for chunk in ordered) / rows if rows else math.nan
     worst = sorted((m for chunk in ordered for m in chunk.mistakes), key=lambda m: (-m.confidence, m.row))
     return Scores(values, tables, worst[:MOST_MISTAKES])
+
+
+def kept_metrics(task: Task, chunks: Sequence[Chunk]) -> MetricCollection:
+    """The task's metrics whose states the chunks hold; all of them if there is no chunk."""
+    metrics = task.metrics()
+    if not chunks or all(str(name) in chunks[0].states for name in metrics.keys(keep_base=True)):
+        return metrics
+    known = metrics.items(keep_base=True, copy_state=True)
+    return type(metrics)({str(name): metric for name, metric in known if name in chunks[0].states})
 
 
 def _on_cpu(metric: Metric) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ray_app.errors import DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column
-from ray_app.task.classification import classification_metrics, wrong_classes
+from ray_app.task.classification import class_predictions, classification_metrics, wrong_classes
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -60,6 +60,10 @@ class _Tabular(Task):
         """See `Task.columns`."""
         assert self.features is not None, "prepare() comes first"
         return [*self.features, self.label]
+
+    def targets(self) -> list[str]:
+        """See `Task.targets`."""
+        return [self.label]
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Decodes to `features` (rows, inputs) float32 and `label` (rows,)."""
@@ -148,6 +152,10 @@ class TabularClassification(_Tabular):
         """See `Task.update`."""
         metrics.update(outputs, batch["label"])
 
+    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
+        """See `class_predictions`."""
+        return class_predictions(outputs, self.classes)
+
     def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""
         return wrong_classes(outputs, batch["label"], self.classes, most)
@@ -201,3 +209,7 @@ class TabularRegression(_Tabular):
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
         """See `Task.update`."""
         metrics.update(outputs[:, 0].to(torch.float32), batch["label"])
+
+    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
+        """The predicted number of every row as `predicted`."""
+        return {"predicted": outputs[:, 0].to(torch.float32).numpy()}

@@ -1,17 +1,19 @@
 """Loads a packaged model, for MLflow and for plain PyTorch; a copy of this file is the code of every package.
 
 It stands alone: it needs torch and NumPy, safetensors for a package with weights of its own, and neither Ray nor the rest of ray_app.
-Nothing is unpickled; a package that asks for it is refused.
+Nothing is unpickled, and no expression of an archive is evaluated that does more than count rows; a package that asks for it is refused.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import inspect
 import json
 import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,16 @@ _HARMLESS = re.compile(
     r"data/(weights|constants)/\w+_config\.json)"
 )
 """What an archive of `torch.export.save` holds besides pickles: JSON, raw numbers, and notes of zip's writer."""
+
+
+_OPERATOR = re.compile(
+    r"torch\.ops\.(aten|prims|torchvision|higher_order)\.(?!(save|load|from_file)\b|__(?!and|or|xor|[lr]shift))\w+(\.(?!__)\w+)?|torch\.sym_\w+|math\.[a-z]\w*|"
+    r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
+)
+"""Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, do what they are told."""
+_FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
+_SIZE_PARTS = (ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.keyword, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+_SIZE_PARTS += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
 
 
 class Served(nn.Module):
@@ -97,8 +109,7 @@ def load(folder: str | Path) -> nn.Module:
     """
     folder = Path(folder)
     if describe(folder)["format"] == "torch.export":
-        refuse_pickles(folder / EXPORTED)
-        return torch.export.load(folder / EXPORTED).module()
+        return load_exported(folder / EXPORTED).module()
     return _restored(folder).eval().requires_grad_(False)
 
 
@@ -123,13 +134,27 @@ def named(outputs: Any) -> list[tuple[str, Tensor]]:
     return pairs
 
 
-def refuse_pickles(archive: Path) -> None:
-    """Refuses an archive of `torch.export.save` with anything in it that would be unpickled.
+def load_exported(archive: Path) -> torch.export.ExportedProgram:
+    """Loads what `torch.export.save` wrote, unless something in it would be executed.
+
+    Raises:
+        ValueError: Something would; the message names it.
+    """
+    refuse_code(archive)
+    return torch.export.load(archive)
+
+
+def refuse_code(archive: Path) -> None:
+    """Refuses an archive of `torch.export.save` with anything in it that `torch.export.load` would unpickle or evaluate.
 
     Raises:
         ValueError: It holds such a thing; the message names it.
     """
-    with zipfile.ZipFile(archive) as file:
+    try:
+        file = zipfile.ZipFile(archive)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{archive} is refused: it is no archive of torch.export.save.") from error
+    with file:
         for member in file.infolist():
             if re.fullmatch(r"[^/]+/data/sample_inputs/\w+\.pt", member.filename) and not member.file_size:
                 continue
@@ -140,6 +165,44 @@ def refuse_pickles(archive: Path) -> None:
                 for name, payload in payloads.items():
                     if payload["use_pickle"]:
                         raise ValueError(f"{archive} is refused: {name} is pickled.")
+            elif member.filename.endswith(".json"):
+                for problem in _code_in(json.loads(file.read(member))):
+                    raise ValueError(f"{archive} is refused: {member.filename} holds {problem}.")
+
+
+def _code_in(value: Any, key: str = "") -> Iterator[str]:
+    """What torch would execute of a program in JSON besides operators on tensors and sizes."""
+    if isinstance(value, dict):
+        if key == "range_constraints":
+            yield from (f"the size {name[:80]!r}" for name in value if not _is_size(name))
+        for name, inner in value.items():
+            yield from _code_in(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _code_in(inner, key)
+    elif isinstance(value, str):
+        if key == "expr_str" and not _is_size(value):
+            yield f"the size {value[:80]!r}"
+        elif key == "guards_code" and not _is_size(re.sub(r"L\['\w+'\](\[('\w+'|\d+)\])*\.size\(\)\[\d+\]", "s0", value)):
+            yield f"the check {value[:80]!r}"
+        elif key in ("target", "as_operator") and not _OPERATOR.fullmatch(value):
+            yield f"the operator {value[:80]!r}"
+
+
+def _is_size(text: str) -> bool:
+    """Whether a text is an expression of sizes, such as `Mul(Integer(2), Symbol('s0', positive=True))`, and nothing else."""
+    try:
+        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    calls = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return all(
+        isinstance(node, _SIZE_PARTS)
+        and (not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value.isidentifier())
+        and (not isinstance(node, ast.Call) or isinstance(node.func, ast.Name))
+        and (not isinstance(node, ast.Name) or (_FUNCTION if id(node) in calls else _SYMBOL).fullmatch(node.id))
+        for node in nodes
+    )
 
 
 def _restored(folder: Path) -> nn.Module:

@@ -4,7 +4,7 @@
 
     MLmodel  requirements.txt  ...             MLflow's own: signature, input example, environment
     code/ray_app_loader_1a2b3c4d.py            a copy of `track/loader.py`; beside it the task's code, if that is needed
-    data/model/package.json                    format, inputs, digest of the parameters
+    data/model/package.json                    format, inputs, digest of the parameters, classes, the task's class and settings
     data/model/model.pt2                       the task's `forward` for any number of rows, as `torch.export` saves it; or
     data/model/model.safetensors  task.json    the parameters, and the class and the settings of the prepared task
 """
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import RegistryError
+from ray_app.record.redact import redacted
 from ray_app.task.base import Batch, Task
 from ray_app.track import loader
 from ray_app.track.sources import requirements, sources_of
@@ -137,8 +138,21 @@ def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, np
         "inputs": [{"name": field, "dtype": values.dtype.str, "shape": list(values.shape[1:])} for field, values in inputs.items()],
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
+        "classes": served.task.classes,
+        "task": {"class_path": class_path(served.task), "settings": _settings(served.task)},
     }
     (data / loader.DESCRIPTION).write_text(json.dumps(described, indent=1))
+
+
+def class_path(task: Task) -> str:
+    """The import path of a task's class."""
+    return f"{type(task).__module__}.{type(task).__qualname__}"
+
+
+def _settings(task: Task) -> dict[str, Any] | None:
+    """The settings of a prepared task, from which it can be made again; None if JSON does not keep them or they hold a secret."""
+    settings = vars(task)
+    return settings if _is_json(settings) and redacted(settings) == settings else None
 
 
 def _write_exported(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path) -> set[str]:
@@ -175,6 +189,8 @@ def _write_weights(served: loader.Served, inputs: dict[str, npt.NDArray], data: 
                 f"the task's attribute {name!r} is a {type(value).__name__} that JSON does not keep; hold numbers, text, lists and"
                 " dictionaries of these, and make the rest of them when they are needed"
             )
+        if redacted(value, name) != value:
+            raise RegistryError(f"the task's attribute {name!r} holds a secret, which a package must not; read it from the environment")
     sources = sources_of(made.__module__)
     for module, file in sources.files.items():
         target = code / Path(*module.split("."))

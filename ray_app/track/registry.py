@@ -24,6 +24,7 @@ RUN_UUID, PARAMS_DIGEST = "ray_app.run_uuid", "ray_app.params_digest"
 _REGISTERED = "ray_app.registered_at"
 _BECAUSE, _AT, _BY, _REPLACES = "ray_app.promoted_because", "ray_app.promoted_at", "ray_app.promoted_by", "ray_app.replaces"
 FIRST = "first version"
+_BACK_BECAUSE, _BACK_AT, _BACK_BY = "ray_app.rolled_back_because", "ray_app.rolled_back_at", "ray_app.rolled_back_by"
 _TAG_CHARS = 5000
 
 
@@ -57,6 +58,7 @@ def register(
     tags: dict[str, str],
     package: Callable[[Path], Package],
     by: str,
+    first_serves: bool = True,
 ) -> Registered:
     """Makes a package the newest version of a model, and the `challenger`; the first version of all becomes `champion` too.
 
@@ -72,6 +74,7 @@ def register(
         tags: More tags of the version.
         package: Makes the package in a new folder; not called if there is nothing to upload.
         by: Who does it.
+        first_serves: Whether the first version of all becomes the champion at once.
 
     Raises:
         RegistryError: What MLflow stored is not what was uploaded; no version was made.
@@ -90,7 +93,7 @@ def register(
         version = client.create_model_version(name, source, run_id, tags=tags)
     if _REGISTERED not in version.tags:
         client.set_registered_model_alias(name, CHALLENGER, version.version)
-        if champion_of(client, name) is None:
+        if first_serves and champion_of(client, name) is None:
             promote(client, name, version.version, FIRST, by)
         client.set_model_version_tag(name, version.version, _REGISTERED, _now())
     return _registered(client, version)
@@ -129,6 +132,64 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
         client.set_model_version_tag(name, version, tag, value)
     client.set_registered_model_alias(name, CHAMPION, version)
     return True
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A return to the champion before.
+
+    Args:
+        version: The version that was left.
+        to: The version that serves again.
+        reason: Why.
+        at: When, ISO 8601 (UTC).
+        by: Who decided it.
+    """
+
+    version: str
+    to: str
+    reason: str
+    at: str
+    by: str
+
+
+def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
+    """Makes the version that the champion replaced serve again; the reason goes on record first, at the version that is left.
+
+    The tags of the version that serves again stay as they are, so a second rollback goes back further, never to the one that was left.
+
+    Raises:
+        RegistryError: There is no reason, no champion, or nothing that it replaced; nothing is changed.
+        Exception: Whatever MLflow raises; the champion serves on.
+    """
+    if not reason.strip():
+        raise RegistryError(f"A rollback of {name!r} needs a reason: what is wrong with what serves now?")
+    now = champion_of(client, name)
+    if now is None:
+        raise RegistryError(f"{name!r} has no champion that could be rolled back.")
+    before = client.get_model_version(name, now).tags.get(_REPLACES, "none")
+    if before == "none":
+        raise RegistryError(
+            f"Version {now} of {name!r} replaced no other champion, so there is none to go back to. Promote another version with"
+            " jobs/register.py --promote."
+        )
+    _need_version(client, name, before)
+    made = Rollback(now, before, reason[:_TAG_CHARS], _now(), by)
+    for tag, value in ((_BACK_BECAUSE, made.reason), (_BACK_AT, made.at), (_BACK_BY, by)):
+        client.set_model_version_tag(name, now, tag, value)
+    client.set_registered_model_alias(name, CHAMPION, before)
+    return made
+
+
+def rollbacks(client: Any, name: str) -> list[Rollback]:
+    """The rollbacks that MLflow has on record, oldest first; one that was stopped before the alias moved is none."""
+    serves = champion_of(client, name)
+    found = [
+        Rollback(str(v.version), v.tags.get(_REPLACES, "none"), v.tags.get(_BACK_BECAUSE, ""), v.tags[_BACK_AT], v.tags.get(_BACK_BY, ""))
+        for v in client.search_model_versions(_filter("name", name))
+        if _BACK_AT in v.tags and str(v.version) != serves
+    ]
+    return sorted(found, key=lambda one: one.at)
 
 
 def _upload(client: Any, run_id: str, place: str, folder: Path) -> str:

@@ -49,6 +49,11 @@ class Job:
         return RunPaths(location(self.run_root))
 
     @property
+    def rendezvous(self) -> str:
+        """Name of this start's rendezvous actor."""
+        return f"rendezvous-{self.paths.name}-{self.fence}"
+
+    @property
     def source(self) -> RowSource:
         """The training data."""
         reader = Reader(self.data_root, self.task.columns(), self.task.decode)

@@ -101,7 +101,7 @@ class RayMembership:
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         use_interface_of(host)
         self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._me = Beat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port)
+        self._me = Beat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port, os.getpid())
         self._generation = self._rank = self._recorded = self._moves = 0
         self._step = -1
         self._record: StepRecord | None = None

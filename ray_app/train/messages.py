@@ -32,6 +32,7 @@ class Beat:
         node: Id of its node.
         host: Address of its node.
         port: Where its store listens.
+        pid: Id of its process there.
         generation: The generation that it steps in; 0 before the first.
         rank: Its rank there.
         step: Its finished steps, -1 without a state.
@@ -45,6 +46,7 @@ class Beat:
     node: str
     host: str
     port: int
+    pid: int = 0
     generation: int = 0
     rank: int = 0
     step: int = -1

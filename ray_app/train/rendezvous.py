@@ -175,10 +175,13 @@ class Rendezvous:
         """How things are."""
         now = time.monotonic()
         live = {w for w, m in self._members.items() if m.beat.node not in self._draining}
-        stepping = sum(m.beat.generation == self._number and m.joined_s is None for m in self._members.values())
         lost = {worker: now - since for worker, since in self._lost.items()}
         stopping = bool(self._flags & Flags.STOP)
-        return Status(live, lost, stepping, max(0, self._progress.step), self._record, self._waiting, stopping)
+        return Status(live, lost, len(self._stepping()), max(0, self._progress.step), self._record, self._waiting, stopping)
+
+    async def workers(self) -> list[Beat]:
+        """The newest sign of life of every worker of the current generation, by rank."""
+        return sorted((m.beat for m in self._stepping()), key=lambda beat: beat.rank)
 
     # How generations form.
 
@@ -205,6 +208,10 @@ class Rendezvous:
     def _incumbents(self) -> list[_Member]:
         """Those who stay and were in the last generation."""
         return [m for m in self._stayers() if m.beat.generation == self._number > 0]
+
+    def _stepping(self) -> list[_Member]:
+        """Those who are in the current generation."""
+        return [m for m in self._members.values() if m.beat.generation == self._number > 0 and m.joined_s is None]
 
     def _is_held(self) -> bool:
         return self._waiting is not None and not self._flags & Flags.STOP
@@ -264,7 +271,7 @@ class Rendezvous:
             self._step_s.append(record.step_ms / 1e3)
 
     def _look_for_standstill(self, now: float) -> None:
-        stepping = [m for m in self._members.values() if m.beat.generation == self._number > 0 and m.joined_s is None]
+        stepping = self._stepping()
         if not stepping or all(m.beat.phase == "done" for m in stepping):
             return
         limit = self._step_timeout_s

@@ -61,7 +61,7 @@ class ShardedState(SpreadState):
 
     def _take(self, whole: Snapshot) -> None:
         with lost_peers():
-            self.model = shard(self._made(_CPU), self._task.shard_units, self._config.train, self._mesh_device, self._world)
+            self.model = shard(self._made(), self._task.shard_units, self._config.train, self._mesh_device, self._world)
         self.master = self.model
         self._equip()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))

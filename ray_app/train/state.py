@@ -21,6 +21,7 @@ from ray_app.strategy.base import World, collective, gather
 from ray_app.task.base import Task
 from ray_app.train.average import Average
 from ray_app.train.freeze import freeze
+from ray_app.train.initial import begin_with
 from ray_app.train.logical import seed_init
 from ray_app.train.scale import LossScale
 
@@ -38,10 +39,13 @@ class TrainingState:
     """Model, optimizer, schedule and the number of finished steps.
 
     Args:
-        config: Names optimizer and schedule.
+        config: Names optimizer and schedule, and the file of parameters to begin with if there is one.
         task: Makes the model.
         device: Where it lives.
         total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
+
+    Raises:
+        ConfigError: The parameters to begin with are not there, or not the model's.
     """
 
     is_spread: ClassVar[bool] = False
@@ -50,18 +54,17 @@ class TrainingState:
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
         self.step = NOTHING
-        self._build(device)
-
-    def _build(self, device: torch.device) -> None:
-        """Makes everything as it is before the first step."""
-        self._frozen: list[nn.Module] = []
-        self.model = self._made(device)
+        self.model = self._made()
+        if config.train.init_from is not None:
+            begin_with(self.model, config.train.init_from, config.train.init_digest)
+        self.model.to(device)
         self.master: nn.Module = self._master_of(self.model)
         self._equip()
 
-    def _made(self, device: torch.device) -> nn.Module:
-        seed_init(self._config.seed, device)
-        model: nn.Module = self._task.build_model().to(device)
+    def _made(self) -> nn.Module:
+        """The model as the task makes it."""
+        seed_init(self._config.seed, self._device)
+        model = self._task.build_model()
         self._frozen = freeze(model, self._config.train.freeze or [])
         return model
 

@@ -1,17 +1,18 @@
-"""A task whose workers wait in the middle of a run until a test lets them go on."""
+"""Tasks whose workers wait in the middle of a run, or of a prediction, until a test lets them go on."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+import numpy.typing as npt
 from torch import Tensor
 
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 
 _SLOW_S, _LOOK_S = 0.003, 0.02
-_losses = 0
+_losses = _predictions = 0
 
 
 class Gated(ImageClassification):
@@ -37,3 +38,17 @@ class Gated(ImageClassification):
             while not Path(self.gate, "open").exists():
                 time.sleep(_LOOK_S)
         return super().loss(outputs, batch)
+
+
+class GatedPrediction(Gated):
+    """Digits, stopped before the given batch of predictions of each process instead."""
+
+    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
+        """See `ImageClassification`."""
+        global _predictions
+        _predictions += 1
+        if _predictions == self.wait_before:
+            Path(self.gate, "reached").touch()
+            while not Path(self.gate, "open").exists():
+                time.sleep(_LOOK_S)
+        return super().predictions(outputs)

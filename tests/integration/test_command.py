@@ -340,6 +340,28 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(
     assert summary["rows"] == expected["rows"]
 
 
+def test_sigterm_before_the_first_step_ends_in_order(
+    command: Callable[..., list[str]], start: Callable[[list[str]], Started], gate: Path, tmp_path: Path
+) -> None:
+    gated = ["--task.class_path=tests.integration.gated_task.Gated", "--task.init_args", json.dumps({"gate": str(gate), "wait_before": 1})]
+    rehearsing = start(command(*gated))
+    started = start(command("--run.name=started", "--scaling.max_workers=1", "--data.eval_path=null"))
+
+    rehearsing.wait_until((gate / "reached").exists)
+    rehearsing.process.send_signal(signal.SIGTERM)
+    assert rehearsing.end() == 75
+    assert "Interrupted; starting it again" in rehearsing.err.read_text()
+    assert not RunPaths(tmp_path / "runs" / "run").root.exists()
+
+    paths = RunPaths(tmp_path / "runs" / "started")
+    started.wait_until(lambda: bool(read_events(paths, "started")))
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end() == 75, started.err.read_text()
+    assert "Traceback" not in started.err.read_text()
+    assert json.loads(paths.summary.read_text())["status"] == "interrupted"
+    assert [event.kind for event in read_events(paths, "interrupted", "failed", "finished")] == ["interrupted"]
+
+
 def test_a_task_of_ones_own_trains_as_its_page_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "own-task.md").read_text()
     folder = shutil.copytree(USER_TASK, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,49 +1,52 @@
-"""The quickstart notebook, executed in a kernel as Jupyter does it."""
+"""The notebooks, executed in a kernel as Jupyter does it, and as they are stored."""
 
 from __future__ import annotations
 
-import base64
 import json
-import shutil
+import re
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import nbformat
+import psutil
 import pytest
-from ipykernel.kernelspec import install
-from nbclient import NotebookClient
+from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = Path("notebooks") / "01_quickstart.ipynb"
+from tests.notebooks import NOTEBOOKS, ROOT, copy_project, execute, kernel, outputs, pictures, printed
+
 _PNG = b"\x89PNG\r\n"
 
 
-def pictures(notebook: nbformat.NotebookNode) -> list[bytes]:
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    return [base64.b64decode(output.data["image/png"]) for output in outputs if "image/png" in output.get("data", {})]
+@pytest.fixture
+def kernel_name(tmp_path: Path) -> Iterator[str]:
+    with kernel(tmp_path / "kernel") as name:
+        yield name
 
 
 @pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A kernel of this Python, whatever kernels the user has; it joins no Ray cluster that is there by chance."""
-    install(kernel_name="quickstart", prefix=str(tmp_path / "jupyter"))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter" / "share" / "jupyter"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return "quickstart"
+def project(tmp_path: Path) -> Path:
+    copy_project(tmp_path / "project")
+    return tmp_path / "project"
 
 
-def test_the_quickstart_runs_and_learns_the_digits(kernel: str, tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    for name in ("ray_app", "jobs", "conf", "notebooks"):
-        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
-    notebook = nbformat.read(project / NOTEBOOK, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = []
-    resources = {"metadata": {"path": str(project / NOTEBOOK.parent)}}
-    NotebookClient(notebook, timeout=240, kernel_name=kernel, resources=resources).execute()
+def summary_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
 
+
+def assert_pictures(notebook: nbformat.NotebookNode, number: int) -> None:
+    assert len(pictures(notebook)) == number
+    assert all(picture.startswith(_PNG) and len(picture) > 5000 for picture in pictures(notebook))
+
+
+def has_bar(notebook: nbformat.NotebookNode) -> bool:
+    return any("<progress" in output.get("data", {}).get("text/html", "") for output in outputs(notebook))
+
+
+@pytest.mark.timeout(600)
+def test_the_quickstart_runs_and_learns_the_digits(kernel_name: str, project: Path) -> None:
+    notebook = execute("01_quickstart.ipynb", project, kernel_name)
     [found] = (project / "runs").glob("*/summary.json")
     summary = json.loads(found.read_text())
     assert summary["status"] == "finished"
@@ -51,15 +54,69 @@ def test_the_quickstart_runs_and_learns_the_digits(kernel: str, tmp_path: Path) 
     assert summary["metrics"]["accuracy"] >= 0.97
     assert summary["best"]["value"] >= 0.97
     assert summary["mlflow_run_id"]
-    assert len(pictures(notebook)) == 2
-    assert all(picture.startswith(_PNG) and len(picture) > 5000 for picture in pictures(notebook))
+    assert has_bar(notebook)
+    assert "epoch 30/30 step 23/23" in printed(notebook)
+    assert_pictures(notebook, 2)
 
 
-def test_the_stored_notebook_shows_what_it_does_on_any_machine() -> None:
-    text = (ROOT / NOTEBOOK).read_text()
+@pytest.mark.timeout(900)
+def test_a_run_that_is_resized_and_loses_workers_ends_as_if_nothing_had_happened(kernel_name: str, project: Path) -> None:
+    notebook = execute("02_watch_it_survive.ipynb", project, kernel_name)
+    runs = project / "runs" / "survive"
+    disturbed, undisturbed = summary_of(runs / "disturbed"), summary_of(runs / "undisturbed")
+    assert disturbed["params_digest"] == undisturbed["params_digest"]
+    assert disturbed["metrics"] == undisturbed["metrics"]
+    assert disturbed["metrics"]["accuracy"] >= 0.95
+    assert [workers for _, workers in disturbed["world_sizes"]][:5] == [1, 2, 1, 2, 1]
+    assert len(undisturbed["world_sizes"]) == 1
+    assert disturbed["restarts"]["failures"] == 2
+    assert disturbed["redone_steps"] == 0
+    [said] = [cell.outputs[-1].data["text/plain"] for cell in notebook.cells if cell.source.startswith("killed = ")]
+    [killed] = map(int, re.findall(r"<worker 0: process (\d+)", said))
+    assert not psutil.pid_exists(killed) or "RayTrainWorker" not in psutil.Process(killed).name()
+    assert_pictures(notebook, 1)
+
+
+@pytest.mark.timeout(600)
+def test_the_better_run_becomes_the_champion(kernel_name: str, project: Path) -> None:
+    import mlflow
+
+    notebook = execute("03_compare_and_promote.ipynb", project, kernel_name)
+    runs = project / "runs" / "compare"
+    first, longer = summary_of(runs / "first"), summary_of(runs / "longer")
+    assert longer["best"]["value"] > first["best"]["value"]
+    client = mlflow.MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    champion = client.get_model_version_by_alias("digits", "champion")
+    assert champion.tags["ray_app.params_digest"] == longer["params_digest"]
+    assert champion.tags["ray_app.promoted_because"] == "and forward again"
+    assert client.get_model_version("digits", "1").tags["ray_app.promoted_because"] == "trying the way back"
+    assert f"the champion reads {longer['best']['value']:.2%} of 359 held-out digits" in printed(notebook)
+    assert_pictures(notebook, 1)
+
+
+@pytest.mark.timeout(600)
+def test_a_task_and_data_of_ones_own(kernel_name: str, project: Path) -> None:
+    notebook = execute("04_own_task_and_data.ipynb", project, kernel_name)
+    folder = project / "build" / "spirals"
+    [found] = (folder / "runs").glob("*/summary.json")
+    summary = json.loads(found.read_text())
+    assert summary["status"] == "finished"
+    assert summary["metrics"]["accuracy"] >= 0.97
+    assert f"accuracy {summary['best']['value']:.4f}" in printed(notebook)
+    assert "class Spirals(Task)" in (folder / "spirals_task.py").read_text()
+    assert_pictures(notebook, 1)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_stored_notebook_shows_what_it_does_on_any_machine(path: Path) -> None:
+    text = path.read_text()
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
-    assert len(pictures(notebook)) == 2
-    assert not any(output.output_type == "error" for cell in notebook.cells for output in cell.get("outputs", []))
-    assert "def " not in "".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(Image.open(BytesIO(picture)).convert("L").getextrema() != (255, 255) for picture in pictures(notebook))
+    assert pictures(notebook)
+    assert has_bar(notebook)
+    assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs(notebook))
+    assert "def " not in "".join(cell.source for cell in cells if not cell.source.startswith("%%writefile"))
     assert not any(place in text for place in ("/home/", "/root/", "/Users/", "/tmp/", str(ROOT)))

@@ -14,7 +14,9 @@ from ray.cluster_utils import Cluster
 from ray.data._internal.stats import STATS_ACTOR_NAME, STATS_ACTOR_NAMESPACE
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_app.data.source import anchor_here
+from ray_app.train.ray_token import require_token
 
+require_token()
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 other = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address)

@@ -81,17 +81,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Finished:
     """The directory of a run that has two checkpoints, of which the first is better, and its MLflow run; nothing was trained."""
 
-    def __init__(self, storage: Path, digits: Path, uri: str, name: str = "run", task: str = "", **fields: Any) -> None:
+    def __init__(
+        self, storage: Path, digits: Path, uri: str, name: str = "run", task: str = "", init_args: Any = None, **fields: Any
+    ) -> None:
         values = {"run__name": name, "run__storage_path": str(storage), "data__path": str(digits / "train"), "data__eval_path": None}
         config = load_config(ROOT / "conf" / "digits.yaml").replace(**(values | {"tracking__uri": uri} | fields))
         if task:
-            config = replace(config, task=ClassSpec(task, config.task.init_args))
+            config = replace(config, task=ClassSpec(task, init_args or config.task.init_args))
         self.config: Config = config
         self.prepared: Prepared = claim(prepare(config), 1)
         self.job = self.prepared.job
         paths = self.job.paths
         for step, accuracy in ((8, 0.75), (16, 0.5)):
             model = self.job.task.build_model()
+            for parameter in model.parameters():
+                parameter.data.mul_(3)
             for buffer in model.buffers():
                 buffer.add_(0.25 if buffer.is_floating_point() else 1)
             state = dict(model.state_dict())
@@ -332,17 +336,17 @@ def test_fields_that_forward_reads_in_any_way_are_inputs() -> None:
 def test_an_archive_with_pickles_in_it_is_refused(tmp_path: Path) -> None:
     task, model = tabular(TabularClassification)
     good = make_package(task, model, FIELDS, tmp_path / "package").folder / "data" / "model" / loader.EXPORTED
-    loader.refuse_pickles(good)
+    loader.refuse_code(good)
     exported = torch.export.load(good)
     exported.example_inputs = ((torch.zeros(2, 3),), {})
     torch.export.save(exported, tmp_path / "inputs.pt2")
     with pytest.raises(ValueError, match=r"sample_inputs/model.pt may hold pickled code"):
-        loader.refuse_pickles(tmp_path / "inputs.pt2")
+        loader.refuse_code(tmp_path / "inputs.pt2")
     with zipfile.ZipFile(good) as whole, zipfile.ZipFile(tmp_path / "weights.pt2", "w") as other:
         for member in whole.namelist():
             other.writestr(member, whole.read(member).replace(b'"use_pickle": false', b'"use_pickle": true', 1))
     with pytest.raises(ValueError, match="is pickled"):
-        loader.refuse_pickles(tmp_path / "weights.pt2")
+        loader.refuse_code(tmp_path / "weights.pt2")
 
 
 def test_code_is_found_through_imports_and_ray_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

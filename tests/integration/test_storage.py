@@ -17,7 +17,7 @@ from ray_app import run_training
 from ray_app.config import Config
 from ray_app.errors import LeaseLostError, NonFiniteError, RunHeldError
 from ray_app.pipeline.run import Faults
-from ray_app.record.files import names, put_json, read_json
+from ray_app.record.files import listing, names, put_atomic, put_json, read_json
 from ray_app.record.holder import Holder, Record
 from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
@@ -35,12 +35,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_on_s3_is_the_same(
     short_run: ShortRun, undisturbed: dict[str, Any], digits: Path, s3_folder: S3Path, s3_server: S3Server, tmp_path: Path
 ) -> None:
-    """With an end in the middle, a damaged newest checkpoint, an evaluator, MLflow, and a server that fails now and then."""
+    """With its data there, an end in the middle, a damaged newest checkpoint, an evaluator, MLflow, and a server that fails at times."""
     workers = {"scaling__min_workers": 2, "scaling__max_workers": 2}
     expected = undisturbed or run_training(short_run(run__name="local", **workers)).summary
+    for name, file in listing(digits).items():
+        put_atomic(s3_folder / "digits" / name, file.read_bytes())
     config = short_run(
         run__storage_path=str(s3_folder),
-        data__eval_path=str(digits / "eval"),
+        data__path=str(s3_folder / "digits" / "train"),
+        data__eval_path=str(s3_folder / "digits" / "eval"),
         tracking__enabled=True,
         tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}",
         **workers,

@@ -8,8 +8,10 @@ import torch
 from ray_app import load_config
 from ray_app.config import Config
 from ray_app.errors import ConfigError
+from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.prepare import make_task
 from ray_app.plan.facts import ColumnFacts, DataFacts
+from ray_app.retrain.section import RetrainSection
 from ray_app.train.state import TrainingState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,11 +28,13 @@ FACTS = {
         "imagenet", 1_281_167, {"image": ColumnFacts("bytes"), "label": ColumnFacts("integer", "int64", (), 0, 999, 0)}
     ),
 }
-PARAMETERS = {"digits": 21_482, "mlp_mnist": 269_322, "resnet50_imagenet": 25_557_032}
+FACTS["retrain_digits"] = FACTS["digits"]
+MORE: dict[str, type] = {"retrain": RetrainSection}
+PARAMETERS = {"digits": 21_482, "retrain_digits": 21_482, "mlp_mnist": 269_322, "resnet50_imagenet": 25_557_032}
 
 
 def config_of(file: Path) -> Config:
-    return load_config(file)
+    return parse_more(["--config", str(file)], MORE, "any job", exit_on_error=False)[0]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import shutil
 import struct
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_only_plain_columns_have_statistics_and_no_array_has_a_dictionary(tmp_pa
 
 
 def test_dataset_json_describes_what_is_there(tmp_path: Path) -> None:
-    write_idx(tmp_path / "in", "train", 12, True)
+    write_idx(tmp_path / "in", "train", 12, False)
     ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), shard_rows=5))
     folder = tmp_path / "out" / "train"
     found = json.loads((folder / "dataset.json").read_text())
@@ -92,7 +93,7 @@ def test_dataset_json_describes_what_is_there(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from ray_app.data.ingest import IngestOptions, ingest
-ingest(IngestOptions(sys.argv[1], sys.argv[3], sys.argv[2], row_group_bytes=4 << 20))
+ingest(IngestOptions(sys.argv[1], sys.argv[3], sys.argv[2], row_group_bytes=4 << 20, shard_rows=10_000))
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """
 
@@ -174,27 +175,23 @@ def test_a_failure_midway_leaves_no_target_and_the_next_time_works(tmp_path: Pat
     assert ingest(options).rows == 5
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    names = [f"out.partial-{os.uname().nodename}-{pid}" for pid in (ended.pid, os.getppid())] + ["out.partial-other-1"]
-    for name in names:
+def test_what_an_ingest_with_other_options_left_is_removed_unless_it_runs(tmp_path: Path) -> None:
+    for name in ("out.partial-left", "out.partial-used", "other.partial-left"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part-00000.parquet").write_bytes(b"half")
+    used = os.open(tmp_path / "out.partial-used", os.O_RDONLY)
+    fcntl.flock(used, fcntl.LOCK_EX)
     ingest(IngestOptions("digits", str(tmp_path / "out")))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *names[1:]])
+    os.close(used)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.partial-left", "out", "out.partial-used"]
 
 
-def test_of_two_at_once_the_slower_one_returns_what_the_quicker_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, rename = IngestOptions("digits", str(tmp_path / "out")), os.rename
-
-    def overtaken(partial: Path, out: Path) -> None:
-        shutil.copytree(partial, out)
-        rename(partial, out)
-
-    monkeypatch.setattr(os, "rename", overtaken)
-    summary = ingest(options)
-    assert (summary.reused, summary.rows) == (True, 1797)
+def test_of_two_at_once_the_slower_one_returns_what_the_quicker_made(tmp_path: Path) -> None:
+    options = IngestOptions("digits", str(tmp_path / "out"))
+    with ThreadPoolExecutor(2) as pool:
+        summaries = list(pool.map(ingest, [options, options]))
+    assert sorted(summary.reused for summary in summaries) == [False, True]
+    assert [summary.rows for summary in summaries] == [1797, 1797]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -202,10 +199,11 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
     np.savez(tmp_path / "d.npz", x=np.zeros((5, 2)))
 
     class Shrinking(Numpy):
-        def parts(self) -> list[raw.Part]:
-            return [replace(part, rows=part.rows + 1) for part in super().parts()]
+        def parts(self, run: raw.Run) -> list[raw.Part]:
+            [part] = super().parts(run)
+            return [replace(part, pieces=[replace(piece, rows=6) for piece in part.pieces])]
 
-    monkeypatch.setitem(READERS, "numpy", lambda path, options: Shrinking(path))
+    monkeypatch.setitem(READERS, "numpy", lambda path, options: Shrinking(Path(path), options.shard_rows))
     with pytest.raises(DataError, match="6 rows expected, 5 read"):
         ingest(IngestOptions("numpy", str(tmp_path / "out"), str(tmp_path / "d.npz")))
     assert not (tmp_path / "out").exists()
@@ -214,14 +212,19 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"source": "tar", "input": "a"}, "allowed are images, csv, numpy, idx, digits"),
+        ({"source": "tar", "input": "a"}, "allowed are images, csv, jsonl, numpy, idx, cifar, webdataset, hf, digits, parquet"),
         ({"source": "csv"}, "needs an input"),
         ({"source": "csv", "input": ""}, "needs an input"),
         ({"source": "digits", "input": "a"}, "reads no input"),
-        ({"source": "csv", "input": "a", "out": "s3://b/c"}, "local or mounted"),
+        ({"source": "csv", "input": "a", "out": "gs://b/c"}, "s3://bucket/prefix"),
+        ({"source": "csv", "input": "s3://b/c", "out": "s3://b/c/d"}, "lies in the input"),
+        ({"source": "csv", "input": "a", "out": ""}, "needs a folder to create"),
+        ({"source": "parquet", "input": "a"}, "trained on as it is"),
+        ({"source": "csv", "input": "a", "columns": ["b"]}, "only jsonl, hf have it"),
+        ({"source": "csv", "input": "a", "max_bad_rows": -1}, "max_bad_rows -1; allowed are fail or skip, and 0 or more"),
         ({"source": "csv", "input": "a", "out": "a/b"}, "lies in the input"),
-        ({"source": "numpy", "input": "a", "label": "y"}, "only csv has it"),
-        ({"source": "csv", "input": "a", "check": False}, "only images has it"),
+        ({"source": "numpy", "input": "a", "label": "y"}, "only csv, jsonl, hf, webdataset have it"),
+        ({"source": "csv", "input": "a", "check": False}, "only images, webdataset, hf have it"),
         ({"source": "csv", "input": "a", "eval_fraction": 1.0}, "above 0 and below 1"),
         ({"source": "csv", "input": "a", "row_group_rows": 0}, "row_group_rows is 0; allowed is 1 or more"),
         ({"source": "csv", "input": "a", "row_group_bytes": 1 << 31}, "up to 1073741824"),

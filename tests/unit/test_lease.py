@@ -107,9 +107,9 @@ def test_the_state_of_a_lease(holder: Holder, age_s: float, released: bool, stat
 
 
 def test_a_second_driver_is_refused_while_the_first_lives(paths: RunPaths, driver: Callable[[float], Driver]) -> None:
-    first = driver(1.0)
+    first = driver(3.0)
     began = time.monotonic()
-    while time.monotonic() < began + 2.5:  # more than two lives
+    while time.monotonic() < began + 4.0:  # more than a life
         with pytest.raises(RunHeldError) as caught:
             acquire(paths)
     for text in (f"The run 'run' is being written by process {first.process.pid} on", "UTC; its lease lasts until", "another run.name"):
@@ -185,8 +185,8 @@ def test_one_of_many_gets_it(paths: RunPaths) -> None:
 # --- another machine, whose clock is not trusted
 
 
-def put_lease(paths: RunPaths, renewed_s: float, released: bool = False) -> None:
-    put_json(paths.fence(1), asdict(Record(AWAY, 0.0, renewed_s, 1.0, released)))
+def put_lease(paths: RunPaths, renewed_s: float, released: bool = False, life_s: float = 1.0) -> None:
+    put_json(paths.fence(1), asdict(Record(AWAY, 0.0, renewed_s, life_s, released)))
 
 
 @pytest.mark.parametrize("clock_s", [-500.0, 0.0, 500.0])
@@ -201,8 +201,8 @@ def test_another_machines_lease_is_taken_over_when_it_is_not_renewed(paths: RunP
 @pytest.mark.parametrize("clock_s", [-500.0, 500.0])
 @pytest.mark.parametrize("released", [False, True])
 def test_another_machines_lease_is_watched(paths: RunPaths, clock_s: float, released: bool) -> None:
-    put_lease(paths, time.time() + clock_s)
-    renewal = threading.Timer(0.3, put_lease, (paths, time.time() + clock_s + 0.3, released))
+    put_lease(paths, time.time() + clock_s, life_s=60.0)
+    renewal = threading.Timer(0.3, put_lease, (paths, time.time() + clock_s + 0.3, released, 60.0))
     renewal.start()
     if released:
         acquire(paths).release()

@@ -106,6 +106,20 @@ def test_the_first_generation_waits_for_everybody(clock: Clock) -> None:
     play(story)
 
 
+def test_it_tells_who_steps_now_by_rank(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "abc", clock)
+        assert [beat.worker for beat in await group.rendezvous.workers()] == ["a", "b", "c"]
+        await group.rendezvous.dismiss({"a"})
+        assert [(beat.worker, beat.rank) for beat in await group.rendezvous.workers()] == [("b", 1), ("c", 2)]
+        await group.join("cb", lost=True)
+        await settle()
+        group.formed()
+        assert [(beat.worker, beat.rank) for beat in await group.rendezvous.workers()] == [("b", 0), ("c", 1)]
+
+    play(story)
+
+
 def test_survivors_form_the_next_at_once_and_keep_their_order(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "abc", clock)

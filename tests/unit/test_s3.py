@@ -161,7 +161,7 @@ def test_a_passing_error_of_the_server_is_not_seen(s3_server: S3Server, s3_folde
 def test_an_answer_that_does_not_come_is_asked_for_again(s3_server: S3Server, s3_folder: S3Path) -> None:
     s3_server.fail("PUT", delay_s=3)
     assert put_atomic(s3_folder / "a", b"1")
-    assert len(s3_server.requests("PUT")) == 2
+    assert len(s3_server.requests("PUT")) >= 2
     s3_server.fail("PUT", delay_s=3, times=-1)
     with pytest.raises(OSError, match="Read timeout"):
         put_atomic(s3_folder / "a", b"2")

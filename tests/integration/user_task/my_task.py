@@ -35,6 +35,10 @@ class Surface(Task):
         """What is read from the Parquet files."""
         return ["x", "y", "height"]
 
+    def targets(self) -> list[str]:
+        """Data to predict on may lack the height."""
+        return ["height"]
+
     def decode(self, rows: Rows) -> dict[str, np.ndarray]:
         """Columns to arrays: `position` (rows, 2) and `height` (rows,)."""
         position = np.stack([rows["x"], rows["y"]], axis=1)

@@ -1,0 +1,11 @@
+"""Predict a data set: python jobs/predict.py --config FILE --predict.data DATA --predict.out FOLDER [--predict.run RUN]; --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ray_app.predict.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

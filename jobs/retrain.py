@@ -1,0 +1,11 @@
+"""Retrain if there is a reason: python jobs/retrain.py --config conf/retrain_digits.yaml [--rollback REASON | --history]."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ray_app.retrain.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Files of data, on a disk or on S3: what is there, and reading and writing big ones in streams.
+
+S3 is read through pyarrow, so that Parquet is fetched by ranges; where it is and who may read it is as in `record/s3.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+from urllib.parse import parse_qsl, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from ray_app.errors import DataError
+from ray_app.record.files import Location
+from ray_app.record.s3 import S3Path
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that was found.
+
+    Args:
+        place: Where it is.
+        size: Bytes.
+        changed_ns: When it was changed, nanoseconds since 1970 (on S3 whole seconds).
+    """
+
+    place: Location
+    size: int
+    changed_ns: int
+
+    @property
+    def name(self) -> str:
+        """Its name, in valid UTF-8 whatever the file system holds."""
+        return text(self.place.name)
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    def open(self) -> IO[bytes]:
+        """Opens it for reading; positions can be sought."""
+        return opened(self.place)
+
+    def open_unpacked(self) -> IO[bytes]:
+        """Opens what is in it if it is a `.gz`, or itself."""
+        if not self.place.name.endswith(".gz"):
+            return self.open()
+        return cast(IO[bytes], gzip.open(self.place if isinstance(self.place, Path) else self.open()))
+
+
+def text(name: str) -> str:
+    """A file name as valid UTF-8, whatever the file system holds."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def relative(place: Location, root: Location) -> str:
+    """The path of a place below `root`."""
+    if isinstance(place, S3Path):
+        return place.key.removeprefix(cast(S3Path, root).key).lstrip("/")
+    return place.relative_to(cast(Path, root)).as_posix()
+
+
+def is_within(place: Location, root: Location) -> bool:
+    """Whether a place is `root` or below it."""
+    if isinstance(place, Path) or isinstance(root, Path):
+        return isinstance(place, Path) and isinstance(root, Path) and place.is_relative_to(root)
+    return place.bucket == root.bucket and f"{place.key}/".startswith(f"{root.key}/")
+
+
+def arrow(place: Location) -> tuple[pafs.FileSystem, str]:
+    """The place as pyarrow names it: a file system and a path on it."""
+    if isinstance(place, Path):
+        return pafs.LocalFileSystem(), str(place)
+    return _s3(place.query), f"{place.bucket}/{place.key}".rstrip("/")
+
+
+@functools.cache
+def _s3(query: str) -> pafs.FileSystem:
+    """One client per server and process."""
+    options = dict(parse_qsl(query))
+    endpoint = options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    scheme = options.get("scheme", "https")
+    if endpoint and "://" in endpoint:
+        scheme, endpoint = urlsplit(endpoint).scheme, urlsplit(endpoint).netloc
+    return pafs.S3FileSystem(endpoint_override=endpoint, scheme=scheme, region=options.get("region"))
+
+
+def find(place: Location) -> File | None:
+    """The file at a place, if there is one."""
+    if isinstance(place, Path):
+        if not place.is_file():
+            return None
+        stat = place.stat()
+        return File(place, stat.st_size, stat.st_mtime_ns)
+    with _reading(place):
+        filesystem, path = arrow(place)
+        return _file(place, filesystem.get_file_info(path))
+
+
+def is_folder(place: Location) -> bool:
+    """Whether there is a folder; on S3, whether anything lies below the place."""
+    if isinstance(place, Path):
+        return place.is_dir()
+    with _reading(place):
+        filesystem, path = arrow(place)
+        return bool(filesystem.get_file_info(path).type == pafs.FileType.Directory)
+
+
+def files_in(folder: Location) -> list[File]:
+    """The visible files directly in a folder, sorted by name."""
+    if isinstance(folder, Path):
+        with os.scandir(folder) as entries:
+            names = sorted(e.name for e in entries if not e.is_dir() and not e.name.startswith("."))
+        return [file for name in names if (file := find(folder / name))]
+    with _reading(folder):
+        filesystem, path = arrow(folder)
+        found = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+        files = [_file(folder / info.base_name, info) for info in found if not info.base_name.startswith(".")]
+    return sorted((file for file in files if file), key=lambda file: file.place.name)
+
+
+def folders_in(folder: Location) -> list[Location]:
+    """The visible folders directly in a folder, sorted by name."""
+    if isinstance(folder, Path):
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+    else:
+        with _reading(folder):
+            names = [name for name in folder.folders() if not name.startswith(".")]
+    return [folder / name for name in sorted(names)]
+
+
+def files_below(folder: Location, suffix: str) -> list[Location]:
+    """All files below a folder whose name ends so, sorted by path."""
+    if isinstance(folder, Path):
+        return [*sorted(folder.rglob(f"*{suffix}"))]
+    with _reading(folder):
+        return [place for name, place in sorted(folder.listing().items()) if name.endswith(suffix)]
+
+
+def opened(place: Location) -> IO[bytes]:
+    """Opens a file for reading; positions can be sought."""
+    if isinstance(place, Path):
+        return place.open("rb")
+    filesystem, path = arrow(place)
+    return cast(IO[bytes], filesystem.open_input_file(path))
+
+
+def parquet(place: Location) -> pq.ParquetFile:
+    """Opens a Parquet file; on S3 the pieces of a row group are fetched together."""
+    if isinstance(place, Path):
+        return pq.ParquetFile(place)
+    return pq.ParquetFile(opened(place), pre_buffer=True)
+
+
+def publish(finished: Path, target: Location) -> None:
+    """Gives a finished local file its place, whole; on a disk it must be on the same one, and is synced."""
+    if isinstance(target, Path):
+        with finished.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(finished, target)
+        return
+    filesystem, path = arrow(target)
+    with finished.open("rb") as source, filesystem.open_output_stream(path) as stream:
+        shutil.copyfileobj(source, stream, 16 << 20)
+    finished.unlink()
+
+
+def _file(place: Location, info: Any) -> File | None:
+    if info.type != pafs.FileType.File:
+        return None
+    return File(place, int(info.size), int(info.mtime_ns or 0))
+
+
+@contextmanager
+def _reading(place: Location) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{place} cannot be read: {error}. Check the address, the bucket and the credentials (AWS_*).") from error

@@ -1,0 +1,225 @@
+"""What runs in the actors of a batch prediction: the model, and from one table of decoded rows to one part file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+import torch
+from torch import Tensor
+
+from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
+from ray_app.data.columns import ArraySpec, decode, encode
+from ray_app.data.places import parquet
+from ray_app.data.source import POSITION, ReadSpec, check_positions
+from ray_app.errors import ConfigError, DataError
+from ray_app.record.files import location, put_atomic
+from ray_app.task.base import Batch, Task
+from ray_app.track import loader
+
+MADE_FROM = b"ray_app.made_from"
+Predict = Callable[[Batch], Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to predict with.
+
+    Args:
+        task: The prepared task.
+        weights: Content of a `model.pt2`, or of a `model.safetensors`.
+        inputs: Decoded fields in the order of the arguments of a `model.pt2`; None: the weights are those of `task.build_model()`.
+        params_digest: Digest of the parameters and persistent buffers that it must have.
+    """
+
+    task: Task
+    weights: bytes
+    inputs: list[str] | None
+    params_digest: str
+
+    def load(self, device: torch.device) -> Predict:
+        """Loads it without unpickling anything.
+
+        Returns:
+            A function from a batch of decoded fields on the device to the task's outputs.
+
+        Raises:
+            ConfigError: The weights are refused, or have another digest.
+        """
+        try:
+            state, predict = self._exported(device) if self.inputs is not None else self._built(device)
+        except Exception as error:  # whatever a library says of a file that is not what it should be
+            raise ConfigError(f"The model is refused, and nothing of it was executed: {error}") from error
+        if params_digest(state) != self.params_digest:
+            raise ConfigError(f"The model is refused: its parameters have the digest {params_digest(state)}, not {self.params_digest}.")
+        return predict
+
+    def _exported(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
+        from torch.export.passes import move_to_device_pass
+
+        assert self.inputs is not None
+        names = self.inputs
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / loader.EXPORTED
+            file.write_bytes(self.weights)
+            exported = loader.load_exported(file)
+        state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
+        module = (move_to_device_pass(exported, device) if device.type != "cpu" else exported).module()
+        return state, lambda batch: module(*(batch[name] for name in names))
+
+    def _built(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
+        model = self.task.build_model()
+        model.load_state_dict(unpack_model({MODEL: self.weights}))
+        state = {name: values.cpu() for name, values in model.state_dict().items()}
+        model = model.to(device).eval()
+        return state, lambda batch: self.task.forward(model, batch)
+
+
+@dataclass(frozen=True)
+class PredictJob:
+    """What an actor needs to know.
+
+    Args:
+        model: See there.
+        root: Folder that the data set's paths are relative to.
+        fields: What a decoded row looks like.
+        columns: Columns of the data set that are carried through.
+        parts: For each part, by the position of its first row: its file's name, and what it is made of.
+        out: Folder of the parts.
+        made_from: Digest of everything that decides their content.
+        batch_size: Rows of one forward pass.
+        threads: CPU threads of the computation.
+        device: `cpu` or `cuda`.
+    """
+
+    model: Model
+    root: str
+    fields: dict[str, ArraySpec]
+    columns: list[str]
+    parts: dict[int, tuple[str, ReadSpec]]
+    out: str
+    made_from: str
+    batch_size: int
+    threads: int
+    device: str
+
+
+class Predictor:
+    """Predicts and writes parts. An actor of a pool.
+
+    Args:
+        job: A reference to the `PredictJob`, so that the model travels once to each node.
+    """
+
+    def __init__(self, job: ray.ObjectRef) -> None:
+        self._job: PredictJob = ray.get(job)
+        torch.set_num_threads(self._job.threads)
+        self._device = torch.device(self._job.device)
+        self._predict = self._job.model.load(self._device)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Writes the part that the decoded rows are; returns one row of facts about it.
+
+        Raises:
+            DataError: The rows are not those of a part, or a prediction is not finite.
+        """
+        position = int(decode(table.column(POSITION), ArraySpec("<i8", ()))[0])
+        name, spec = self._job.parts[position]
+        rows = sum(piece.rows for piece in spec)
+        check_positions(table, np.arange(position, position + rows))
+        outputs = self._outputs(table, position)
+        positions = pa.table({"position": np.arange(position, position + rows)})
+        carried = _columns(self._job.root, spec, self._job.columns)
+        start = positions if carried is None else carried.append_column("position", positions.column(0))
+        data = part_file(start, outputs, self._job.made_from)
+        put_atomic(location(self._job.out) / name, data)
+        return pa.table({"name": [name], "facts": [json.dumps(facts_of(data))]})
+
+    def _outputs(self, table: pa.Table, position: int) -> dict[str, npt.NDArray]:
+        """What the task makes of the rows, by column."""
+        arrays = {name: decode(table.column(name), spec) for name, spec in self._job.fields.items()}
+        found = []
+        for low in range(0, table.num_rows, self._job.batch_size):
+            batch = {name: torch.from_numpy(v[low : low + self._job.batch_size].copy()).to(self._device) for name, v in arrays.items()}
+            with torch.inference_mode():
+                outputs = self._predict(batch)
+            found.append(self._job.model.task.predictions(_on_cpu(outputs)))
+        whole = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+        for name, values in whole.items():
+            if len(values) != table.num_rows:
+                raise DataError(f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs one each.")
+            if values.dtype.kind == "f" and not (finite := np.isfinite(values).reshape(len(values), -1).all(1)).all():
+                row = position + int(np.argmin(finite))
+                raise DataError(f"{name!r} of row {row} of the data is NaN or infinite; correct the row: a value may be missing.")
+        return whole
+
+
+def _on_cpu(outputs: Any) -> Any:
+    """A task's outputs as tensors that NumPy takes."""
+    if isinstance(outputs, Tensor):
+        return outputs.float().cpu() if outputs.dtype == torch.bfloat16 else outputs.cpu()
+    if isinstance(outputs, dict):
+        return {name: _on_cpu(values) for name, values in outputs.items()}
+    return type(outputs)(map(_on_cpu, outputs)) if isinstance(outputs, list | tuple) else outputs
+
+
+def _columns(root: str, spec: ReadSpec, names: list[str]) -> pa.Table | None:
+    """Columns of a part as they are in the data set; None if none is asked for."""
+    parts = []
+    for piece in spec if names else ():
+        with parquet(location(root) / piece.path) as file:
+            parts.append(file.read_row_group(piece.row_group, columns=names, use_threads=False).slice(piece.first, piece.rows))
+    return pa.concat_tables(parts).select(names) if parts else None
+
+
+def part_file(carried: pa.Table, outputs: dict[str, npt.NDArray], made_from: str) -> bytes:
+    """The content of a part: Parquet with a checksum on every page, the same bytes for the same values.
+
+    Args:
+        carried: What comes before the predictions.
+        outputs: The predictions by column, each (rows, ...).
+        made_from: Digest of everything that decides the content, kept in the file.
+    """
+    for name, values in outputs.items():
+        field, data = encode(name, values) if values.ndim > 1 else (pa.field(name, pa.array(values).type), pa.array(values))
+        carried = carried.append_column(field, data)
+    file = io.BytesIO()
+    pq.write_table(carried.replace_schema_metadata({MADE_FROM: made_from.encode()}), file, write_page_checksum=True)
+    return file.getvalue()
+
+
+def facts_of(data: bytes) -> dict[str, Any]:
+    """What there is to know of the content of a part.
+
+    Returns:
+        `rows`, `bytes`, `sha256`, what it was `made_from`, the `counts` of its predicted texts, and the `sums` of its predicted numbers.
+
+    Raises:
+        OSError: It is damaged.
+        ValueError: Likewise.
+    """
+    table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False)
+    counts: dict[str, int] = {}
+    sums: dict[str, float] = {}
+    for name in ("predicted", "confidence"):
+        kind = table.schema.field(name).type if name in table.column_names else pa.null()
+        if pa.types.is_string(kind):
+            counts = dict(sorted(Counter(table.column(name).to_pylist()).items()))
+        elif pa.types.is_floating(kind) or pa.types.is_integer(kind):
+            sums[name] = math.fsum(table.column(name).to_pylist())
+    made_from = (table.schema.metadata or {}).get(MADE_FROM, b"").decode()
+    facts = {"rows": table.num_rows, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return facts | {"made_from": made_from, "counts": counts, "sums": sums}

@@ -1,0 +1,73 @@
+"""Which model predicts: a version of the registry, or the best checkpoint of a run."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict
+from typing import Any
+
+from ray_app.checkpoint.format import MODEL
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config import Config, default_tracking_uri, from_yaml
+from ray_app.data.dataset import open_dataset
+from ray_app.errors import ConfigError
+from ray_app.pipeline.prepare import make_task
+from ray_app.predict.actor import Model
+from ray_app.record.files import location, read_json
+from ray_app.record.paths import RunPaths
+from ray_app.track.package import class_path
+from ray_app.track.packaged import fetch_package
+
+Found = tuple[Model, dict[str, Any], list[dict[str, Any]]]
+"""A model, what it is called, and name, dtype and shape of the inputs that it needs, as far as they are known."""
+
+
+def model_of_registry(config: Config, uri: str | None) -> Found:
+    """The model, what it is called, and the inputs that it was trained on.
+
+    Its class is the configuration's, which is trusted; its settings are those that it was trained with, as the package says.
+    """
+    name = config.tracking.registered_model
+    if uri is None and name is None:
+        raise ConfigError("Say which model: --predict.model models:/NAME@champion, --predict.run runs/NAME, or tracking.registered_model.")
+    found = fetch_package(default_tracking_uri(config), uri or f"models:/{name}@champion")
+    called = f"{found.name} version {found.version}"
+    made = make_task(config)
+    if class_path(made) != found.class_path:
+        raise ConfigError(
+            f"{called} is of the task {found.class_path}, task.class_path is {class_path(made)}. Give that one's configuration."
+        )
+    for argument, parameter in inspect.signature(type(made)).parameters.items():
+        value = config.task.init_args.get(argument, parameter.default)
+        if value is not None and argument in found.settings and found.settings[argument] != value:
+            raise ConfigError(
+                f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}. Give that."
+            )
+    task = type(made).__new__(type(made))
+    task.__dict__.update(found.settings)
+    inputs = [spec["name"] for spec in found.inputs] if found.format == "torch.export" else None
+    return Model(task, found.weights, inputs, found.params_digest), {"name": found.name, "version": found.version}, found.inputs
+
+
+def model_of_run(config: Config, run: str) -> Found:
+    """The best checkpoint of a run that ended."""
+    paths = RunPaths(location(run))
+    summary = read_json(paths.summary)
+    if summary is None:
+        raise ConfigError(f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's directory.")
+    trained = from_yaml(paths.config.read_text())
+    if trained.task != config.task:
+        raise ConfigError(f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has {asdict(config.task)}.")
+    best, store = summary.get("best"), CheckpointStore(paths)
+    commits = [commit for commit in store.commits() if best is None or commit.step == best["step"]]
+    if not commits:
+        raise ConfigError(f"The run {paths.name!r} does not hold its best checkpoint any more: checkpoint.keep_best was 0.")
+    commit, data = commits[-1], open_dataset(trained.data.path)
+    if data.manifest.digest != commit.manifest_digest:
+        raise ConfigError(
+            f"The data {trained.data.path} of the run {paths.name!r} is not what it was trained on; its task cannot be made again. Restore"
+            " the data, or predict with the version that the run was registered as."
+        )
+    task = make_task(trained).prepare(data.facts)
+    source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
+    return Model(task, store.load(commit)[MODEL], None, commit.params_digest), source, []

@@ -1,0 +1,218 @@
+"""From a configuration to a prediction that may start: everything that can be refused is refused here, before anything is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ray_app.config import Config
+from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.places import opened
+from ray_app.data.source import Reader, ReadSpec, probe, rows_per_task, specs_of
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Segment
+from ray_app.predict.actor import PredictJob
+from ray_app.predict.model import model_of_registry, model_of_run
+from ray_app.record.files import Location, folders, location, names, read_json
+from ray_app.task.base import Rows, Task
+from ray_app.track.package import class_path
+
+MADE_FROM = "made_from.json"
+_COUNTS = ("part_rows", "batch_size", "workers", "threads")
+
+
+@dataclass(frozen=True)
+class PredictSection:
+    """What is predicted, with which model, and where the predictions go.
+
+    Args:
+        data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
+        out: Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`, written last.
+        model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`. Not given, and no `run` either: the champion
+            of `tracking.registered_model`.
+        run: Directory of a run, or its s3:// URI, whose best checkpoint is taken instead.
+        columns: Columns of the data to carry through, separated by commas; not given: `row_id` if there is one.
+        part_rows: Rows of a part at most; it also stays within `data.read_task_mb` decoded megabytes.
+        batch_size: Rows of one forward pass.
+        workers: Actors that predict at most; each reads for itself, with GPUs all CPUs of the cluster read for them.
+        num_cpus: Logical CPUs that each of them reserves.
+        num_gpus: GPUs that each of them reserves; 0 predicts on the CPU.
+        threads: CPU threads of the computation in each.
+    """
+
+    data: str = ""
+    out: str = ""
+    model: str | None = None
+    run: str | None = None
+    columns: str | None = None
+    part_rows: int = 100_000
+    batch_size: int = 256
+    workers: int = 1
+    num_cpus: float = 1
+    num_gpus: float = 0
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class _WithoutTargets:
+    """Decodes rows whose targets were not read: zeros stand in for them."""
+
+    task: Task
+    targets: list[str]
+
+    def __call__(self, rows: Rows) -> dict[str, npt.NDArray]:
+        count = len(next(iter(rows.values())))
+        return self.task.decode(rows | {name: np.zeros(count, np.int64) for name in self.targets})
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prediction that may start.
+
+    Args:
+        job: What the actors get.
+        reader: Reads and decodes.
+        made_from: Everything that decides the content of the parts.
+        source: Where model and data come from, for people.
+        rows: Rows of the data.
+    """
+
+    job: PredictJob
+    reader: Reader
+    made_from: dict[str, Any]
+    source: dict[str, Any]
+    rows: int
+
+    @property
+    def out(self) -> Location:
+        """Folder of the parts."""
+        return location(self.job.out)
+
+
+def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
+    """Checks everything that can be known before the start, without writing anything.
+
+    Args:
+        config: The task, where MLflow is, and the cluster.
+        section: See there.
+
+    Raises:
+        ConfigError: There is no such model, it does not fit the task, or the folder holds something else.
+        DataError: The data does not fit the model.
+        Exception: Whatever MLflow raises, mostly because it cannot be reached.
+    """
+    _check(section)
+    dataset = open_dataset(section.data)
+    model, source, inputs = model_of_run(config, section.run) if section.run else model_of_registry(config, section.model)
+    model.load(torch.device("cpu"))
+    reader, carried = _reader(dataset, model.task), _carried(dataset, section.columns)
+    fields = probe(dataset, reader.columns, reader.decode)
+    for wanted in inputs:
+        got = fields.get(wanted["name"])
+        if got is None or (got.dtype, list(got.shape)) != (wanted["dtype"], wanted["shape"]):
+            raise DataError(
+                f"A decoded row of predict.data {section.data} has {got} as {wanted['name']!r}; the model was trained on {wanted}."
+            )
+    device = "cuda" if section.num_gpus else "cpu"
+    manifest = dataset.manifest
+    cut = parts_of(manifest, min(section.part_rows, rows_per_task(fields, config.data.read_task_mb)))
+    parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut)}
+    made_from = {
+        "model": source,
+        "params_digest": model.params_digest,
+        "task": class_path(model.task),
+        "manifest_digest": manifest.digest,
+        "content_digest": _content_digest(dataset),
+        "columns": carried,
+        "rows_per_part": max(sum(piece.rows for piece in spec) for spec in cut),
+        "batch_size": section.batch_size,
+        "threads": section.threads,
+        "device": device,
+    }
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    out = str(location(section.out))
+    job = PredictJob(model, dataset.root, fields, carried, parts, out, digest, section.batch_size, section.threads, device)
+    prepared = Prepared(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows)
+    _refuse_other(prepared)
+    return prepared
+
+
+def _check(section: PredictSection) -> None:
+    problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
+    problems += [f"predict.{n} is {getattr(section, n)}; it must be at least 1." for n in _COUNTS if getattr(section, n) < 1]
+    if section.num_cpus < 0 or section.num_gpus < 0:
+        problems.append("predict.num_cpus and predict.num_gpus cannot be negative.")
+    if section.model is not None and section.run is not None:
+        problems.append("predict.model and predict.run are both given; give one of them.")
+    if problems:
+        raise ConfigError("The prediction is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _reader(dataset: Dataset, task: Task) -> Reader:
+    targets = [name for name in task.columns() if name in task.targets()]
+    columns = [name for name in task.columns() if name not in targets]
+    missing = [name for name in columns if name not in dataset.facts.columns]
+    if missing:
+        raise DataError(
+            f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs; its columns are"
+            f" {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
+        )
+    return Reader(dataset.root, columns, _WithoutTargets(task, targets))
+
+
+def _carried(dataset: Dataset, columns: str | None) -> list[str]:
+    known = dataset.facts.columns
+    default = "row_id" if "row_id" in known else ""
+    wanted = [name.strip() for name in (default if columns is None else columns).split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"predict.columns names {name!r}, which is not in the data; its columns are {', '.join(sorted(known))}.")
+        if name in ("position", "predicted", "predicted_index", "confidence"):
+            raise ConfigError(f"predict.columns names {name!r}, which is a column of the predictions; leave it out.")
+    return wanted
+
+
+def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
+    """The whole data set in its order, in parts of whole row groups; a row group of more than `most_rows` rows is cut."""
+    groups: list[list[Segment]] = [[]]
+    room = most_rows
+    for i, rows in enumerate(manifest.rows.tolist()):
+        if rows > room:
+            groups.append([])
+            room = most_rows
+        groups[-1].append(Segment(i, 0, rows))
+        room -= rows
+    return [spec for group in groups for spec in specs_of(manifest, group, most_rows)]
+
+
+def _content_digest(dataset: Dataset) -> str:
+    """SHA-256 over the files' footers (sizes and ranges of the columns), which tells other contents apart without reading them."""
+    sha = hashlib.sha256()
+    for path in dataset.manifest.paths:
+        with opened(location(dataset.root) / path) as file:
+            file.seek(-8, 2)
+            length = int.from_bytes(file.read(4), "little")
+            file.seek(-8 - length, 2)
+            sha.update(file.read())
+    return sha.hexdigest()
+
+
+def _refuse_other(prepared: Prepared) -> None:
+    """Refuses a folder that holds anything but what the same prediction wrote.
+
+    Raises:
+        ConfigError: It does; the message says what differs.
+    """
+    before, now = read_json(prepared.out / MADE_FROM), prepared.made_from
+    if before is None and (names(prepared.out) or folders(prepared.out)):
+        raise ConfigError(f"predict.out {prepared.out} is not empty and has no {MADE_FROM}: it holds something else. Give another folder.")
+    if before is not None and before != now:
+        other = [f"  - {name}: {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
+        raise ConfigError(f"predict.out {prepared.out} was made from something else; give another folder:\n" + "\n".join(other))

@@ -1,0 +1,93 @@
+"""Runs side by side: a table and common curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray_app.report.axes import Axis, number, seconds
+from ray_app.report.cells import cell
+from ray_app.report.charts import Frame, Line, Tone, line_chart
+from ray_app.report.facts import Facts, shown_fields
+from ray_app.report.figures import NARROW, WIDE, Figure
+from ray_app.report.series import Point, finite, smoothed, spans_powers
+from ray_app.report.tables import sizes_text
+
+_TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red", "grey")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Some runs side by side. The last expression of a notebook's cell, it shows a table and their curves.
+
+    Args:
+        facts: What is known of each run, in the order in which they are shown.
+    """
+
+    facts: tuple[Facts, ...]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary per run with equal keys, ready for `pandas.DataFrame`: what came of it, and each field that they differ in."""
+        fields = [shown_fields(facts.config) for facts in self.facts]
+        differing = [name for name in dict.fromkeys(n for some in fields for n in some) if len({some.get(name) for some in fields}) > 1]
+        metrics = list(dict.fromkeys(facts.metric for facts in self.facts))
+        rows = []
+        for facts, values in zip(self.facts, fields, strict=True):
+            best = facts.best
+            row: dict[str, Any] = {"run": facts.paths.name, "status": facts.status}
+            row |= {f"best {name}": best.metrics[name] if best and name == facts.metric else None for name in metrics}
+            row |= {"at step": best.step if best else None} | {name: values.get(name, "-") for name in differing}
+            row |= {"last loss": facts.records[-1].loss if facts.records else None}
+            row |= {"steps": facts.records[-1].step if facts.records else 0, "rows": facts.rows, "wall_s": round(facts.wall_s, 1)}
+            rows.append(row | {"workers": sizes_text(facts.sizes), "parameters": facts.digest})
+        return rows
+
+    def _texts(self) -> list[dict[str, str]]:
+        """The rows for people: figures and digests as short as they can be read."""
+        short: dict[str, Callable[[Any], str]] = {"parameters": lambda v: v[:12], "wall_s": seconds, "run": str, "last loss": number}
+        texts = []
+        for row in self.rows:
+            shown = {k: short[k](v) if k in short and v is not None else v for k, v in row.items()}
+            shown = {k: f"{v:,}" if isinstance(v, int) else f"{v:.4f}" if isinstance(v, float) else v for k, v in shown.items()}
+            texts.append({"wall time" if k == "wall_s" else k: "-" if v is None else str(v) for k, v in shown.items()})
+        return texts
+
+    def __repr__(self) -> str:
+        texts = self._texts()
+        widths = {name: max(len(name), *(len(text[name]) for text in texts)) for name in texts[0]}
+        lines = [dict(zip(widths, widths, strict=True)), *texts]
+        return "\n".join("  ".join(f"{line[name]:<{width}}" for name, width in widths.items()).rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        texts = self._texts()
+        return cell(
+            "comparison_cell.html.j2",
+            columns=list(texts[0]),
+            rows=list(zip(_tones(len(texts)), texts, strict=True)),
+            figures=self._figures(),
+        )
+
+    def _figures(self) -> list[Figure]:
+        losses = [finite((float(r.step), r.loss) for r in facts.records) for facts in self.facts]
+        figures = self._figure("Loss", "loss", "mean per row", [smoothed(points) or points for points in losses], "line")
+        for name in dict.fromkeys(facts.metric for facts in self.facts):
+            points = [finite((float(e.step), e.metrics[name]) for e in f.evaluations if name in e.metrics) for f in self.facts]
+            figures += self._figure(f"Evaluation: {name.replace('_', ' ')}", name, "on held-out rows", points, "dots")
+        return figures
+
+    def _figure(self, title: str, name: str, unit: str, curves: list[list[Point]], kind: Any) -> list[Figure]:
+        """One figure; none without points."""
+        tones = _tones(len(curves))
+        lines = [Line(f.paths.name, t, points, kind) for f, t, points in zip(self.facts, tones, curves, strict=True) if points]
+        if not lines:
+            return []
+        log = name == "loss" and spans_powers([y for line in lines for _, y in line.points])
+        wide, narrow = (line_chart(lines, Axis(name), Frame(width), height=230, log=log) for width in (WIDE, NARROW))
+        legend = [(str(line.tone), line.name) for line in lines]
+        return [Figure(title, f"{unit}{', logarithmic' if log else ''}", wide, narrow, legend)]
+
+
+def _tones(count: int) -> list[Tone]:
+    return [_TONES[i % len(_TONES)] for i in range(count)]

@@ -1,0 +1,81 @@
+"""The command `jobs/retrain.py`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+
+from rich.console import Console
+from rich.table import Table
+
+from ray_app.config import Config
+from ray_app.errors import ConfigError, DataError, LeaseLostError, RegistryError, RunHeldError, own_error
+from ray_app.pipeline.cli import parse_more
+from ray_app.record.redact import guard, redact
+from ray_app.retrain.places import RetrainPaths
+from ray_app.retrain.retraining import EXIT_CODES, retrain
+from ray_app.retrain.rollback import roll_back
+from ray_app.retrain.rounds import entries
+from ray_app.retrain.section import RetrainSection, check_section
+
+_INTERRUPTED = 75
+
+
+def history(config: Config) -> Table:
+    """The audit record of a configuration's model as a table, oldest first."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("when (UTC)", "what", "version", "why", "who"):
+        shown.add_column(column, overflow="fold")
+    for entry in entries(RetrainPaths.of(config)):
+        version, who = entry.get("version"), entry.get("by") or entry["who"]
+        shown.add_row(entry["when"][:19], entry["what"], str(version or "-"), redact(entry["why"]), who)
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> int:  # noqa: PLR0911 - one for each exit code
+    """The command `jobs/retrain.py`.
+
+    Returns:
+        Exit code: 0 done or nothing to do, 2 the data or the configuration is refused, 75 another scheduler is at it or interrupted (start
+        again later), 1 failed (start again to go on).
+    """
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
+    own = argparse.ArgumentParser(prog="retrain.py", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    own.add_argument("--rollback", metavar="REASON", help="Lets the champion before serve again; trains nothing.")
+    own.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        asked, rest = own.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+        if {"-h", "--help"} & set(rest):
+            own.print_help()
+        config, sections = parse_more(rest, {"retrain": RetrainSection}, "retrain.py")
+        section: RetrainSection = sections["retrain"]
+        check_section(config, section)
+        guard(config.to_dict())
+        if asked.history:
+            console.print(history(config))
+            return 0
+        if asked.rollback is not None:
+            try:
+                done = roll_back(config, asked.rollback)
+            except RegistryError as error:
+                raise ConfigError(f"Nothing was rolled back: {error}") from error
+            console.print(f"rolled back to version {done.to} from version {done.version}: {done.reason}", markup=False, highlight=False)
+            return 0
+        return EXIT_CODES[retrain(config, section, console).what]
+    except (RunHeldError, LeaseLostError) as error:
+        print(redact(f"Another scheduler is at it, start again later: {error}"), file=sys.stderr)
+        return _INTERRUPTED
+    except KeyboardInterrupt:
+        print("Interrupted; starting again goes on.", file=sys.stderr)
+        return _INTERRUPTED
+    except (ConfigError, DataError) as error:
+        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2
+    except Exception as error:
+        found = own_error(error)
+        print(redact(f"The retraining failed, starting again goes on: {type(found).__name__}: {found}"), file=sys.stderr)
+        return 1

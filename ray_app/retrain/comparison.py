@@ -1,0 +1,198 @@
+"""Scoring packaged models on the same rows, by one Ray task with the evaluator's resources.
+
+A model is scored as it is served: from the files of its version in the registry, so the directory of the run that made it is not needed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+import torch
+from torch import Tensor, nn
+
+from ray_app.config import EvaluateSection
+from ray_app.data.columns import decode
+from ray_app.data.source import RowSource, fetch_ray, specs_of
+from ray_app.errors import ConfigError, own_error
+from ray_app.plan.facts import DataFacts
+from ray_app.plan.keyed import hash_array, key
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Segment
+from ray_app.task.base import Batch, Rows, Task
+from ray_app.task.scoring import Chunk, score
+from ray_app.track import loader
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+MOST_BLOCKS = 1000
+Files = dict[str, bytes]
+"""The files of a package that hold its model, by name."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows to score models on.
+
+    Args:
+        source: The data set.
+        segments: Its rows.
+        models: The packages by any name.
+        blocks: Into how many chunks the rows are cut at least, as far as there are rows; not given: as is quick.
+    """
+
+    source: RowSource
+    segments: list[Segment]
+    models: dict[str, Files]
+    blocks: int | None = None
+
+
+class Packaged(nn.Module):
+    """A loaded package, which is in evaluation mode for good: an exported one refuses to be asked for it.
+
+    Args:
+        module: What the loader returned.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._held = [module]  # no submodule, so that modes do not reach it
+
+    def forward(self, *fields: Tensor) -> Any:
+        """Runs it on its inputs, each (rows, ...)."""
+        return self._held[0](*fields)
+
+
+class Judging(Task):
+    """A task whose model is a package.
+
+    Args:
+        task: The prepared task.
+        inputs: The decoded fields that the package takes, in its order.
+    """
+
+    def __init__(self, task: Task, inputs: list[str]) -> None:
+        self.task, self.inputs = task, inputs
+
+    def prepare(self, data: DataFacts) -> Task:
+        """See `Task.prepare`."""
+        return Judging(self.task.prepare(data), self.inputs)
+
+    def columns(self) -> list[str]:
+        """See `Task.columns`."""
+        return self.task.columns()
+
+    def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
+        """See `Task.decode`."""
+        return self.task.decode(rows)
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        return self.task.build_model()
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Runs the package."""
+        return model(*(batch[name] for name in self.inputs))
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """See `Task.loss`."""
+        return self.task.loss(outputs, batch)
+
+    def metrics(self) -> MetricCollection:
+        """See `Task.metrics`."""
+        return self.task.metrics()
+
+    def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
+        """See `Task.update`."""
+        self.task.update(metrics, outputs, batch)
+
+
+def files_of(package: Path) -> Files:
+    """The files of a package, but not its code: a model that needs its task's code gets the one that is here, if that is the same."""
+    return {file.name: file.read_bytes() for file in sorted((package / "data" / "model").iterdir()) if file.is_file()}
+
+
+def sample(manifest: Manifest, most_rows: int) -> list[Segment]:
+    """About `most_rows` rows of all row groups, some consecutive ones of each, chosen by a keyed hash; all if there are no more."""
+    share = min(1.0, most_rows / manifest.num_rows)
+    luck = hash_array(key(2), np.arange(manifest.num_row_groups))
+    segments = []
+    for group, rows in enumerate(manifest.rows.tolist()):
+        whole, part = divmod(rows * share, 1)
+        take = int(whole) + (float(luck[group]) / 2**64 < part)
+        if take:
+            segments.append(Segment(group, int(luck[group]) % (rows - take + 1), take))
+    return segments
+
+
+def score_packages(task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection) -> list[dict[str, list[Chunk]]]:
+    """Scores models on rows, in one Ray task on the connected cluster.
+
+    Args:
+        task: The prepared task of now, which decodes the rows and measures all the models.
+        metrics: The metrics that are looked at besides the loss; the task need not have all.
+        requests: Which models on which rows.
+        section: The evaluator's resources and batch size.
+
+    Returns:
+        For each request what the chunks of its rows gave, by the model's name, in the order of the rows.
+
+    Raises:
+        BadRowError: A row cannot be decoded.
+        ConfigError: A model takes fields that the task does not decode.
+    """
+    options = {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus, "max_retries": 3}
+    try:
+        return ray.get(ray.remote(_score_all).options(**options).remote(task, metrics, requests, section))
+    except ray.exceptions.RayTaskError as error:
+        raise own_error(error) from error
+
+
+def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection) -> list[dict[str, list[Chunk]]]:
+    """Runs in the Ray task."""
+    torch.set_num_threads(section.threads)
+    device = torch.device("cuda" if section.num_gpus else "cpu")
+    found = []
+    for request in requests:
+        arrays = _arrays(request)
+        rows = len(next(iter(arrays.values())))
+        chunk_rows = -(-rows // request.blocks) if request.blocks else None
+        scored = {}
+        for name, files in request.models.items():
+            with tempfile.TemporaryDirectory() as folder:
+                model, inputs = _load(files, Path(folder))
+            if not set(inputs) <= arrays.keys():
+                raise ConfigError(
+                    f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they cannot be compared."
+                    " Use another tracking.registered_model for a task with other inputs."
+                )
+            asked = score(
+                Judging(task, inputs), Packaged(model.to(device)), arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics
+            )
+            scored[name] = list(asked)
+        found.append(scored)
+    return found
+
+
+def _arrays(request: Request) -> dict[str, npt.NDArray]:
+    """The decoded rows of a request, each field of shape (rows, ...)."""
+    source = request.source
+    parts: dict[str, list[npt.NDArray]] = {name: [] for name in source.fields}
+    for table in fetch_ray(source.reader, specs_of(source.manifest, request.segments, source.task_rows)):
+        for name, spec in source.fields.items():
+            parts[name].append(decode(table.column(name), spec).copy())
+    return {name: np.concatenate(found) for name, found in parts.items()}
+
+
+def _load(files: Files, folder: Path) -> tuple[nn.Module, list[str]]:
+    """The module of a package and the fields that it takes."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return loader.load(folder), [spec["name"] for spec in loader.describe(folder)["inputs"]]

@@ -1,0 +1,154 @@
+"""Is the challenger better than the champion? Pure functions of what the blocks of the evaluation rows gave for the two.
+
+The interval of the gain is that of the paired bootstrap: blocks of consecutive rows are drawn with replacement, the same for both models,
+and the metric of both is computed for each draw (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, percentile interval;
+Künsch 1989 for blocks). Rows of a block may depend on each other, blocks may not. The draws are keyed, so the same rows and models give the
+same interval. The rule is that of a one-sided test at (1 - confidence) / 2: superiority if `min_gain` is at least 0, non-inferiority by
+that margin below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_app.plan.keyed import hash_array, key
+from ray_app.retrain.section import RetrainSection
+from ray_app.task.base import Task
+from ray_app.task.resampling import resampled
+from ray_app.task.scoring import Chunk, combine
+
+GUARD = "recall"
+"""The metric of one number per class that is watched, where the task has it."""
+
+
+@dataclass(frozen=True)
+class ClassRecall:
+    """The recall of one class.
+
+    Args:
+        rows: Evaluation rows of the class.
+        champion: Its recall.
+        challenger: Its recall.
+    """
+
+    rows: int
+    champion: float
+    challenger: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was found about a challenger.
+
+    Args:
+        metric: The metric that decides.
+        mode: Whether more (`max`) or less (`min`) of it is better.
+        rows: Rows that both were scored on.
+        challenger: Its value.
+        champion: The champion's; None: there is no champion.
+        gain: How much better the challenger is, in the metric's unit; below 0: worse.
+        low: Lower bound of the interval of the gain.
+        high: Its upper bound.
+        recalls: Of every class with enough rows, by its name.
+    """
+
+    metric: str
+    mode: str
+    rows: int
+    challenger: float
+    champion: float | None = None
+    gain: float | None = None
+    low: float | None = None
+    high: float | None = None
+    recalls: dict[str, ClassRecall] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate says.
+
+    Args:
+        promote: Whether the challenger becomes the champion.
+        reason: Why, with the figures.
+    """
+
+    promote: bool
+    reason: str
+
+
+def draws(seed: int, resamples: int, blocks: int) -> npt.NDArray[np.int64]:
+    """How often each block occurs in each bootstrap resample, shape (resamples, blocks); a function of the arguments only."""
+    chosen = hash_array(key(seed, 0x67617465), np.arange(resamples * blocks).reshape(resamples, blocks)) % np.uint64(blocks)
+    return np.stack([np.bincount(row, minlength=blocks) for row in chosen.astype(np.int64)])
+
+
+def figures(
+    task: Task, metric: str, mode: str, challenger: Sequence[Chunk], champion: Sequence[Chunk] | None, seed: int, section: RetrainSection
+) -> Figures:
+    """Compares two models on the same rows.
+
+    Args:
+        task: The prepared task; its metrics are those of the chunks.
+        metric: The metric that decides.
+        mode: Whether more (`max`) or less (`min`) of it is better.
+        challenger: What each block of the rows gave for it.
+        champion: The same for the champion; None: there is none.
+        seed: Chooses the draws.
+        section: Resamples, confidence and the fewest rows of a class.
+    """
+    scores, rows = combine(task, challenger), sum(chunk.rows for chunk in challenger)
+    if champion is None:
+        return Figures(metric, mode, rows, scores.values[metric])
+    before = combine(task, champion)
+    sign = 1 if mode == "max" else -1
+    counts = draws(seed, section.resamples, len(challenger))
+    gains = sign * (resampled(task, challenger, metric, counts) - resampled(task, champion, metric, counts))
+    low, high = np.quantile(gains, [(1 - section.confidence) / 2, (1 + section.confidence) / 2]).tolist()
+    recalls = {
+        name: ClassRecall(supported, old, new)
+        for name, supported, old, new in zip(
+            task.classes, _supports(challenger), before.tables.get(GUARD, []), scores.tables.get(GUARD, []), strict=False
+        )
+        if supported >= section.min_class_rows
+    }
+    gain = sign * (scores.values[metric] - before.values[metric])
+    return Figures(metric, mode, rows, scores.values[metric], before.values[metric], gain, low, high, recalls)
+
+
+def judge(found: Figures, section: RetrainSection) -> Verdict:
+    """Says whether a challenger becomes the champion."""
+    problems = []
+    worst = section.min_metric
+    if worst is not None and not (found.challenger >= worst if found.mode == "max" else found.challenger <= worst):  # also NaN
+        problems.append(f"its {found.metric} of {found.challenger:.4f} is not as good as retrain.min_metric = {worst:g}")
+    if found.champion is None:
+        said = f"{found.metric} {found.challenger:.4f} on {found.rows:,} rows, no champion to compare with"
+        return Verdict(not problems, "; ".join([said, *problems]))
+    assert found.gain is not None
+    assert found.low is not None
+    said = (
+        f"{found.metric} {found.challenger:.4f} against the champion's {found.champion:.4f} on {found.rows:,} rows: gain {found.gain:+.4f}"
+        f" ({section.confidence:.0%} interval {found.low:+.4f} to {found.high:+.4f})"
+    )
+    if not found.low > section.min_gain:
+        problems.append(f"the lower bound is not above retrain.min_gain = {section.min_gain:g}, so it may be no better")
+    for name, recall in found.recalls.items():
+        if recall.champion - recall.challenger > section.max_recall_drop:
+            problems.append(
+                f"the recall of class {name} falls from {recall.champion:.3f} to {recall.challenger:.3f} ({recall.rows} rows); allowed are"
+                f" {section.max_recall_drop:g} (retrain.max_recall_drop)"
+            )
+    return Verdict(not problems, "; ".join([said, *problems]))
+
+
+def _supports(chunks: Sequence[Chunk]) -> list[int]:
+    """Rows of each class, from the states of the guard metric; none if it keeps others."""
+    states: list[dict[str, Any]] = [chunk.states.get(GUARD, {}) for chunk in chunks]
+    if not all({"tp", "fn"} <= state.keys() for state in states):
+        return []
+    return [int(rows) for rows in sum(state["tp"] + state["fn"] for state in states).tolist()]

@@ -1,0 +1,189 @@
+"""What a data set looks like: rows, missing values, class balance and the distribution of its columns, found in one pass.
+
+The drift of a column is its population stability index against the profile of other data. With shares p of a sample and q of the reference
+in the bins between the reference's deciles, PSI = sum (p - q) ln(p / q); above 0.1 counts as a change, above 0.25 as a big one (Siddiqi,
+"Credit Risk Scorecards", 2006). Without any drift it is distributed as (1/n + 1/m) times a chi-squared variable of (bins - 1) degrees of
+freedom for samples of n and m rows (Yurdakul, "Statistical Properties of Population Stability Index", 2018); what is not significant by
+this is not called drift, so that a small delivery raises no alarm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_app.data.columns import decode, spec_of
+from ray_app.data.dataset import Dataset
+from ray_app.errors import DataError
+from ray_app.plan.keyed import hash_array, key
+
+_BINS = 10
+_SAMPLE_ROWS = 50_000
+_SMALLEST_SHARE = 1e-4
+"""What an empty bin counts as, so that the logarithm is finite."""
+_SIGNIFICANT = 0.999
+Sample = dict[str, npt.NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """The distribution of a column of numbers, of a sample of its rows.
+
+    Args:
+        rows: Rows of the sample with a finite value.
+        mean: Their mean.
+        std: Their standard deviation.
+        edges: Boundaries between the bins: their distinct deciles.
+        shares: Share of the rows in each bin; a value at a boundary belongs to the bin above.
+    """
+
+    rows: int
+    mean: float
+    std: float
+    edges: list[float]
+    shares: list[float]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A data set.
+
+    Args:
+        rows: How many.
+        schema: Type of every column that the task reads.
+        nulls: Share of missing values of each.
+        classes: Rows of each class, by its number as text; empty if the task has no classes.
+        columns: Distribution of every column of numbers, and of the mean and the standard deviation of every row of an array column.
+    """
+
+    rows: int
+    schema: dict[str, str]
+    nulls: dict[str, float]
+    classes: dict[str, int]
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain dictionaries."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Profile:
+        """Reads what `to_json` made."""
+        return cls(**values | {"columns": {name: Column(**column) for name, column in values["columns"].items()}})
+
+
+def profile(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Profile, Sample]:
+    """Reads a data set once, a row group at a time.
+
+    Args:
+        dataset: Where it is.
+        columns: The columns that the task reads.
+        label: The column of class numbers, if the task has classes; its balance is looked at instead of its distribution.
+
+    Returns:
+        The profile, and the sample of each column that it was made from, to be held against other profiles with `psi`.
+    """
+    nulls, classes = Counter[str](), Counter[int]()
+    parts: dict[str, list[npt.NDArray[np.float64]]] = {}
+    schema: dict[str, str] = {}
+    share = min(1.0, _SAMPLE_ROWS / dataset.manifest.num_rows)
+    for first, table in _row_groups(dataset, columns):
+        chosen = hash_array(key(1), np.arange(first, first + table.num_rows)) <= np.uint64(share * (2**64 - 2**12))
+        for item, values in zip(table.schema, table.columns, strict=True):
+            spec = spec_of(item)
+            schema[item.name] = f"{spec.dtype} {spec.shape}" if spec else str(item.type)
+            nulls[item.name] += values.null_count
+            if item.name == label and pa.types.is_integer(item.type):
+                known, counts = np.unique(values.drop_null().to_numpy(), return_counts=True)
+                classes.update(dict(zip(known.tolist(), counts.tolist(), strict=True)))
+                continue
+            for name, numbers in _numbers(item, values.filter(pa.array(chosen))):
+                parts.setdefault(name, []).append(numbers)
+    sample = {name: _finite(np.concatenate(found)) for name, found in parts.items()}
+    rows = dataset.manifest.num_rows
+    return (
+        Profile(
+            rows,
+            schema,
+            {name: nulls[name] / rows for name in schema},
+            {str(number): count for number, count in sorted(classes.items())},
+            {name: _column(values) for name, values in sample.items() if len(values)},
+        ),
+        sample,
+    )
+
+
+def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
+    """Population stability index of a sample against a column of another profile; 0 if it is not significant.
+
+    Args:
+        values: The sample, shape (rows,).
+        reference: What it is held against.
+    """
+    from scipy.stats import chi2
+
+    if not len(values) or len(reference.shares) < 2:
+        return 0.0
+    now = np.maximum(_shares(values, reference.edges), _SMALLEST_SHARE)
+    before = np.maximum(reference.shares, _SMALLEST_SHARE)
+    found = float(((now - before) * np.log(now / before)).sum())
+    by_chance = chi2.ppf(_SIGNIFICANT, len(before) - 1) * (1 / len(values) + 1 / reference.rows)
+    return found if found > by_chance else 0.0
+
+
+def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
+    """Total variation distance of two class balances, 0 (equal) to 1 (no class in common)."""
+    totals = max(1, sum(now.values())), max(1, sum(before.values()))
+    return math.fsum(abs(now.get(name, 0) / totals[0] - before.get(name, 0) / totals[1]) for name in now.keys() | before.keys()) / 2
+
+
+def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
+    """Every row group with the position of its first row.
+
+    Raises:
+        DataError: A file is damaged.
+    """
+    manifest = dataset.manifest
+    for index, path in enumerate(manifest.paths):
+        try:
+            with pq.ParquetFile(Path(dataset.root) / path) as file:
+                for group in np.flatnonzero(manifest.file_of == index).tolist():
+                    yield int(manifest.first_row[group]), file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} of {dataset.root} cannot be read: {error}. Deliver it again.") from error
+
+
+def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
+    """What is looked at of some rows of a column, each of shape (rows,), by name."""
+    spec = spec_of(item)
+    if spec is not None:
+        if not len(values) or np.dtype(spec.dtype).kind not in "biuf":
+            return []
+        rows = decode(values, spec).reshape(len(values), -1).astype(np.float64)
+        return [(f"{item.name} (mean)", rows.mean(1)), (f"{item.name} (std)", rows.std(1))]
+    if pa.types.is_integer(item.type) or pa.types.is_floating(item.type) or pa.types.is_boolean(item.type):
+        return [(item.name, values.drop_null().to_numpy().astype(np.float64))]
+    return []
+
+
+def _finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return values[np.isfinite(values)]
+
+
+def _column(values: npt.NDArray[np.float64]) -> Column:
+    edges = np.unique(np.quantile(values, np.arange(1, _BINS) / _BINS)).tolist()
+    return Column(len(values), float(values.mean()), float(values.std()), edges, _shares(values, edges).tolist())
+
+
+def _shares(values: npt.NDArray[np.float64], edges: list[float]) -> npt.NDArray[np.float64]:
+    """Share of the values in each bin, shape (len(edges) + 1,)."""
+    return np.bincount(np.searchsorted(edges, values, side="right"), minlength=len(edges) + 1) / len(values)

@@ -1,0 +1,38 @@
+"""Back to the champion before, with the reason in the audit record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_app.config import Config, default_tracking_uri
+from ray_app.pipeline.registering import user
+from ray_app.record.lease import acquire
+from ray_app.record.paths import RunPaths
+from ray_app.retrain.places import RetrainPaths
+from ray_app.retrain.rounds import audit
+from ray_app.track.client import connect
+from ray_app.track.registry import Rollback, rollback, rollbacks
+
+
+def roll_back(config: Config, reason: str) -> Rollback:
+    """Lets the version serve again that the champion replaced.
+
+    Raises:
+        RunHeldError: A retraining of the model goes on.
+        RegistryError: There is no reason, no champion, or nothing that it replaced.
+        Exception: Whatever MLflow raises; the champion serves on.
+    """
+    paths, name = RetrainPaths.of(config), str(config.tracking.registered_model)
+    with acquire(RunPaths(paths.root)):
+        client = connect(default_tracking_uri(config))
+        record_rollbacks(paths, client, name)
+        made = rollback(client, name, reason, user())
+        record_rollbacks(paths, client, name)
+    return made
+
+
+def record_rollbacks(paths: RetrainPaths, client: Any, name: str) -> None:
+    """Adds the rollbacks that MLflow knows to the audit record, also one that was stopped before it could; those that are there stay."""
+    for one in rollbacks(client, name):
+        details = {"version": one.version, "champion": one.to, "rolled_back_at": one.at, "by": one.by}
+        audit(paths, f"rollback {one.version} {one.at}", "rolled back", one.reason, details)

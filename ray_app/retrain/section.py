@@ -1,0 +1,142 @@
+"""What can be configured about retraining."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ray_app.config import Config
+from ray_app.errors import ConfigError
+
+
+def _judging(default: Any) -> Any:
+    """A field that decides whether data or a model is accepted, so that another value asks for another judgement of the same run."""
+    return dataclasses.field(default=default, metadata={"judges": True})
+
+
+@dataclass(frozen=True)
+class RetrainSection:
+    """When to train again, on what, and what makes the result the champion.
+
+    Args:
+        force: Reason to train now, whatever the triggers say; the data and the new model are judged as always.
+        dry_run: Only says what would be decided and whether the data is sound; nothing is trained or recorded.
+        min_new_rows: Training rows in files that the champion was not trained on that are a reason to train.
+        max_age_days: Days since the champion's promotion after which it is trained again, if that can give another result; not given: any.
+        max_drop: Fall of the champion's metric on the evaluation data as it is now against its value when it was promoted that is a reason
+            to train, in the metric's own unit; not given: none is.
+        max_psi: Population stability index of an input column, against the champion's training data, above which its drift is a reason to
+            train; not given: none is.
+        data: `all` trains on the whole of `data.path`; `new_and_sample` on the files that the champion was not trained on and a sample of
+            the rows of the others.
+        old_fraction: Share of these rows.
+        start: `scratch` begins as the seed says, `champion` with the champion's parameters.
+        accept_data: Reason to accept the data although validation refuses it, such as a change of schema that was planned.
+        min_rows_ratio: Fewest training rows, and fewest evaluation rows, as a share of those of the champion.
+        min_eval_rows: Fewest evaluation rows; with fewer the gate could not tell a better model from luck.
+        max_null_increase: Largest increase of the share of missing values in a column.
+        max_class_shift: Largest total variation distance of the class balance, 0 to 1.
+        max_disagreement: Largest relative loss of the champion's metric on the delivered rows, against its value when it was promoted:
+            more means that the labels are wrong, not that the model is old.
+        sample_rows: Training rows, chosen by a keyed hash, on which that is looked at.
+        min_gain: The new model is promoted if the lower bound of the interval of its gain over the champion is above this. 0: better beyond
+            doubt; below 0: not worse than that (a test of non-inferiority).
+        confidence: Coverage of that interval.
+        resamples: Bootstrap resamples that it is computed from.
+        min_metric: Worst value of the metric that a champion may have; not given: any.
+        max_recall_drop: Largest fall of the recall of a class.
+        min_class_rows: Evaluation rows that a class needs to count for that.
+    """
+
+    force: str | None = None
+    dry_run: bool = False
+    min_new_rows: int = 1
+    max_age_days: float | None = None
+    max_drop: float | None = None
+    max_psi: float | None = 0.25
+    data: Literal["all", "new_and_sample"] = "all"
+    old_fraction: float = 0.2
+    start: Literal["scratch", "champion"] = "scratch"
+    accept_data: str | None = _judging(None)
+    min_rows_ratio: float = _judging(0.7)
+    min_eval_rows: int = _judging(100)
+    max_null_increase: float = _judging(0.01)
+    max_class_shift: float = _judging(0.2)
+    max_disagreement: float = _judging(0.25)
+    sample_rows: int = _judging(20_000)
+    min_gain: float = _judging(0.0)
+    confidence: float = _judging(0.95)
+    resamples: int = _judging(1000)
+    min_metric: float | None = _judging(None)
+    max_recall_drop: float = _judging(0.1)
+    min_class_rows: int = _judging(20)
+
+    def judging(self) -> dict[str, Any]:
+        """The settings that decide whether data or a model is accepted."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("judges")}
+
+
+_FRACTIONS = ("old_fraction", "min_rows_ratio", "max_null_increase", "max_class_shift", "max_recall_drop")
+_AT_LEAST: dict[str, float] = {
+    "min_new_rows": 1,
+    "max_age_days": 0,
+    "max_drop": 0,
+    "max_psi": 0,
+    "min_eval_rows": 1,
+    "max_disagreement": 0,
+    "sample_rows": 1,
+    "resamples": 100,
+    "min_class_rows": 1,
+}
+
+
+def check_section(config: Config, section: RetrainSection) -> None:
+    """Refuses what retraining cannot work with.
+
+    Raises:
+        ConfigError: All that is wrong, a line each.
+    """
+    problems = [*_ranges(section), *_needs(config, section)]
+    if problems:
+        raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _ranges(section: RetrainSection) -> list[str]:
+    values = dataclasses.asdict(section)
+    problems = []
+    for name, allowed in (("data", ("all", "new_and_sample")), ("start", ("scratch", "champion"))):
+        if values[name] not in allowed:
+            problems.append(f"retrain.{name} is {values[name]!r}; it must be one of {', '.join(allowed)}.")
+    for name in _FRACTIONS:
+        if not 0 <= values[name] <= 1:
+            problems.append(f"retrain.{name} is {values[name]}; it must be from 0 to 1.")
+    for name, least in _AT_LEAST.items():
+        if values[name] is not None and not values[name] >= least:  # also NaN
+            problems.append(f"retrain.{name} is {values[name]}; it must be at least {least:g}.")
+    if not 0 < section.confidence < 1:
+        problems.append(f"retrain.confidence is {section.confidence}; it must be between 0 and 1, such as 0.95.")
+    for name in ("force", "accept_data"):
+        if values[name] is not None and not values[name].strip():
+            problems.append(f"retrain.{name} is empty; give the reason, for those who ask later.")
+    return problems
+
+
+def _needs(config: Config, section: RetrainSection) -> list[str]:
+    problems = []
+    if config.tracking.registered_model is None:
+        problems.append("tracking.registered_model is missing: the champion is a version of a model in MLflow's registry. Name the model.")
+    if config.data.eval_path is None:
+        problems.append("data.eval_path is missing: champion and challenger are compared on its rows. Name a data set to evaluate on.")
+    if config.run.name is not None:
+        problems.append(
+            f"run.name is {config.run.name!r}; a retraining names its run after its data, configuration and code. Leave it out."
+        )
+    if config.train.init_from is not None and section.start == "champion":
+        problems.append("train.init_from is given and retrain.start is champion: the run can begin with one of them. Leave one out.")
+    if section.data == "new_and_sample" and "://" in config.run.storage_path:
+        problems.append(
+            f"retrain.data is new_and_sample, whose rows are written as Parquet below run.storage_path, but that is"
+            f" {config.run.storage_path!r}. Store runs in a folder that all nodes see, or train on all data."
+        )
+    return problems

@@ -1,0 +1,149 @@
+"""What would be uploaded: the working directory as Ray walks it, less what no job needs.
+
+`ray._private.runtime_env.packaging` (Ray 2.60) is private, but no public function says what Ray packs, and a walk of our own could differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE, get_runtime_env_default_excludes
+from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+from ray_app.config import Config
+from ray_app.errors import ConfigError
+from ray_app.submit.findings import Finding
+from ray_app.submit.options import SubmitSection, split
+
+_MB = 1 << 20
+_SHOWN = 5
+_BIG_DATA_MB = 100
+_NEVER = [
+    *(".git", "venv", ".venv", "mlruns", "mlartifacts", "mlflow.db*", "__pycache__", ".*_cache", ".hypothesis", ".ipynb_checkpoints"),
+    *("*.egg-info", "node_modules", ".tox", ".nox", ".env", ".env.*", "*.pem", ".netrc"),
+    *("*.parquet", "*.arrow", "*.npz", "*.npy", "*.h5", "*.hdf5", "*.tfrecord", "*.pt", "*.pth", "*.ckpt", "*.safetensors"),
+]
+"""Repositories, environments, records, caches, files of secrets, and data and models by their kind."""
+_ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
+
+
+@dataclass(frozen=True)
+class Package:
+    """What Ray would upload.
+
+    Args:
+        folder: The working directory.
+        excludes: Patterns of what is left out, for the runtime environment.
+        files: Bytes of each file by its path relative to the folder.
+    """
+
+    folder: Path
+    excludes: list[str]
+    files: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files; Ray does not compress them."""
+        return sum(self.files.values())
+
+    def by_folder(self) -> list[tuple[str, int]]:
+        """Bytes of each folder and file at the top, the biggest first."""
+        sizes: dict[str, int] = {}
+        for name, size in self.files.items():
+            top = name.split("/")[0] + ("/" if "/" in name else "")
+            sizes[top] = sizes.get(top, 0) + size
+        return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+
+    def table(self, rows: int = _SHOWN) -> str:
+        """The biggest of them, a line each."""
+        sizes = self.by_folder()
+        lines = [f"{size / _MB:10.2f} MB  {name}" for name, size in sizes[:rows]]
+        rest = sum(size for _, size in sizes[rows:])
+        return "\n".join([*lines, f"{rest / _MB:10.2f} MB  in {len(sizes) - rows} more"] if len(sizes) > rows else lines)
+
+    def holds(self, path: str) -> bool:
+        """Whether a file, or something in a folder, is in it."""
+        name = os.path.normpath(path)
+        return any(file == name or file.startswith(name + "/") for file in self.files)
+
+
+def packed(config: Config, section: SubmitSection) -> Package:
+    """What would be uploaded for a run."""
+    folder = Path(section.working_dir).resolve()
+    excludes = _excludes(folder, config, section)
+    files: dict[str, int] = {}
+
+    def count(path: Path) -> None:
+        if path.is_file():
+            files[path.relative_to(folder).as_posix()] = path.stat().st_size
+
+    quiet = logging.getLogger(f"{__name__}.ignored")
+    quiet.setLevel(logging.WARNING)
+    all_excludes = [*get_runtime_env_default_excludes(), *excludes]
+    follows_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
+    _dir_travel(folder, [_get_excludes(folder, all_excludes)], count, include_gitignore=follows_git, logger=quiet)
+    return Package(folder, excludes, files)
+
+
+def _excludes(folder: Path, config: Config, section: SubmitSection) -> list[str]:
+    """Patterns as in `.gitignore`: of two that match a file the later one counts."""
+    patterns = list(_NEVER)
+    for found in sorted(path for mark in _ENVIRONMENT_MARKS for path in folder.glob(f"*/{mark}")):
+        patterns.append(f"/{found.parent.name}")
+    data = [path for path in (config.data.path, config.data.eval_path) if path]
+    patterns += [f"!{_inside(folder, path)}/**" for path in data if not os.path.isabs(path) and _inside(folder, path)]
+    read_in_place = [path for path in data if os.path.isabs(path)]
+    patterns += [inside for path in (*read_in_place, config.run.storage_path) if (inside := _inside(folder, path))]
+    return [*patterns, *split(section.exclude)]
+
+
+def _inside(folder: Path, path: str) -> str | None:
+    """A pattern of what is below the folder; None of what is not."""
+    if "://" in path:
+        return None
+    target = Path(os.path.normpath(folder / path))
+    return f"/{target.relative_to(folder).as_posix()}" if folder in target.parents else None
+
+
+def size_of(package: Package, section: SubmitSection) -> str | Finding:
+    """Whether the package can be uploaded.
+
+    Raises:
+        ConfigError: It is too big, or lacks what the job starts.
+    """
+    size = package.num_bytes / _MB
+    if size > section.max_package_mb:
+        raise ConfigError(
+            f"{size:.1f} MB in {len(package.files)} files would be uploaded, more than the {section.max_package_mb:g} MB allowed"
+            f" (submit.max_package_mb; Ray takes at most 512). Leave out what the job does not need: name it in .rayignore or in"
+            f" submit.exclude. The biggest:\n{package.table()}"
+        )
+    if not package.holds("jobs/train.py"):
+        raise ConfigError(
+            f"{package.folder} has no jobs/train.py that would be uploaded. Start this in the folder of the project, or name it by"
+            " submit.working_dir, and look whether .gitignore or .rayignore leaves jobs/ out."
+        )
+    return f"{size:.2f} MB in {len(package.files)} files:\n{package.table()}"
+
+
+def data_in(package: Package, config: Config) -> list[Finding]:
+    """What is to be said about data that travels in the package: a relative path means that."""
+    found = []
+    fields = (("training data", "data.path", config.data.path), ("evaluation data", "data.eval_path", config.data.eval_path))
+    for topic, field, path in fields:
+        if not path or os.path.isabs(path) or "://" in path:
+            continue
+        advice = "Give a path that all nodes see."
+        if not package.holds(path):
+            why = f"relative, but nothing of it would be uploaded from {package.folder} (is it ignored, or not there?)"
+            text = f"{field} is {path!r}, {why}. {advice}"
+            found.append(Finding("refused", topic, text))
+            continue
+        name = os.path.normpath(path)
+        size = sum(n for file, n in package.files.items() if file == name or file.startswith(name + "/")) / _MB
+        if size > _BIG_DATA_MB:
+            found.append(Finding("warning", topic, f"{field} is {path!r}, so {size:.0f} MB of data are uploaded. {advice}"))
+    return found

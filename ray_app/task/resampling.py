@@ -1,0 +1,69 @@
+"""Metrics of resampled data sets, from the states that chunks of rows left: nothing is scored again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ray_app.errors import ConfigError
+from ray_app.task.base import Task
+from ray_app.task.scoring import Chunk, kept_metrics
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """A metric of data sets in which each chunk occurs so many times.
+
+    Args:
+        task: The prepared task.
+        chunks: What the chunks of a data set gave, in their order.
+        name: A metric of one number, or `loss`.
+        counts: How often each chunk occurs in each data set, shape (data sets, chunks).
+
+    Returns:
+        Its values, shape (data sets,).
+
+    Raises:
+        ConfigError: The metric cannot be put together from parts.
+    """
+    if name == "loss":
+        losses, rows = np.array([chunk.loss for chunk in chunks]), np.array([chunk.rows for chunk in chunks])
+        return (counts @ losses) / (counts @ rows)
+    metrics = kept_metrics(task, chunks)
+    if name not in metrics:
+        raise ConfigError(
+            f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are {', '.join(map(str, metrics))}."
+        )
+    metric = metrics[name]
+    states = {state: _states(metric, state, [chunk.states[name][state] for chunk in chunks], counts) for state in metric._defaults}
+    values = []
+    for i in range(len(counts)):
+        for state, found in states.items():
+            setattr(metric, state, found[i])
+        metric._update_count, metric._computed = len(chunks), None
+        values.append(float(metric.compute()))
+    return np.array(values)
+
+
+def _states(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.int64]) -> Sequence[Any]:
+    """One state of a metric for each data set."""
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
+
+    if isinstance(parts[0], list):
+        return [[piece for i in np.repeat(np.arange(len(parts)), row) for piece in parts[i]] for row in counts]
+    if metric._reductions[name] is dim_zero_cat:
+        return [torch.cat([parts[i] for i in np.repeat(np.arange(len(parts)), row)]) for row in counts]
+    if metric._reductions[name] is not dim_zero_sum:
+        raise ConfigError(
+            f"The metric {type(metric).__name__} cannot be resampled: its state {name!r} is neither a sum nor a list. Set"
+            " evaluate.metric to another one, such as loss."
+        )
+    stacked = torch.stack(parts)
+    total = torch.tensordot(torch.from_numpy(counts).double(), stacked.double(), dims=1)
+    return total.to(stacked.dtype).unbind()

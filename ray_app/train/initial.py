@@ -1,0 +1,77 @@
+"""The parameters that a run begins with where they come from a file and not from the seed."""
+
+from __future__ import annotations
+
+import safetensors.torch
+from torch import Tensor, nn
+
+from ray_app.checkpoint.format import params_digest
+from ray_app.errors import ConfigError
+from ray_app.record.files import location
+
+_MOST_NAMED = 5
+
+
+def digest_of(place: str) -> str:
+    """The `params_digest` of a file of parameters.
+
+    Raises:
+        ConfigError: It cannot be read, or is no safetensors file.
+    """
+    return params_digest(_read(place))
+
+
+def begin_with(model: nn.Module, place: str, digest: str | None) -> None:
+    """Gives a model, on the CPU, the parameters of a file.
+
+    Args:
+        model: The model as its task built it.
+        place: A safetensors file, a path or an s3:// URI.
+        digest: `params_digest` that they must have; None: any.
+
+    Raises:
+        ConfigError: The file cannot be read, holds other parameters than these, or ones that are not the model's.
+    """
+    found = _read(place)
+    if digest is not None and params_digest(found) != digest:
+        raise ConfigError(
+            f"train.init_from {place!r} holds parameters with the digest {params_digest(found)}, but the run begins with {digest}. Give the"
+            " file of before, or start a new run."
+        )
+    problems = _differences(model.state_dict(), found)
+    if problems:
+        raise ConfigError(
+            f"train.init_from {place!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same model, or set"
+            " task.init_args to what they were trained with."
+        )
+    model.load_state_dict(found)
+
+
+def _read(place: str) -> dict[str, Tensor]:
+    try:
+        data = location(place).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"train.init_from {place!r} cannot be read: {error}. Name a file that every node sees.") from error
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:  # an exception of the library's own
+        raise ConfigError(f"train.init_from {place!r} is no safetensors file: {error}. Save parameters with safetensors.torch.") from error
+
+
+def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """Why parameters are not those of a model."""
+    kinds = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - wanted.keys()),
+        "of another shape or type": [
+            f"{name} {found[name].dtype} {tuple(found[name].shape)}, wanted {wanted[name].dtype} {tuple(wanted[name].shape)}"
+            for name in sorted(wanted.keys() & found.keys())
+            if (wanted[name].dtype, wanted[name].shape) != (found[name].dtype, found[name].shape)
+        ],
+    }
+    return [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,23 @@
+"""Ray's private parts (Ray 2.60) that turn token authentication on where Ray does not do it by itself: for `ray.cluster_utils.Cluster`.
+
+- `ray._private.authentication.authentication_token_setup`: what `ray.init(address="local")` calls before it starts a cluster.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
+
+
+def require_token() -> None:
+    """Lets clusters that this process starts from now on refuse whoever has not the token in `~/.ray/auth_token`, made if need be.
+
+    Ray writes that file for all users of the machine to read; then only its owner may. `RAY_AUTH_MODE=disabled` in the environment is
+    respected, as Ray does.
+    """
+    if enable_token_auth_by_default():
+        ensure_token_if_auth_enabled(create_token_if_missing=True)
+        with suppress(OSError):  # it is elsewhere, or somebody else's
+            (Path.home() / ".ray" / "auth_token").chmod(0o600)

@@ -1,0 +1,232 @@
+"""Batch prediction on real Ray and MLflow: rows in = rows out, in order, what the model says, and the same bytes after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import safetensors.torch
+import torch
+
+from ray_app.checkpoint.format import params_digest
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.columns import decode, spec_of
+from ray_app.data.dataset import open_dataset
+from ray_app.data.source import Reader, fetch_here, probe, whole
+from ray_app.errors import DataError
+from ray_app.pipeline.registering import register_best
+from ray_app.predict.actor import Model, PredictJob, Predictor
+from ray_app.predict.command import main
+from ray_app.predict.prepare import parts_of
+from ray_app.task.base import Task
+from ray_app.task.tabular import TabularRegression
+from tests.cluster import ROOT
+from tests.integration.test_registry import Finished
+from tests.mlflow_server import until
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
+    """A run whose best checkpoint is the champion `digits`; of its two checkpoints the first is better."""
+    storage = tmp_path_factory.mktemp("storage")
+    made = Finished(storage, digits, f"sqlite:///{storage / 'mlflow.db'}")
+    assert register_best(made.job, "digits", made.config.tracking.uri).aliases == ("challenger", "champion")
+    return made
+
+
+def command(run: Finished, data: Path | str, out: Path | str, *more: str) -> list[str]:
+    arguments = ["--config", str(ROOT / "conf" / "digits.yaml"), "--tracking.uri", run.config.tracking.uri, "--predict.data", str(data)]
+    return [*arguments, "--predict.out", str(out), "--predict.part_rows", "50", *more]
+
+
+CHAMPION = ("--predict.model", "models:/digits@champion")
+
+
+def whole_of(out: Path) -> pa.Table:
+    return pa.concat_tables(pq.read_table(path) for path in sorted(out.glob("part-*.parquet"))).replace_schema_metadata()
+
+
+def state_of(out: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.glob("part-*.parquet")}
+
+
+def images_of(path: Path) -> tuple[list[str], np.ndarray]:
+    table = pq.read_table(path / "part-00000.parquet")
+    pixels = decode(table.column("image"), spec_of(table.schema.field("image")))  # type: ignore[arg-type]
+    return table.column("row_id").to_pylist(), np.ascontiguousarray(pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2))
+
+
+def test_the_champion_predicts_every_row_once_in_order(
+    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(command(run, digits / "eval", out, *CHAMPION, "--predict.workers", "2")) == 0
+    printed = capsys.readouterr().out
+    ids, images = images_of(digits / "eval")
+    found = whole_of(out)
+    assert Counter(found.column("row_id").to_pylist()) == Counter(ids)
+    assert found.column("row_id").to_pylist() == ids
+    assert found.column("position").to_pylist() == list(range(len(ids)))
+    scores = torch.from_numpy(run.predictions(images))
+    sure, index = scores.softmax(-1).max(-1)
+    assert found.column("predicted_index").to_pylist() == index.tolist()
+    assert found.column("predicted").to_pylist() == [str(i) for i in index.tolist()]
+    assert np.allclose(found.column("confidence").to_numpy(), sure.numpy(), rtol=1e-5, atol=0)
+    assert len(set(sure.tolist())) > len(ids) / 2
+
+    said = json.loads((out / "predictions.json").read_text())
+    assert (said["rows_in"], said["rows_out"], said["model"]) == (len(ids), len(ids), {"name": "digits", "version": "1"})
+    assert said["params_digest"] == CheckpointStore(run.job.paths).commits()[0].params_digest
+    assert said["counts"] == Counter(found.column("predicted").to_pylist())
+    assert said["means"]["confidence"] == pytest.approx(float(sure.mean()), rel=1e-5)
+    assert [part["rows"] for part in said["parts"]] == [50] * (len(ids) // 50) + [len(ids) % 50]
+    assert f"{len(ids)} in, {len(ids)} out" in printed
+    assert "confidence 0." in printed
+
+    before = state_of(out)
+    (out / "part-00001.parquet").write_bytes(before["part-00001.parquet"][0][:-100])  # cut short
+    page = bytearray(before["part-00003.parquet"][0])
+    page[60] ^= 1  # one bit of the values
+    (out / "part-00003.parquet").write_bytes(page)
+    (out / "part-00005.parquet").unlink()
+    assert main(command(run, digits / "eval", out, *CHAMPION)) == 0
+    after = state_of(out)
+    assert {name: data for name, (data, _) in after.items()} == {name: data for name, (data, _) in before.items()}
+    kept = {name for name in after if after[name][1] == before[name][1]}
+    assert set(after) - kept == {"part-00001.parquet", "part-00003.parquet", "part-00005.parquet"}
+
+
+def test_a_run_predicts_what_has_no_labels(ray_cluster: None, run: Finished, digits: Path, tmp_path: Path) -> None:
+    table = pq.read_table(digits / "eval" / "part-00000.parquet")
+    data = tmp_path / "unlabelled"
+    data.mkdir()
+    pq.write_table(table.drop_columns(["label"])[:200], data / "part-a.parquet", row_group_size=33)
+    pq.write_table(table.drop_columns(["label"])[200:], data / "part-b.parquet", row_group_size=120)
+    arguments = ["--predict.run", str(run.job.paths.root), "--predict.columns", "image,row_id"]
+    assert main(command(run, data, tmp_path / "out", *arguments)) == 0
+    assert main(command(run, digits / "eval", tmp_path / "labelled", *CHAMPION)) == 0
+    found, labelled = whole_of(tmp_path / "out"), whole_of(tmp_path / "labelled")
+    assert found.column_names == ["image", "row_id", "position", "predicted", "predicted_index", "confidence"]
+    assert found.column("image").to_pylist() == table.column("image").to_pylist()
+    for name in ("row_id", "position", "predicted", "predicted_index"):
+        assert found.column(name).to_pylist() == labelled.column(name).to_pylist()
+    assert np.allclose(found.column("confidence").to_numpy(), labelled.column("confidence").to_numpy(), rtol=1e-5, atol=0)
+    said = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert said["model"] == {"run": "run", "step": 8, "config_digest": "c" * 64}
+    assert [part["rows"] for part in said["parts"]] == [33] * 5 + [33 + 2, 50, 50, 20, 39]
+
+
+def test_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
+    gate, out, undisturbed = tmp_path / "gate", tmp_path / "out", tmp_path / "undisturbed"
+    gate.mkdir()
+    uri, task = f"sqlite:///{tmp_path / 'mlflow.db'}", "tests.integration.gated_task.GatedPrediction"
+    settings = {"gate": str(gate), "wait_before": 4}
+    run = Finished(tmp_path, digits, uri, task=task, init_args=settings)
+    more = ["--task.class_path", task, *(f"--task.init_args.{name}={value}" for name, value in settings.items())]
+    arguments = command(run, digits / "eval", out, "--predict.run", str(run.job.paths.root), *more)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    driver = subprocess.Popen([sys.executable, "jobs/predict.py", *arguments], cwd=ROOT, env=environment)
+    try:
+        until(lambda: (gate / "reached").exists() or driver.poll() is not None, 240)
+        assert driver.poll() is None
+        until(lambda: len(state_of(out)) == 3, 60)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait(30)
+    before = state_of(out)
+    assert sorted(before) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    assert not (out / "predictions.json").exists()
+    (gate / "open").touch()
+    assert main(arguments) == 0
+    assert {name: fact for name, fact in state_of(out).items() if name in before} == before, "finished parts were made again"
+    assert main([str(undisturbed) if argument == str(out) else argument for argument in arguments]) == 0
+    assert {name: data for name, (data, _) in state_of(out).items()} == {name: data for name, (data, _) in state_of(undisturbed).items()}
+    ids, _ = images_of(digits / "eval")
+    assert whole_of(out).column("row_id").to_pylist() == ids
+
+
+def test_what_does_not_fit_is_refused(run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = digits / "eval"
+    table = pq.read_table(data / "part-00000.parquet")
+    for name, content in {"blind": table.drop_columns(["image"]), "other": pa.table({"image": [b"no array"], "row_id": ["0"]})}.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(content, tmp_path / name / "part-00000.parquet")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "made_from.json").write_text(json.dumps({"model": {"name": "digits", "version": "7"}, "batch_size": 256}))
+    out, old = tmp_path / "out", str(run.job.paths.root)
+    pixels = ("--task.init_args.pixel_max", "255")
+    tabular = ["--task.class_path", "ray_app.task.tabular.TabularClassification", "--task.init_args", "{}"]
+    for arguments, expected in (
+        (command(run, data, out, "--predict.model", "models:/digits@nobody"), "MLflow has no models:/digits@nobody"),
+        (command(run, data, out, "--predict.model", "digits"), "it must be models:/NAME@ALIAS"),
+        (command(run, data, out, "--predict.run", str(tmp_path)), "no summary.json"),
+        (command(run, data, out), "Say which model"),
+        (command(run, data, out, *CHAMPION, "--predict.run", old), "both given"),
+        (command(run, data, out, *CHAMPION, "--predict.batch_size", "0"), "predict.batch_size is 0"),
+        (command(run, data, out, *CHAMPION, "--predict.columns", "row_id,colour"), "'colour', which is not in the data"),
+        (command(run, data, out, *CHAMPION, *tabular), "is of the task ray_app.task.image.ImageClassification"),
+        (
+            command(run, data, out, *CHAMPION, *pixels),
+            "pixel_max is 255.0, but digits version 1 was trained with",
+        ),
+        (command(run, data, out, "--predict.run", old, *pixels), "was trained with"),
+        (command(run, tmp_path / "blind", out, *CHAMPION), "has no column 'image'"),
+        (command(run, tmp_path / "other", out, *CHAMPION), "part-00000.parquet, row group 0, row 0"),
+        (command(run, data, tmp_path / "full", *CHAMPION), "it holds something else"),
+        (command(run, data, made, *CHAMPION), "model: {'name': 'digits', 'version': '7'}, now {'name': 'digits', 'version': '1'}"),
+    ):
+        assert main(arguments) == 2, expected
+        assert expected in capsys.readouterr().err
+    assert not out.exists()
+    assert [path.name for path in made.iterdir()] == ["made_from.json"]
+
+
+def predictor_of(task: Task, data: Path, out: Path) -> tuple[Predictor, list[pa.Table], Any]:
+    """An actor's code in this process, the tables that it would get, and its model."""
+    dataset = open_dataset(str(data))
+    reader = Reader(dataset.root, task.columns(), task.decode)
+    model = task.build_model().eval()
+    state = dict(model.state_dict())
+    parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(parts_of(dataset.manifest, 4))}
+    made = Model(task, safetensors.torch.save(state), None, params_digest(state))
+    fields = probe(dataset, task.columns(), task.decode)
+    job = PredictJob(made, dataset.root, fields, [], parts, str(out), "digest", 3, torch.get_num_threads(), "cpu")
+    return Predictor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
+
+
+def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: None, tmp_path: Path) -> None:
+    features = np.arange(8, dtype=np.float64)
+    for name, values in (("good", features), ("bad", np.where(features == 6, np.nan, features))):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"a": values, "target": features}), tmp_path / name / "part-00000.parquet", row_group_size=4)
+    task = TabularRegression().prepare(open_dataset(str(tmp_path / "good")).facts)
+    predictor, tables, model = predictor_of(task, tmp_path / "good", tmp_path / "out")
+    for table in tables:
+        predictor(table)
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(features.astype(np.float32))[:, None])[:, 0].numpy()
+    assert np.allclose(whole_of(tmp_path / "out").column("predicted").to_numpy(), expected, rtol=1e-5)
+    predictor, tables, _ = predictor_of(task, tmp_path / "bad", tmp_path / "out2")
+    predictor(tables[0])
+    with pytest.raises(DataError, match="'predicted' of row 6 of the data is NaN"):
+        predictor(tables[1])
+
+
+def test_a_model_with_other_parameters_than_registered_is_refused(run: Finished) -> None:
+    model = Model(run.job.task, safetensors.torch.save(dict(run.job.task.build_model().state_dict())), None, "0" * 64)
+    with pytest.raises(Exception, match="its parameters have the digest"):
+        model.load(torch.device("cpu"))

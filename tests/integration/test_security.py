@@ -1,0 +1,55 @@
+"""Who has not the token is refused by the clusters that we start, on real Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster import ROOT
+
+CLUSTERS = {
+    "train": """
+from ray_app import load_config
+from ray_app.pipeline.cluster import cluster
+with cluster(load_config("conf/digits.yaml")):
+    try_both(ray.get_runtime_context().gcs_address)
+""",
+    "drill": """
+from ray_app.drill.cluster import local_nodes
+with local_nodes(1, False) as nodes:
+    try_both(ray.get_runtime_context().gcs_address)
+""",
+}
+TRY = """
+import os, subprocess, sys
+import ray
+
+CLIENT = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('in', len(ray.nodes()) > 0)"
+
+def outcome(address, **environment):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", CLIENT, address]
+    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=200)
+    return "AuthenticationError" if "AuthenticationError" in done.stderr else done.stdout + done.stderr[-2000:]
+
+def try_both(address):
+    print("file:", oct(os.stat(os.path.expanduser("~/.ray/auth_token")).st_mode & 0o777))
+    print("without:", outcome(address, RAY_AUTH_MODE="disabled"))
+    print("wrong:", outcome(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64))
+"""
+
+
+@pytest.mark.parametrize("kind", list(CLUSTERS))
+def test_who_has_not_the_token_is_refused(kind: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TRY + CLUSTERS[kind]]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert [line for line in done.stdout.splitlines() if ": " in line] == [
+        "file: 0o600",
+        "without: AuthenticationError",
+        "wrong: AuthenticationError",
+    ]

@@ -1,0 +1,73 @@
+"""Strategies end to end on real Ray: the same command, the same task, another `train.strategy`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app import load_config, run_training
+from ray_app.config import Config
+from ray_app.pipeline.run import Faults
+from ray_app.train.hooks import Hooks
+from tests.cluster import ROOT, record_of
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@dataclass
+class Seen:
+    """A hook in the calling process: where the steps happen, and Ctrl-C after one of them."""
+
+    interrupt_after: int | None = None
+
+    def __post_init__(self) -> None:
+        self.pids: set[int] = set()
+
+    def __call__(self, rank: int, step: int) -> None:
+        self.pids.add(os.getpid())
+        if step == self.interrupt_after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_single_trains_in_the_calling_process_and_gives_the_same_bits(
+    short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
+) -> None:
+    config = short_run(train__strategy="single", data__cache="memory", scaling__min_workers=1, scaling__max_workers=1)
+    stopping, seen = Seen(interrupt_after=11), Seen()
+    first = run_training(config, faults=Faults(train=Hooks(after_step=stopping)))
+    assert (first.status, first.summary["steps"]) == ("interrupted", 12), "the flag travels with the next step"
+    handler = signal.getsignal(signal.SIGINT)
+    second = run_training(config.replace(data__cache="none"), faults=Faults(train=Hooks(after_step=seen)))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert second.status == "finished"
+    assert stopping.pids == seen.pids == {os.getpid()}
+    assert second.summary["params_digest"] == reference["params_digest"]
+    assert record_of(tmp_path / "runs" / "run") == reference["record"]
+
+
+def test_a_run_of_workers_is_continued_in_the_calling_process(short_run: Callable[..., Config], reference: dict[str, Any]) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=1)
+    stopping = Seen(interrupt_after=5)
+    assert run_training(config.replace(train__strategy="single"), faults=Faults(train=Hooks(after_step=stopping))).status == "interrupted"
+    assert run_training(config).summary["params_digest"] == reference["params_digest"]
+
+
+@pytest.mark.parametrize("strategy", [{"train__strategy": "local_sgd", "train__local_steps": 23}])
+def test_the_digits_are_learned(digits: Path, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(
+        data__path=str(digits / "train"),
+        data__eval_path=str(digits / "eval"),
+        run__storage_path=str(tmp_path),
+        run__name="learned",
+        tracking__enabled=False,
+        **strategy,
+    )
+    result = run_training(config)
+    assert result.summary["metrics"]["accuracy"] >= 0.97
+    assert result.summary["rows"] == 30 * 1438

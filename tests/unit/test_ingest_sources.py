@@ -1,0 +1,425 @@
+"""Ingest of the formats of other programs: what goes in comes out; what is damaged or hostile is refused with a reason."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import shutil
+import struct
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ingest_inputs import RNG, read
+from PIL import Image
+
+from ray_app.data.ingest import IngestOptions, ingest
+from ray_app.data.raw_tar import expanded
+from ray_app.data.unpickled import unpickled
+from ray_app.errors import ConfigError, DataError
+
+HF = Path(__file__).parent / "hf"
+
+
+def done(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> dict[str, Any]:
+    """Ingests and returns the columns."""
+    ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+    return read(tmp_path / "out")
+
+
+def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> str:
+    """The message with which an input is refused; nothing was made."""
+    with pytest.raises((DataError, ConfigError)) as caught:
+        ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+    assert not list(tmp_path.glob("out*"))
+    return str(caught.value)
+
+
+LINES = [
+    {"x": 1, "kind": "wasp", "when": "2020-01-01", "vector": [1, 2.5], "on": True, "grid": [[1, 2], [3, 4]]},
+    {"x": 2.5, "kind": "ant", "when": "never", "vector": [3, 4], "grid": [[5, 6], [7, 8]]},
+    {"kind": "bee", "on": False, "when": None, "vector": [0.5, 0], "grid": [[0, 0], [0, 0]], "x": None},
+]
+
+
+def test_json_lines_have_one_type_a_key_over_all_files(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, LINES[:1])) + "\n\n")
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, LINES[1:])).encode()))
+    got = done(tmp_path, "jsonl", folder, label="kind", piece_bytes=1)
+    assert got["row_id"] == ["a.jsonl:1", "b.jsonl.gz:1", "b.jsonl.gz:2"]
+    assert got["x"] == [1.0, 2.5, None]
+    assert (got["label"], got["when"], got["on"]) == ([2, 0, 1], ["2020-01-01", "never", None], [True, None, False])
+    np.testing.assert_array_equal(got["vector"], [[1, 2.5], [3, 4], [0.5, 0]])
+    np.testing.assert_array_equal(got["grid"], [line["grid"] for line in LINES])
+    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert (about["classes"], about["class_counts"]) == (["ant", "bee", "wasp"], {"ant": 1, "bee": 1, "wasp": 1})
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "expected"),
+    [
+        (['{"a": 1}', '{"a": '], {}, "row f.jsonl:2: not JSON"),
+        (['{"a": 1}', "[1]"], {}, "row f.jsonl:2: a JSON list where an object is expected"),
+        (['{"a": 1}', '{"a": "x"}'], {}, "values of one type"),
+        (['{"a": {"b": 1}}'], {}, "'a' holds objects"),
+        (['{"a": null}'], {}, "'a' holds no value in any line"),
+        (['{"a": ["x"]}'], {}, "'a' holds lists that are not of numbers"),
+        (['{"a": [1, 2]}', '{"a": [1]}'], {}, "row f.jsonl:2: 'a' is no list of shape [2]"),
+        (['{"a": 1}'], {"label": "b"}, "no 'b' in any line; the keys are ['a']"),
+        (['{"a": 1, "y": "u"}', '{"a": 2}'], {"label": "y"}, "rows without a value"),
+        (['{"a": 1, "y": 1}', '{"a": 2}'], {"label": "y"}, "row f.jsonl:2: no label"),
+        ([], {}, "no rows"),
+    ],
+)
+def test_bad_json_lines_are_refused(tmp_path: Path, lines: list[str], options: dict[str, Any], expected: str) -> None:
+    (tmp_path / "f.jsonl").write_text("\n".join(lines))
+    assert expected in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl", **options)
+
+
+def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_path: Path) -> None:
+    lines = ['{"a": [1, 2], "y": "u"}', "oops", '{"a": [1], "y": "v"}', '{"a": [3, 4]}', '{"a": [5, 6], "y": "v"}']
+    (tmp_path / "f.jsonl").write_text("\n".join(lines))
+    got = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
+    assert (got["row_id"], got["label"], got["a"].tolist()) == (["f.jsonl:1", "f.jsonl:5"], [0, 1], [[1, 2], [5, 6]])
+
+
+CIFAR_NAMES = ("ant", "bee", "cat", "dog")
+
+
+def cifar_rows(rows: int) -> tuple[np.ndarray, list[int]]:
+    return RNG.integers(0, 256, (rows, 3072), dtype=np.uint8), [i % 4 for i in range(rows)]
+
+
+def as_images(pixels: np.ndarray) -> np.ndarray:
+    """Planes of red, green, blue, as the archives hold them, to (rows, 32, 32, 3)."""
+    return np.stack([pixels[:, i * 1024 : (i + 1) * 1024].reshape(-1, 32, 32) for i in range(3)], axis=-1)
+
+
+def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
+    """The opcodes that Python 2's cPickle wrote, as in the published data_batch_1."""
+
+    def text(value: bytes) -> bytes:
+        return (b"U" + bytes([len(value)]) if len(value) < 256 else b"T" + struct.pack("<i", len(value))) + value
+
+    rows = struct.pack("<H", len(pixels))
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\nq\x06cnumpy\nndarray\nq\x07K\x00\x85q\x08U\x01bq\x09\x87Rq\x0a(K\x01M"
+        + rows
+        + b"M\x00\x0c\x86"
+        b"q\x0bcnumpy\ndtype\nq\x0cU\x02u1q\x0dK\x00K\x01\x87Rq\x0e(K\x03U\x01|q\x0fNNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\x10b\x89"
+        + text(pixels.tobytes())
+        + b"tq\x11b"
+    )
+    numbers = b"]q\x03(" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return (
+        b"\x80\x02}q\x01("
+        + text(b"labels")
+        + b"q\x02"
+        + numbers
+        + text(b"data")
+        + b"q\x05"
+        + array
+        + text(b"batch_label")
+        + text(b"a")
+        + b"u."
+    )
+
+
+def write_cifar(folder: Path, kind: str) -> dict[str, tuple[np.ndarray, list[int]]]:
+    """A folder as one of the archives unpacks; returns pixels and labels by file."""
+    folder.mkdir()
+    hundred = kind.endswith("100")
+    names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    made = {name: cifar_rows(3) for name in names}
+    for name, (pixels, labels) in made.items():
+        if kind.startswith("binary"):
+            marks = np.array([[9, label] if hundred else [label] for label in labels], np.uint8)
+            (folder / f"{name}.bin").write_bytes(np.concatenate([marks, pixels], axis=1).tobytes())
+        elif hundred:
+            content = {b"data": pixels, b"fine_labels": labels, b"coarse_labels": [9] * 3, b"filenames": [b"x.png"] * 3}
+            (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+        else:
+            (folder / name).write_bytes(python2_pickle(pixels, labels))
+    if kind.startswith("binary"):
+        (folder / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text("\n".join(CIFAR_NAMES) + "\n\n")
+    else:
+        key = "fine_label_names" if hundred else "label_names"
+        (folder / ("meta" if hundred else "batches.meta")).write_bytes(pickle.dumps({key: list(CIFAR_NAMES)}, protocol=2))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["binary10", "binary100", "python10", "python100"])
+def test_cifar_comes_back_equal(tmp_path: Path, kind: str) -> None:
+    made = write_cifar(tmp_path / "in", kind)
+    summary = ingest(IngestOptions("cifar", str(tmp_path / "out"), str(tmp_path / "in")))
+    for side in ("train", "eval"):
+        got = read(tmp_path / "out" / side)
+        files = [value for name, value in made.items() if name.startswith("test") == (side == "eval")]
+        np.testing.assert_array_equal(got["image"], as_images(np.concatenate([pixels for pixels, _ in files])))
+        assert got["label"] == [label for _, labels in files for label in labels]
+        assert got.get("coarse_label", [9]) == [9] * (len(got["label"]) if "100" in kind else 1)
+    assert summary.parts["train"].classes == list(CIFAR_NAMES)
+    assert read(tmp_path / "out" / "eval")["row_id"][0] == {
+        "binary10": "test_batch.bin:0",
+        "binary100": "test.bin:0",
+        "python10": "test_batch:0",
+        "python100": "test:0",
+    }.get(kind)
+
+
+class Hostile:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self._path,))
+
+
+def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> None:
+    write_cifar(tmp_path / "in", "python10")
+    for protocol in range(5):
+        hostile = pickle.dumps({"data": Hostile(tmp_path / "ran"), "labels": []}, protocol=protocol)
+        pickle.loads(hostile)
+        assert (tmp_path / "ran").exists(), "the pickle must be one that does something"
+        (tmp_path / "ran").unlink()
+        (tmp_path / "in" / "data_batch_3").write_bytes(hostile)
+        message = refusal(tmp_path, "cifar", tmp_path / "in")
+        assert "data_batch_3: not a file of CIFAR's python version" in message
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"hello",
+        b"\x80\x02cos\nsystem\nU\x04trueR.",
+        b"\x80\x02c__builtin__\neval\nU\x011\x85R.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        b"\x80\x02ccopy_reg\n_reconstructor\n.",
+        b"(i__main__\nThing\n.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02(K\x01",
+        b"\x80\x02e.",
+        b"\x80\x02]q\x00h\x00a.",
+        b"\x80\x02cnumpy\ndtype\nU\x02O8K\x00K\x01\x87R.",
+        pickle.dumps(np.array([{}], dtype=object), protocol=2),
+        b"]" * 100_000 + b"a" * 99_999 + b".",
+    ],
+)
+def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - each has its own message
+        unpickled(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4])
+def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
+    shared = [1, 2]
+    value = {"a": [1, -5, 70_000, 2**40, 1.5, None, True], "b": {"c": shared, "d": shared}, "e": b"\x00\xff", "f": "x"}
+    arrays = {"g": np.arange(6).reshape(2, 3), "h": np.asfortranarray(np.ones((2, 3), ">f4")), "i": np.arange(3, dtype="<u2")}
+    got = unpickled(io.BytesIO(pickle.dumps(value | arrays, protocol=protocol)))
+    assert {key: got[key] for key in value} == value
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(got[key], array)
+        assert got[key].dtype == array.dtype
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda folder: (folder / "data_batch_2.bin").unlink(), "data_batch_2.bin of CIFAR is missing"),
+        (lambda folder: (folder / "data_batch_2.bin").write_bytes(bytes(3000)), "3000 bytes are not a whole number of records of 3073"),
+        (lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\x09" + bytes(3072)), "row data_batch_2.bin:0: label 9; the 4 classes"),
+        (shutil.rmtree, "no CIFAR files; expected the unpacked folder"),
+    ],
+)
+def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
+    write_cifar(tmp_path / "in", "binary10")
+    change(tmp_path / "in")
+    assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
+
+
+def png(value: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (5, 4), (value, 0, 0)).save(file, "png")
+    return file.getvalue()
+
+
+def npy(values: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> None:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, mode) as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def sample(i: int) -> dict[str, bytes]:
+    return {
+        f"a/{i:04d}.png": png(i),
+        f"a/{i:04d}.cls": str(i % 2).encode(),
+        f"a/{i:04d}.txt": f"row {i}".encode(),
+        f"a/{i:04d}.json": json.dumps({"kind": i}).encode(),
+        f"a/{i:04d}.features.npy": npy(np.full((2, 3), i, np.float32)),
+    }
+
+
+@pytest.mark.parametrize("given", ["", "train-{000..001}.tar{,.gz}", "train-*"])
+def test_webdataset_tars_are_read_in_order(tmp_path: Path, given: str) -> None:
+    folder = tmp_path / "in"
+    write_tar(folder / "train-000.tar", sample(0) | sample(1))
+    write_tar(folder / "train-001.tar.gz", sample(2), "w:gz")
+    for name in ("train-001.tar", "train-000.tar.gz") if "{" in given else ():
+        write_tar(folder / name, sample(3), "w:gz" if name.endswith("gz") else "w")
+    got = done(tmp_path, "webdataset", f"{folder}/{given}", piece_bytes=1)
+    order = [0, 1, 3, 3, 2] if "{" in given else [0, 1, 2]
+    assert got["image"] == [png(i) for i in order]
+    assert (got["label"], got["text"]) == ([i % 2 for i in order], [f"row {i}" for i in order])
+    assert [json.loads(value)["kind"] for value in got["json"]] == order
+    np.testing.assert_array_equal(got["features"][:, 1, 1], order)
+    assert got["row_id"][:2] == ["train-000.tar:a/0000", "train-000.tar:a/0001"]
+
+
+def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
+    write_tar(tmp_path / "in" / "x.tar", {"0.png": png(0), "0.json": b'{"kind": 4}', "1.png": png(1), "1.json": b'{"kind": 2}'})
+    assert done(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
+
+
+def test_braces_expand_as_the_shell_does() -> None:
+    assert expanded("s3://b/x-{08..10}-{a,b}") == [f"s3://b/x-{n}-{c}" for n in ("08", "09", "10") for c in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("members", "options", "expected"),
+    [
+        ({"../../etc/0.png": png(0)}, {}, "the member '../../etc/0.png' is refused"),
+        ({"/etc/0.png": png(0)}, {}, "the member '/etc/0.png' is refused"),
+        ({"0.png": png(0), "0.cls": b"one"}, {}, "row x.tar:0: invalid literal for int"),
+        ({"0.png": png(0)[:-20], "0.cls": b"1"}, {}, "row x.tar:0: not an image that can be decoded"),
+        ({"0.png": png(0), "0.cls": b"1", "1.png": png(1)}, {}, "row x.tar:1: the members are ['png'], of the first row ['cls', 'png']"),
+        ({"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))}, {}, "row x.tar:1: .npy is float64 (3,), in the first row"),
+        ({"0.npy": npy(np.array([{}], dtype=object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
+        ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy is empty"),
+        ({"0.mp4": b"x"}, {}, "a member .mp4; allowed are"),
+        ({"0.png": png(0), "0.jpg": png(0)}, {}, "two would be the same column"),
+        ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "row x.tar:0: 'kind' in .json is None"),
+        ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "label='kind' is for rows with a .json"),
+        ({"plain": b"x"}, {}, "no member in these tar files"),
+    ],
+)
+def test_bad_tars_are_refused(tmp_path: Path, members: dict[str, bytes], options: dict[str, Any], expected: str) -> None:
+    write_tar(tmp_path / "in" / "x.tar", members)
+    assert expected in refusal(tmp_path, "webdataset", tmp_path / "in", **options)
+
+
+@pytest.mark.parametrize("size", [512, 2048, 2600, 0])
+def test_a_tar_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
+    write_tar(tmp_path / "in" / "x.tar", sample(0) | sample(1))
+    data = (tmp_path / "in" / "x.tar").read_bytes()
+    (tmp_path / "in" / "x.tar").write_bytes(data[:size])
+    assert "it was cut off, or is no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w") as archive:
+        link = tarfile.TarInfo("0.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    assert "the member '0.txt' is refused" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("kind", ["saved", "saved/train", "loaded", "parquet", "parquet/train-00000-of-00001.parquet"])
+def test_hugging_face_data_is_read_without_its_library(tmp_path: Path, kind: str) -> None:
+    """The files in `hf/` were written by the real library, see `hf/make.py`."""
+    ingest(IngestOptions("hf", str(tmp_path / "out"), str(HF / kind), piece_bytes=1))
+    sides = {"": 7} if "train" in kind else {"train": 7, "test": 3}
+    for side, rows in sides.items():
+        got = read(tmp_path / "out" / side)
+        assert list(got) == ["row_id", "image", "label", "text", "vector", "grid"]
+        assert [np.asarray(Image.open(io.BytesIO(image)))[0, 0, 0] for image in got["image"]] == [10 * i for i in range(rows)]
+        assert (got["label"], got["text"]) == ([i % 3 for i in range(rows)], [f"row {i}" for i in range(rows)])
+        np.testing.assert_array_equal(got["vector"], [[i, 1, 2] for i in range(rows)])
+        np.testing.assert_array_equal(got["grid"], np.array([[[i, 1], [2, 3]] for i in range(rows)], np.float32))
+        assert json.loads((tmp_path / "out" / side / "dataset.json").read_text())["classes"] == ["ant", "bee", "cat"]
+
+
+def saved(folder: Path, table: pa.Table, features: dict[str, Any]) -> Path:
+    """A data set as `save_to_disk` lays it out."""
+    folder.mkdir()
+    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features}))
+    return folder
+
+
+CLASSES = {"y": {"names": ["u", "v"], "_type": "ClassLabel"}}
+
+
+def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> None:
+    given = saved(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, -1, 0], "more": [{"b": 1}] * 3}), CLASSES)
+    got = done(tmp_path, "hf", given, label="y", columns=["a"], on_bad_row="skip")
+    assert (got["a"], got["label"]) == ([1, 3], [1, 0])
+    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert (about["classes"], about["refused"]) == (["u", "v"], 1)
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "expected"),
+    [
+        ({"a": [1], "y": [-1]}, {"label": "y"}, "row data-00000-of-00001.arrow:0: no label"),
+        ({"a": [1], "y": ["u"]}, {"label": "y"}, "a label is a ClassLabel or an integer"),
+        ({"a": [{"b": 1}]}, {}, "column 'a' holds objects"),
+        ({"a": [["x"]]}, {}, "holds lists that are not of numbers"),
+        ({"a": [[1, 2], [3]]}, {}, "row data-00000-of-00001.arrow:1: 'a' is no list of shape [2]"),
+        ({"a": [{"bytes": None, "path": "x.png"}]}, {}, "has no bytes, only a path"),
+        ({"a": [{"bytes": b"x", "path": None}]}, {}, "not an image that can be decoded"),
+        ({"a": [1]}, {"columns": ["b"]}, "no column 'b'; the columns are ['a']"),
+    ],
+)
+def test_bad_hugging_face_data_is_refused(tmp_path: Path, table: dict[str, Any], options: dict[str, Any], expected: str) -> None:
+    assert expected in refusal(tmp_path, "hf", saved(tmp_path / "in", pa.table(table), CLASSES), **options)
+
+
+def test_hugging_face_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    given = saved(tmp_path / "in", pa.table({"a": list(range(1000))}), {})
+    file = given / "data-00000-of-00001.arrow"
+    data = file.read_bytes()
+    file.write_bytes(data[:3000])
+    assert "The file is damaged or not of Arrow's stream format" in refusal(tmp_path, "hf", given)
+    file.unlink()
+    assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in refusal(tmp_path, "hf", given)
+    (given / "state.json").unlink()
+    assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", given)
+
+
+def test_parquet_is_described_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i, rows in enumerate((5, 3)):
+        pq.write_table(pa.table({"x": [0.5] * rows, "label": [i] * rows}), tmp_path / "in" / f"{i}.parquet", row_group_size=2)
+    summary = ingest(IngestOptions("parquet", input=str(tmp_path / "in")))
+    part = summary.parts[""]
+    assert (summary.reused, part.rows, part.path) == (True, 8, str(tmp_path / "in"))
+    assert [(s["path"], s["rows"], s["row_groups"]) for s in part.shards] == [("0.parquet", 5, 3), ("1.parquet", 3, 2)]
+    assert part.columns["label"]["type"] == "integer"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0.parquet", "1.parquet", "in"]
+    (tmp_path / "in" / "1.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        ingest(IngestOptions("parquet", input=str(tmp_path / "in")))

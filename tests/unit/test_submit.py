@@ -1,0 +1,158 @@
+"""How a run travels to a cluster, what is uploaded, and when it is submitted again."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from ray._private.ray_constants import get_runtime_env_default_excludes
+from ray._private.runtime_env.packaging import create_package
+
+from ray_app import load_config
+from ray_app.errors import ConfigError
+from ray_app.pipeline.cli import parse
+from ray_app.submit.figures import cache_fits
+from ray_app.submit.nodes import storage
+from ray_app.submit.options import SubmitSection, given, refuse_secrets
+from ray_app.submit.package import data_in, packed, size_of
+from ray_app.submit.preflight import absolute_storage, agreement
+from ray_app.submit.supervise import Ended, judge, wait_s
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = ROOT / "conf" / "digits.yaml"
+
+
+@pytest.mark.parametrize(
+    ("ended", "again", "exit_code", "reason"),
+    [
+        (Ended("SUCCEEDED", 0), False, 0, "done"),
+        (Ended("FAILED", 75), True, 75, "the run was interrupted"),
+        (Ended("STOPPED"), False, 75, "somebody stopped the job"),
+        (Ended("STOPPED", 75), False, 75, "somebody stopped the job"),
+        (Ended("FAILED", -9), True, 1, "the driver was lost (killed by signal 9)"),
+        (Ended("FAILED", 137), True, 1, "the driver was lost (killed by signal 9)"),
+        (Ended("FAILED", -15), True, 1, "the driver was lost (killed by signal 15)"),
+        (Ended("FAILED", None, "Job supervisor actor died: the node\nis gone"), True, 1, "(Job supervisor actor died: the node)"),
+        (Ended("UNKNOWN"), True, 1, "the cluster does not know the job any more"),
+        (Ended("FAILED", 1), False, 1, "the run failed"),
+        (Ended("FAILED", 2), False, 2, "the run was refused"),
+        (Ended("FAILED", 127), False, 127, "submit.python"),
+        (Ended("FAILED", 3), False, 3, "exit code 3"),
+        (Ended("FAILED", None, "pip failed", "RUNTIME_ENV_SETUP_FAILURE"), False, 2, "could not set the job up: pip failed"),
+    ],
+)
+def test_when_a_run_is_submitted_again(ended: Ended, again: bool, exit_code: int, reason: str) -> None:
+    verdict = judge(ended, done=1, retries=1)
+    assert (verdict.again, verdict.exit_code) == (again, exit_code)
+    assert reason in verdict.reason
+    spent = judge(ended, done=2, retries=1)
+    assert (spent.again, spent.exit_code) == (False, exit_code)
+    assert ("no try is left of 2" in spent.reason) == again
+
+
+def test_the_pause_doubles_up_to_a_bound() -> None:
+    assert [wait_s(done, 5) for done in (1, 2, 3, 4)] == [5, 10, 20, 40]
+    assert wait_s(60, 5) == 300
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configuration_travels_whole(path: Path) -> None:
+    config = load_config(path, run__name="it", train__epochs=7)
+    text = json.dumps(given(config))
+    assert parse(["--config", text], exit_on_error=False) == config
+    assert "drain_timeout_s" not in text
+
+
+def test_no_secret_stands_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_secrets(load_config(DIGITS))
+    with pytest.raises(ConfigError, match=r"tracking\.uri.*submit\.env") as refused:
+        refuse_secrets(load_config(DIGITS, tracking__uri="https://me:hunter22secret@host"))
+    assert "hunter22secret" not in str(refused.value)
+    monkeypatch.setenv("SOME_TOKEN", "value-of-the-token")
+    section = SubmitSection(env="SOME_TOKEN")
+    assert section.environment({"SOME_TOKEN": "value", "OTHER": "x"}) == {"SOME_TOKEN": "value", "RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    assert "value" not in section.command(["jobs/train.py"], load_config(DIGITS))
+    with pytest.raises(ConfigError, match=r"submit\.env names MISSING, not set here"):
+        SubmitSection(env="SOME_TOKEN, MISSING").environment({"SOME_TOKEN": "value"})
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with all that should stay at home."""
+    files = ["jobs/train.py", "ray_app/data/feed.py", "conf/a.yaml", "my data/task.py", "datasets/here/train/part.parquet"]
+    files += [".git/objects/pack", "big env/bin/python", "big env/pyvenv.cfg", ".venv/lib/x.py", "mlruns/0/meta.yaml", "mlflow.db"]
+    files += ["runs/first/config.yaml", "datasets/other/part.parquet", "absolute/part.csv", "ray_app/__pycache__/feed.pyc", ".mypy_cache/x"]
+    files += ["ignored/by_git", "weights.pt", ".env", "left/out.txt"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * 1000)
+    (tmp_path / ".gitignore").write_text("/ignored/\n")
+    return tmp_path
+
+
+def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
+    paths = {"data__path": "datasets/here/train", "data__eval_path": str(project / "absolute"), "run__storage_path": str(project / "runs")}
+    config = load_config(DIGITS, **paths)
+    package = packed(config, SubmitSection(working_dir=str(project), exclude="left"))
+    kept = {"jobs/train.py", "ray_app/data/feed.py", "conf/a.yaml", "my data/task.py", "datasets/here/train/part.parquet", ".gitignore"}
+    assert set(package.files) == kept
+    assert package.by_folder()[0] == ("conf/", 1000)
+    archive = project.parent / f"{project.name}.zip"
+    excludes = [*get_runtime_env_default_excludes(), *package.excludes]
+    create_package(str(project), archive, include_gitignore=True, excludes=excludes)
+    with zipfile.ZipFile(archive) as made:
+        packed_by_ray = {one.filename: one.file_size for one in made.infolist() if not one.is_dir()}
+    assert packed_by_ray == package.files
+    assert data_in(package, config) == []
+
+
+def test_a_package_that_is_too_big_names_what_is_big(project: Path) -> None:
+    (project / "pictures").mkdir()
+    (project / "pictures" / "one.png").write_bytes(bytes(3 << 20))
+    config, section = load_config(DIGITS), SubmitSection(working_dir=str(project), max_package_mb=2)
+    package = packed(config, section)
+    with pytest.raises(ConfigError, match=r"(?s)3\.0 MB.*more than the 2 MB.*submit\.exclude.*3\.00 MB  pictures/\n"):
+        size_of(package, section)
+    assert "3.00 MB  pictures/" in size_of(package, SubmitSection())
+    assert [(one.level, one.topic) for one in data_in(package, config)] == [("refused", "training data"), ("refused", "evaluation data")]
+
+
+def test_a_folder_without_the_jobs_is_refused(tmp_path: Path) -> None:
+    section = SubmitSection(working_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no jobs/train\.py.*submit\.working_dir"):
+        size_of(packed(load_config(DIGITS), section), section)
+    with pytest.raises(ConfigError, match="which is no folder"):
+        SubmitSection(working_dir=str(tmp_path / "missing")).check()
+    with pytest.raises(ConfigError, match=r"submit\.retries is -1; it must be at least 0"):
+        SubmitSection(retries=-1).check()
+
+
+def test_versions_must_agree_where_it_matters() -> None:
+    here = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
+    assert [one.level for one in agreement(here, here)] == ["ok"]
+    assert [one.level for one in agreement(here, here | {"python": "3.11.9"})] == ["ok"]
+    other = agreement(here, {"python": "3.12.1", "ray": "2.59.0", "torch": "2.14.0"})
+    assert [one.level for one in other] == ["refused", "refused", "warning"]
+    assert [word in one.text for one, word in zip(other, ("3.11", "2.59.0", "torch 2.15.0 (cluster: 2.14.0)"), strict=True)] == [True] * 3
+
+
+def test_a_cache_must_fit_into_each_object_store() -> None:
+    nodes = [
+        {"NodeManagerAddress": name, "Alive": True, "Resources": {"object_store_memory": size}} for name, size in (("a", 3e9), ("b", 1e9))
+    ]
+    assert "1,000.0 MB" in cache_fits(10**8, nodes)
+    with pytest.raises(ConfigError, match=r"needs 2,000\.0 MB .* b has 1,000\.0 MB\. Set data\.cache to none"):
+        cache_fits(2 * 10**9, nodes)
+
+
+def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:
+    config = load_config(DIGITS)
+    [found] = absolute_storage(config)
+    assert (found.level, found.topic) == ("refused", "storage")
+    assert "Give an absolute folder that all nodes share" in found.text
+    assert absolute_storage(config.replace(run__storage_path=str(tmp_path))) == []
+    assert absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
+    with pytest.raises(ConfigError, match="Ray removes that copy"):
+        storage("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1/runs", [])
