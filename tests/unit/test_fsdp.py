@@ -12,12 +12,14 @@ from local_world import CPU, DieAfter, LocalMembership, Pool, TinyImages, Traine
 from shifting_world import KillOnce, train_shifting
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
+from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state, build_step
 from ray_app.train.environment import set_up_torch
@@ -44,6 +46,20 @@ class Units(ImageClassification):
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
         return [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)] if self.own else super().shard_units(model)
+
+
+class OwnStep(Units):
+    """Two forward passes before one backward, and weights that are held in bounds."""
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        first, second = self.forward(model, batch), self.forward(model, batch)
+        return self.loss(first, batch) + (first - second).square().mean(-1)
+
+    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.2, 0.2)
 
 
 def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:
@@ -101,6 +117,13 @@ def test_adam_and_whole_layers_and_half_precision(pool: Pool, data: Path, tmp_pa
     assert {v.dtype for name, v in half.snapshot.model.items() if "num_batches" not in name} == {torch.float32}
     assert_close(half, plain, 2e-2)
     assert half.commit.params_digest != plain.commit.params_digest
+
+
+def test_a_tasks_own_step(pool: Pool, data: Path, tmp_path: Path) -> None:
+    plain = pool.trained(fsdp_job(tmp_path / "plain", data, OwnStep(), train__strategy="ddp", train__max_steps=9), 2, cached)
+    found = pool.trained(fsdp_job(tmp_path / "run", data, OwnStep(), train__max_steps=9), 3, cached)
+    assert_close(found, plain)
+    assert max(float(v.abs().max()) for name, v in found.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
 
 
 @pytest.mark.parametrize("lost", [0, 1])
