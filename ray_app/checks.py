@@ -33,6 +33,7 @@ _AT_LEAST: dict[str, float] = {
     "data.global_batch_size": 1,
     "data.shuffle_window_rows": 1,
     "data.prefetch_windows": 1,
+    "data.max_bad_rows": 0,
     "train.epochs": 1,
     "train.max_steps": 1,
     "train.steps_per_epoch": 1,
@@ -59,6 +60,7 @@ _AT_LEAST: dict[str, float] = {
 _ABOVE_ZERO = (
     "scaling.resize_check_s",
     "data.read_task_mb",
+    "data.cache_gb",
     "train.grad_clip_norm",
     "train.outer_lr",
     "failure.step_timeout_s",
@@ -166,6 +168,16 @@ def _check_run(config: Config) -> list[str]:
         problems.append(
             f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is {config.evaluate.every}; set it to"
             " checkpoint, or leave patience out."
+        )
+    if config.data.shard == "file" and config.data.sampling == "balanced":
+        problems.append(
+            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to epoch. Set data.shard"
+            " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating rows)."
+        )
+    if config.data.cache_dir is not None and config.data.cache != "disk":
+        problems.append(
+            f"data.cache_dir is {config.data.cache_dir!r}, but data.cache is {config.data.cache}: nothing would be there. Set data.cache to"
+            " disk or leave cache_dir out."
         )
     if not config.data.path:
         problems.append("data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one).")

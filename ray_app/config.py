@@ -89,20 +89,39 @@ class DataSection:
         global_batch_size: Rows of one optimizer step over all workers; divisible by the number of logical workers.
         shuffle_window_rows: Rows per logical worker that are shuffled together; a worker holds about this many decoded rows, times
             `prefetch_windows` + 1, for each logical worker that it plays.
+        shard: What a logical worker gets, as tf.data's AutoShardPolicy: `row` (DATA) an equal share of the rows, another in every epoch;
+            `file` (FILE) whole files, the same in every epoch, which it shuffles among themselves; `off` (OFF) every row.
+        sampling: `none` uses every row once per epoch; `balanced` repeats rows of the smaller classes until all classes are used equally
+            often. The driver then reads the column `balance_by` before the start, and every process holds 1 or 2 bytes per row.
+        balance_by: Column of classes, integers or text, for `sampling: balanced`.
         last_batch: `keep` consumes every row, the last step of an epoch may be smaller; `drop` drops what does not fill a step.
-        cache: `none` reads and decodes in every epoch; `memory` decodes once into Ray's object store, one copy per node.
+        cache: `none` reads and decodes in every epoch; `memory` decodes once into Ray's object store, one copy per node; `disk` keeps what
+            is decoded in the first epoch on the disks of the nodes whose workers use it, also for later runs with the same data and task.
+        cache_dir: Folder of the disk caches on every node; not given: `ray_app/cache` in its temporary folder. It can be removed when no
+            run is using it.
+        cache_gb: Most gigabytes (10^9 bytes) of all disk caches of a node; rows for which there is no room are read in every epoch.
         prefetch_windows: Windows per logical worker that are read ahead.
         read_task_mb: Most decoded megabytes of one read task.
+        on_bad_row: What to do about a row to train on that cannot be decoded: `fail` ends the run, `skip` goes on without it and lists it.
+            A run that failed goes on where it was when started again with `skip`.
+        max_bad_rows: With `skip`, bad rows above which the run ends nevertheless.
     """
 
     path: str = ""
     eval_path: str | None = None
     global_batch_size: int = _result(32)
     shuffle_window_rows: int = _result(10_000)
+    shard: Literal["row", "file", "off"] = _result("row")
+    sampling: Literal["none", "balanced"] = _result("none")
+    balance_by: str = _result("label")
     last_batch: Literal["keep", "drop"] = _result("keep")
-    cache: Literal["none", "memory"] = "none"
+    cache: Literal["none", "memory", "disk"] = "none"
+    cache_dir: str | None = None
+    cache_gb: float = 50.0
     prefetch_windows: int = 1
     read_task_mb: float = 64.0
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    max_bad_rows: int = 100
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from ray_app.data.feed import Feed
 from ray_app.data.source import fetch_here, load_all, probe
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, Windows
+from ray_app.pipeline.planning import classes_of, make_plan
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
 from ray_app.record.journal import StepRecord
@@ -125,14 +126,7 @@ def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task
     dataset = open_dataset(str(data))
     task = task or ImageClassification(model_args={"channels": 4, "dropout": 0.3}, flip=True, crop_padding=1)
     prepared = task.prepare(dataset.facts)
-    plan = Plan(
-        manifest=dataset.manifest,
-        seed=config.seed,
-        logical_workers=config.logical_workers,
-        global_batch_size=batch,
-        shuffle_window_rows=config.data.shuffle_window_rows,
-        keep_last=config.data.last_batch == "keep",
-    )
+    plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
     return Job(
         config=config,
         config_digest=digest(config, plan.manifest.digest),
@@ -156,6 +150,12 @@ def cached(job: Job, cursor: Cursor, played: range) -> Windows:
     """Gathers from memory."""
     del cursor, played
     return CachedWindows(load_all(fetch_here, job.source))
+
+
+def disk_cached(job: Job, cursor: Cursor, played: range) -> Windows:
+    """Reads ahead in this process through the disk cache in `data.cache_dir`."""
+    fetch = job.through_cache(fetch_here)
+    return StreamedWindows(job.plan, cursor, played, job.passes, fetch, job.source.reader, job.fields, task_rows=7)
 
 
 def feed_of(plan: Plan, cursor: Cursor, played: range, windows: Windows) -> Feed:

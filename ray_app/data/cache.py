@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
 import ray
 
-from ray_app.data.source import RowSource, fetch_ray, load_all
+from ray_app.data.source import Decoded, RowSource, fetch_ray, load_all
 from ray_app.errors import own_error
 
 
@@ -21,17 +20,19 @@ class MemoryCache:
 
     def __init__(self, source: RowSource) -> None:
         self._load = partial(load_all, fetch_ray, source)
-        self._references: dict[str, Any] = {}
+        self._decoded: Decoded | None = None
 
-    def arrays(self) -> dict[str, Any]:
-        """References to one array per field, each (rows, ...) in manifest order; decodes at the first call.
+    def decoded(self) -> Decoded:
+        """The data set, with a reference to an array in the place of each array; decodes at the first call.
 
         Raises:
             BadRowError: A row cannot be decoded.
         """
-        if not self._references:
-            self._references = {name: ray.put(values) for name, values in self._load().items()}
-        return self._references
+        if self._decoded is None:
+            found = self._load()
+            references: dict[str, Any] = {name: ray.put(values) for name, values in found.arrays.items()}
+            self._decoded = Decoded(references, found.reasons)
+        return self._decoded
 
 
 def start_cache(source: RowSource) -> Any:
@@ -41,18 +42,19 @@ def start_cache(source: RowSource) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # a lost node must not take it along
     made = ray.remote(MemoryCache).options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
     actor = made.remote(source)
-    actor.arrays.remote()
+    actor.decoded.remote()
     return actor
 
 
-def cached_arrays(cache: Any) -> dict[str, npt.NDArray]:
-    """The decoded arrays, mapped from the object store of this node.
+def cached_rows(cache: Any) -> Decoded:
+    """The data set, its arrays mapped from the object store of this node.
 
     Raises:
         BadRowError: A row cannot be decoded.
     """
     try:
-        references = ray.get(cache.arrays.remote())
+        found: Decoded = ray.get(cache.decoded.remote())
     except ray.exceptions.RayTaskError as error:
         raise own_error(error) from error
-    return {name: ray.get(reference) for name, reference in references.items()}
+    references: dict[str, Any] = found.arrays
+    return Decoded({name: ray.get(reference) for name, reference in references.items()}, found.reasons)

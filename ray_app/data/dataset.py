@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.columns import spec_of
+from ray_app.data.labels import count_labels
 from ray_app.data.places import files_below, find, is_folder, parquet, relative
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
@@ -64,7 +66,8 @@ def open_dataset(path: str) -> Dataset:
     manifest = Manifest.from_files((relative(file, root), rows) for file, rows in zip(files, groups, strict=True))
     if not manifest.num_rows:
         raise DataError(f"data path {path!r} holds {len(files)} Parquet files but not one row; there is nothing to train on.")
-    return Dataset(str(root), manifest, _facts(path, manifest.num_rows, schema, footers, root))
+    facts = replace(_facts(path, manifest.num_rows, schema, footers, root), count=partial(count_labels, str(root), manifest))
+    return Dataset(str(root), manifest, facts)
 
 
 def _refuse_unfinished(path: str, root: Location) -> None:

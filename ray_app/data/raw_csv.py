@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pyarrow import csv
 
 from ray_app.data import raw
-from ray_app.data.labels import sorted_classes
+from ray_app.data.class_names import sorted_classes
 from ray_app.data.places import File, files_in, find, is_folder
 from ray_app.errors import DataError
 from ray_app.record.files import Location

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from ray_app.data import nested, raw
-from ray_app.data.labels import sorted_classes
+from ray_app.data.class_names import sorted_classes
 from ray_app.data.places import File
 from ray_app.data.raw_csv import text_files
 from ray_app.errors import DataError

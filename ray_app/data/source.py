@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ray_app.data.bad_rows import REASON, Decode, decode_around, reasons_in
 from ray_app.data.columns import ArraySpec, decode, encode, spec_like, spec_of
 from ray_app.data.dataset import Dataset
 from ray_app.data.places import parquet
@@ -26,8 +28,6 @@ from ray_app.record.files import location
 
 POSITION = "__position__"
 logger = logging.getLogger(__name__)
-
-Decode = Callable[[dict[str, Any]], dict[str, npt.NDArray]]
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,40 @@ class Reader:
         root: Folder (path or URI) that paths are relative to.
         columns: Columns to read.
         decode: Turns rows as read into arrays, see `Task.decode`.
+        skips: What a decoded row looks like, if rows that cannot be decoded are to be put as zeros, with the reason in a column of its own;
+            None: such a row is an error.
     """
 
     root: str
     columns: list[str]
     decode: Decode
+    skips: dict[str, ArraySpec] | None = None
 
     def read(self, spec: ReadSpec) -> pa.Table:
-        """Decodes the rows of `spec` in order to one array column per field and the column of positions.
+        """Decodes the rows of `spec` in order to one array column per field, the column of positions and, with `skips`, that of reasons.
 
         Raises:
-            BadRowError: A row cannot be decoded.
+            BadRowError: A row cannot be decoded, without `skips`.
         """
         files: dict[str, pq.ParquetFile] = {}
-        parts = []
+        parts, reasons = [], list[str | None]()
         for piece in spec:
             if piece.path not in files:
                 files[piece.path] = parquet(location(self.root) / piece.path)
             table = (
                 files[piece.path].read_row_group(piece.row_group, columns=self.columns, use_threads=False).slice(piece.first, piece.rows)
             )
-            parts.append(self._decode(piece, rows_of(table)))
+            if self.skips is None:
+                parts.append(self._decode(piece, rows_of(table)))
+            else:
+                part, bad = decode_around(self.decode, rows_of(table), piece.rows, self.skips)
+                parts.append(part)
+                reasons += bad
         fields = {name: np.concatenate([part[name] for part in parts]) if len(parts) > 1 else parts[0][name] for name in parts[0]}
         fields[POSITION] = np.concatenate([np.arange(p.position, p.position + p.rows) for p in spec])
         encoded = [encode(name, values) for name, values in fields.items()]
-        return pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
+        table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
+        return table if self.skips is None else table.append_column(REASON, pa.array(reasons, pa.string()))
 
     def _decode(self, piece: Piece, rows: dict[str, Any]) -> dict[str, npt.NDArray]:
         try:
@@ -138,23 +147,37 @@ def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
     return specs_of(manifest, segments, max_rows)
 
 
-def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, npt.NDArray]:
-    """Decodes the first row of a data set, to learn what a decoded row looks like; each field is of shape (1, ...).
+def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> dict[str, npt.NDArray]:
+    """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1, ...).
 
     Raises:
-        BadRowError: It cannot be decoded.
+        BadRowError: More than `most_bad` rows before it cannot be decoded, or none can.
     """
-    return first_rows(Reader(dataset.root, columns, decode_rows), dataset.manifest, 1)
+    reader, manifest = Reader(dataset.root, columns, decode_rows), dataset.manifest
+    places = ((group, row) for group, rows in enumerate(manifest.rows) for row in range(int(rows)))
+    refused: list[BadRowError] = []
+    for group, row in islice(places, most_bad + 1):
+        try:
+            return rows_of(reader.read((_piece(manifest, group, row, 1),)).drop_columns([POSITION]))
+        except BadRowError as error:
+            refused.append(error)
+    raise refused[-1]
 
 
 def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, npt.NDArray]:
-    """Decodes the first rows of a data set, at most so many and all of one row group; each field is of shape (rows, ...).
+    """Decodes the first good rows of a data set, at most so many and all of one row group; each field is of shape (rows, ...).
 
     Raises:
-        BadRowError: One cannot be decoded.
+        BadRowError: One cannot be decoded, and the reader does not skip it.
+        DataError: There is no good row.
     """
-    first, held = next((i, int(rows)) for i, rows in enumerate(manifest.rows) if rows)
-    return rows_of(reader.read((_piece(manifest, first, 0, min(most, held)),)).drop_columns([POSITION]))
+    for group, rows in enumerate(manifest.rows):
+        for first in range(0, int(rows), most):
+            table = reader.read((_piece(manifest, group, first, min(most, int(rows) - first)),))
+            good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips is not None else table
+            if good.num_rows:
+                return rows_of(good.drop_columns([POSITION]))
+    raise DataError(f"{reader.root} has no row that can be decoded.")
 
 
 def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
@@ -237,19 +260,35 @@ def anchor_here() -> None:
         logger.warning("Ray Data's shared actors could not be made here: %s", error)
 
 
-def load_all(fetch: Fetch, source: RowSource) -> dict[str, npt.NDArray]:
-    """Decodes a whole data set into one array per field, in manifest order, each of shape (rows, ...)."""
+@dataclass(frozen=True)
+class Decoded:
+    """A whole data set in memory.
+
+    Args:
+        arrays: Every field in manifest order, each (rows, ...).
+        reasons: Why rows are bad, by manifest position; only where the reader skips bad rows.
+    """
+
+    arrays: dict[str, npt.NDArray]
+    reasons: dict[int, str]
+
+
+def load_all(fetch: Fetch, source: RowSource) -> Decoded:
+    """Decodes a whole data set."""
     manifest = source.manifest
     arrays = {name: np.empty((manifest.num_rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in source.fields.items()}
+    reasons: dict[int, str] = {}
     done = 0
     for table in fetch(source.reader, whole(manifest, source.task_rows)):
-        check_positions(table, np.arange(done, done + table.num_rows))
+        positions = np.arange(done, done + table.num_rows)
+        check_positions(table, positions)
+        reasons |= reasons_in(table, positions)
         for name, spec in source.fields.items():
             arrays[name][done : done + table.num_rows] = decode(table.column(name), spec)
         done += table.num_rows
     if done != manifest.num_rows:
         raise DataError(f"Read {done} rows of {manifest.num_rows}; the data set changed while it was read.")
-    return arrays
+    return Decoded(arrays, reasons)
 
 
 def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:

@@ -15,10 +15,11 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from ray_app.data.bad_rows import reasons_in
 from ray_app.data.columns import ArraySpec, decode
+from ray_app.data.cutting import Cut
 from ray_app.data.source import Fetch, Reader, ReadSpec, check_positions, specs_of
 from ray_app.data.windows import Window
-from ray_app.errors import DataError
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import EpochOrder, Plan
 
@@ -123,39 +124,21 @@ class StreamedWindows:
 
     def _read(self, wanted: list[_Wanted]) -> Iterator[tuple[tuple[int, int, int], Window]]:
         """Reads a group of windows in their order."""
-        rows = _Rows(self._fetch(self._reader, [spec for item in wanted for spec in item.specs]))
+        rows = Cut(self._fetch(self._reader, [spec for item in wanted for spec in item.specs]))
         for item in wanted:
             order, v, window = item.order, item.logical_worker, item.window
             stored = order.stored_positions(v, window)
-            fields = self._tensors(rows.take(len(stored)), stored)
+            fields, reasons = self._tensors(rows.take(len(stored)), stored)
             index = order.window_order(v, window)
-            yield (order.epoch, window, v), Window(order, v, window, fields, index, stored[index])
+            yield (order.epoch, window, v), Window(order, v, window, fields, index, stored[index], reasons)
 
-    def _tensors(self, tables: list[pa.Table], stored: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-        """The fields of a window's rows as read, after a check that they are the planned ones; each (rows, ...)."""
+    def _tensors(self, tables: list[pa.Table], stored: npt.NDArray[np.int64]) -> tuple[dict[str, Tensor], dict[int, str]]:
+        """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are the planned ones."""
         if not tables:
-            return {name: torch.from_numpy(np.empty((0, *s.shape), s.dtype)) for name, s in self._fields.items()}
+            return {name: torch.from_numpy(np.empty((0, *s.shape), s.dtype)) for name, s in self._fields.items()}, {}
         table = pa.concat_tables(tables)
         check_positions(table, stored)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return {name: torch.from_numpy(decode(table.column(name), spec)) for name, spec in self._fields.items()}
-
-
-class _Rows:
-    """Cuts a stream of tables into tables of wanted lengths."""
-
-    def __init__(self, tables: Iterator[pa.Table]) -> None:
-        self._tables = tables
-        self._rest: pa.Table | None = None
-
-    def take(self, rows: int) -> list[pa.Table]:
-        parts: list[pa.Table] = []
-        while rows:
-            table = self._rest if self._rest is not None else next(self._tables, None)
-            if table is None:
-                raise DataError(f"The read tasks ended {rows} rows too early; the data set changed while it was read.")
-            parts.append(table.slice(0, rows))
-            self._rest = table.slice(rows) if table.num_rows > rows else None
-            rows -= parts[-1].num_rows
-        return parts
+            fields = {name: torch.from_numpy(decode(table.column(name), spec)) for name, spec in self._fields.items()}
+        return fields, reasons_in(table, stored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ray_app.data.source import Decoded
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.order import EpochOrder
 
 _ROW, _AUGMENT = 11, 12  # salts: what a row's hash is for
+_REPEAT_BITS = 40
+"""Above the bits of a manifest position in a key: which use of the row in its epoch it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,13 @@ class MicroBatch:
 
     Args:
         logical_worker: Whose rows.
-        rows: How many; may be 0 in the last step of an epoch.
+        rows: How many; may be 0 in the last step of an epoch, or where all are bad.
         fields: Decoded fields on the device, each (rows, ...).
-        keys: Hash of (seed, epoch, row) per row for `Task.augment`, shape (rows,).
+        keys: Hash of (seed, epoch, row, which use of it in the epoch) per row for `Task.augment`, shape (rows,).
         row_hash: Sum of the rows' 64-bit hashes, modulo 2**64.
         positions: Manifest positions of the rows, shape (rows,).
+        bad: Rows that were planned here and cannot be decoded: why, by manifest position. They are in nothing of the above.
+        num_skipped: How many they are, repetitions counted.
     """
 
     logical_worker: int
@@ -36,6 +41,8 @@ class MicroBatch:
     keys: Tensor
     row_hash: int
     positions: npt.NDArray[np.int64]
+    bad: dict[int, str] = field(default_factory=dict)
+    num_skipped: int = 0
 
 
 class Window:
@@ -48,6 +55,7 @@ class Window:
         fields: Storage that `index` points into, each (rows, ...).
         index: Where the window's rows are in the storage, in the order of consumption, shape (rows,).
         positions: Their manifest positions, shape (rows,).
+        reasons: Why rows cannot be decoded, by manifest position; may have those of other windows.
     """
 
     def __init__(
@@ -58,24 +66,34 @@ class Window:
         fields: dict[str, Tensor],
         index: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
+        reasons: dict[int, str],
     ) -> None:
         self._micro, self._logical_worker = order.plan.micro_batch, logical_worker
         self._first_step = window * order.plan.steps_per_window
         self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
-        self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), positions) >> np.uint64(1)).astype(np.int64))
+        uses = positions + (order.window_repeats(logical_worker, window) << _REPEAT_BITS)
+        self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64))
         starts = np.arange(0, len(positions), self._micro)
+        self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
         self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
 
     def micro_batch(self, step: int, device: torch.device) -> MicroBatch:
         """The micro-batch of a step of the epoch."""
         place = step - self._first_step
         low, high = place * self._micro, (place + 1) * self._micro
-        index = self._index[low:high]
+        index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
+        row_hash = self._row_hash[place] if place < len(self._row_hash) else 0
+        named, num_skipped = dict[int, str](), 0
+        if self._bad is not None and (bad := self._bad[low:high]).any():
+            named = {position: self._reasons[position] for position in positions[bad].tolist()}
+            good = torch.from_numpy(~bad)
+            num_skipped = len(index) - int(good.sum())
+            index, keys, positions = index[good], keys[good], positions[~bad]
+            row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
         fields = {name: values.index_select(0, index) for name, values in self._fields.items()}
         if device.type != "cpu":
             fields = {name: values.to(device, non_blocking=True) for name, values in fields.items()}
-        row_hash = self._row_hash[place] if place < len(self._row_hash) else 0
-        return MicroBatch(self._logical_worker, len(index), fields, self._keys[low:high], row_hash, self._positions[low:high])
+        return MicroBatch(self._logical_worker, len(index), fields, keys, row_hash, positions, named, num_skipped)
 
 
 class Windows(Protocol):
@@ -94,18 +112,19 @@ class CachedWindows:
     """Windows over a data set that is decoded in memory.
 
     Args:
-        arrays: Every field of the whole data set in manifest order, each (rows, ...); read-only views of shared memory are fine.
+        decoded: The data set; read-only views of shared memory are fine.
     """
 
-    def __init__(self, arrays: dict[str, npt.NDArray]) -> None:
+    def __init__(self, decoded: Decoded) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            self._fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
+            self._fields = {name: torch.from_numpy(values) for name, values in decoded.arrays.items()}
+        self._reasons = decoded.reasons
 
     def take(self, order: EpochOrder, logical_worker: int, window: int) -> Window:
         """See `Windows.take`."""
         positions = order.stored_positions(logical_worker, window)[order.window_order(logical_worker, window)]
-        return Window(order, logical_worker, window, self._fields, positions, positions)
+        return Window(order, logical_worker, window, self._fields, positions, positions, self._reasons)
 
     def close(self) -> None:
         """Nothing to free: the memory belongs to the cache."""

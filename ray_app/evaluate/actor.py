@@ -181,7 +181,7 @@ class Evaluator:
         except FileNotFoundError:
             return  # retention removed it meanwhile
         if self._arrays is None:
-            self._arrays = load_all(self._fetch, job.data)
+            self._arrays = load_all(self._fetch, job.data).arrays
         scores = combine(job.task, score(job.task, self._model, self._arrays, job.section.batch_size, self._device))
         now_s = time.time()
         made = Evaluation(

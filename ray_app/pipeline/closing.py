@@ -13,8 +13,10 @@ from typing import Literal
 
 from ray_app.config import Config, default_tracking_uri, digest, from_yaml
 from ray_app.errors import ConfigError, RunHeldError
-from ray_app.pipeline.prepare import make_plan, make_task
+from ray_app.pipeline.planning import make_plan
+from ray_app.pipeline.prepare import make_task
 from ray_app.pipeline.summary import Status, newest_commit, summarize
+from ray_app.plan.balance import Classes
 from ray_app.plan.manifest import Manifest
 from ray_app.record.files import location, put_json, read_json
 from ray_app.record.journal import put_event, read_events
@@ -127,7 +129,9 @@ def stored_job(paths: RunPaths) -> Job:
     """
     config = from_yaml(paths.config.read_text())
     task = make_task(config)
-    plan = make_plan(config, Manifest.from_json(paths.manifest.read_text()))
+    stored = read_json(paths.classes)
+    classes = Classes.of_totals(stored["rows"]) if stored is not None else None
+    plan = make_plan(config, Manifest.from_json(paths.manifest.read_text()), classes)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     return Job(config, digest(config, plan.manifest.digest), task, plan, "", {}, str(paths.root), 0, metric, mode)
 

@@ -20,10 +20,10 @@ from ray_app.data.dataset import open_dataset
 from ray_app.data.source import Reader, RowSource, first_row, probe, rows_per_task
 from ray_app.errors import ConfigError, DataError, RayAppError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
+from ray_app.pipeline.planning import classes_of, make_plan, refuse_other_classes
 from ray_app.plan.manifest import Manifest
-from ray_app.plan.order import Plan
 from ray_app.record.evaluations import read_evaluations
-from ray_app.record.files import location, put_atomic
+from ray_app.record.files import location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.task.base import Task
@@ -99,11 +99,13 @@ def prepare(config: Config) -> Prepared:
         config = config.replace(train__init_from=place, train__init_digest=known)
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
-    plan = make_plan(config, dataset.manifest)
+    plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
     if before is not None:
         stored = Manifest.from_json(paths.manifest.read_text()).digest
         refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
-    row = first_row(dataset, task.columns(), task.decode)
+        refuse_other_classes(paths, plan)
+    most_bad = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0
+    row = first_row(dataset, task.columns(), task.decode, most_bad)
     fields = {name: spec_like(values) for name, values in row.items()}
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
@@ -149,22 +151,6 @@ def make_task(config: Config) -> Task:
     if not isinstance(task, Task):
         raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it.")
     return task
-
-
-def make_plan(config: Config, manifest: Manifest) -> Plan:
-    """Makes the order of a run.
-
-    Raises:
-        DataError: The data has less than one step.
-    """
-    data = config.data
-    plan = Plan(manifest, config.seed, config.logical_workers, data.global_batch_size, data.shuffle_window_rows, data.last_batch == "keep")
-    if not plan.steps_per_epoch:
-        raise DataError(
-            f"{data.path} has {manifest.num_rows} rows, fewer than one global batch of {data.global_batch_size} rows, and data.last_batch"
-            " is drop: there is nothing to train on. Set data.last_batch: keep or lower data.global_batch_size."
-        )
-    return plan
 
 
 def _check_rounds(job: Job) -> None:
@@ -282,6 +268,8 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         if job.paths.config.exists():
             raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
         put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
+        if job.plan.classes is not None:
+            put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
         _put_config(job)
     evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
     return Prepared(replace(job, fence=fence), evaluation, prepared.resumes)

@@ -90,7 +90,7 @@ class Result:
             DataError: It is not there, or cannot be decoded.
         """
         source = evaluation_source(self.task, path, _READ_MB)
-        return {name: torch.from_numpy(values) for name, values in load_all(fetch_here, source).items()}
+        return {name: torch.from_numpy(values) for name, values in load_all(fetch_here, source).arrays.items()}
 
     def metrics(self) -> list[StepRecord]:
         """The record of every step, in order."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.record.evaluations import read_evaluations
-from ray_app.record.files import read_json
+from ray_app.record.files import names, read_json
 from ray_app.record.history import count, goodput, recoveries, restarts, world_sizes
 from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
 from ray_app.train.early_stop import best_first, early_stop
@@ -36,6 +36,8 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "epochs": last_step // job.plan.steps_per_epoch,
         "steps": last_step,
         "rows": sum(sum(record.rows) for record in records),
+        "rows_by_logical_worker": [sum(column) for column in zip(*(record.rows for record in records), strict=True)],
+        "bad_rows": {"skipped": sum(record.skipped for record in records), "distinct": len(names(job.paths.bad_rows))},
         "logical_workers": job.plan.logical_workers,
         "world_sizes": world_sizes(records),
         "restarts": restarts(events),

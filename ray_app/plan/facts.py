@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,9 +37,11 @@ class DataFacts:
         num_rows: Number of rows.
         columns: Facts of every column by name.
         classes: Names of the classes of the label column, if the ingest recorded them.
+        count: Reads a column of integers, and returns how many rows have each of its values.
     """
 
     path: str
     num_rows: int
     columns: dict[str, ColumnFacts]
     classes: tuple[str, ...] | None = None
+    count: Callable[[str], dict[int, int]] | None = None

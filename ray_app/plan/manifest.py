@@ -65,6 +65,11 @@ class Manifest:
         """For each row group, the manifest position of its first row, shape (row groups,)."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows)[:-1]]) if len(self.rows) else self.rows
 
+    def place_of(self, position: int) -> tuple[str, int, int]:
+        """Where the row at a manifest position is: path of its file, index of its row group there, and of the row in that."""
+        group = int(np.searchsorted(self.first_row, position, side="right")) - 1
+        return self.paths[int(self.file_of[group])], int(self.index_in_file[group]), position - int(self.first_row[group])
+
     @cached_property
     def path_hash(self) -> UInt64:
         """For each file, 64 bits of its relative path's BLAKE2b hash, shape (files,)."""

@@ -40,6 +40,7 @@ class StepRecord:
         row_hash: For every logical worker, the sum of its rows' 64-bit hashes, modulo 2**64.
         generation: Which set of workers did it: number of the driver's start, a dot, number of the generation. When rank 0 is lost
             another rank may write the same execution of a step; it is told by this from one that was done again.
+        skipped: Rows that were planned for the step and cannot be decoded; the planned rows are these and `rows`.
     """
 
     step: int
@@ -54,6 +55,7 @@ class StepRecord:
     rows: list[int]
     row_hash: list[int]
     generation: str
+    skipped: int = 0
 
 
 _COLUMNS = [field.name for field in fields(StepRecord)]

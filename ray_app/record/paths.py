@@ -36,6 +36,11 @@ class RunPaths:
         return self.root / "manifest.json"
 
     @property
+    def classes(self) -> Location:
+        """The classes by which rows are balanced, if they are."""
+        return self.root / "classes.json"
+
+    @property
     def checkpoints(self) -> Location:
         """Folder of committed checkpoints."""
         return self.root / "checkpoints"
@@ -64,6 +69,11 @@ class RunPaths:
     def events(self) -> Location:
         """Folder with one file per event."""
         return self.root / "events"
+
+    @property
+    def bad_rows(self) -> Location:
+        """Folder with one file per row that was skipped because it cannot be decoded."""
+        return self.root / "bad_rows"
 
     @property
     def system(self) -> Location:

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.dataset import Dataset
-from ray_app.data.output import partial_folder
 from ray_app.data.shards import Shards
 from ray_app.plan.keyed import hash_array, key
+from ray_app.record.files import remove_tree
 
 _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
 _DESCRIPTION = "dataset.json"
@@ -42,15 +42,19 @@ def put_together(dataset: Dataset, columns: list[str], delivery: dict[str, str],
     """
     if (out / _DESCRIPTION).is_file():
         return out
-    with partial_folder(out) as partial:
-        shards = Shards(partial, _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES)
-        for table in _rows(dataset, columns, delivery, old, fraction):
-            shards.write(table)
-        shards.close()
-        described = shards.description(dataset.facts.classes)
-        described["made_from"] = {"files": delivery, "old": sorted(old), "old_fraction": fraction}
-        (partial / _DESCRIPTION).write_text(json.dumps(described, indent=1))
-        os.rename(partial, out)
+    partial, scratch = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.scratch")
+    for left in (partial, scratch):  # of a start that was stopped in the middle; the round's lease lets only one write
+        remove_tree(left)
+    partial.mkdir(parents=True)
+    shards = Shards(partial, "part-00000", scratch, _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES)
+    for table in _rows(dataset, columns, delivery, old, fraction):
+        shards.write(table)
+    shards.close()
+    made_from = {"files": delivery, "old": sorted(old), "old_fraction": fraction}
+    described = shards.description() | {"rows": shards.rows, "classes": dataset.facts.classes, "made_from": made_from}
+    (partial / _DESCRIPTION).write_text(json.dumps(described, indent=1))
+    remove_tree(scratch)
+    os.rename(partial, out)
     return out
 
 

@@ -1,18 +1,66 @@
-"""What tasks that predict one of several classes share: their metrics, their predictions, and the rows that they got wrong."""
+"""What tasks that predict one of several classes share: weights, metrics, predictions, and the rows that they got wrong."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from ray_app.task.base import Mistake
+from ray_app.errors import ConfigError
+from ray_app.plan.facts import DataFacts
+from ray_app.task.base import Batch, Mistake
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
+
+ClassWeights = list[float] | Literal["balanced"] | None
+"""How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same in sum."""
+
+
+def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes: int) -> list[float] | None:
+    """The weight of every class as a number, or None where all are 1.
+
+    `balanced` is rows / (classes that have rows x rows of the class), whose mean over the rows is 1.
+
+    Args:
+        weights: As configured.
+        data: The training data; `balanced` reads its label column.
+        label: Its label column.
+        classes: How many classes there are.
+
+    Raises:
+        ConfigError: There is not one weight of at least 0 for each class.
+    """
+    if weights == "balanced":
+        assert data.count is not None, "a data set that was opened"
+        rows = data.count(label)
+        return [data.num_rows / (len(rows) * rows[c]) if c in rows else 0.0 for c in range(classes)]
+    if weights is not None and (
+        isinstance(weights, str) or len(weights) != classes or not any(weights) or not all(0 <= w < math.inf for w in weights)
+    ):
+        raise ConfigError(
+            f"task.init_args.class_weights is {weights}; it must be balanced, or a list of {classes} numbers of at least 0, one for each"
+            " class and not all 0."
+        )
+    return weights
+
+
+def weigh(batch: Batch, weights: list[float] | None) -> Batch:
+    """A training batch with the weight of each row's class as `class_weight`, shape (rows,); of a mixed target's classes the mean."""
+    if weights is None:
+        return batch
+    of_class = torch.tensor(weights, device=batch["label"].device)
+    return {**batch, "class_weight": batch["target"] @ of_class if "target" in batch else of_class[batch["label"]]}
+
+
+def weighted(losses: Tensor, batch: Batch) -> Tensor:
+    """Losses times what `weigh` added, shape (rows,)."""
+    return losses * batch["class_weight"] if "class_weight" in batch else losses
 
 
 def classification_metrics(classes: int) -> MetricCollection:

@@ -15,7 +15,15 @@ from torch.nn import functional
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column, uniform
-from ray_app.task.classification import class_predictions, classification_metrics, wrong_classes
+from ray_app.task.classification import (
+    ClassWeights,
+    class_predictions,
+    classification_metrics,
+    resolve_weights,
+    weigh,
+    weighted,
+    wrong_classes,
+)
 from ray_app.task.mixing import mix, smooth_targets
 
 if TYPE_CHECKING:
@@ -43,6 +51,8 @@ class ImageClassification(Task):
         mixup: Parameter of the Beta distribution by which training images are blended with another of their micro-batch, such as 0.2; 0:
             none.
         cutmix: The same for pasting a rectangle of the other image. With both, each image gets one of them, chosen at random.
+        class_weights: How much the training loss of an image of each class counts: a number for each class, or `balanced`, by which all
+            classes count the same in sum. Evaluation does not use it.
     """
 
     best_metric: ClassVar[str] = "accuracy"
@@ -64,6 +74,7 @@ class ImageClassification(Task):
         label_smoothing: float = 0.0,
         mixup: float = 0.0,
         cutmix: float = 0.0,
+        class_weights: ClassWeights = None,
     ) -> None:
         if model != "small_cnn" and model not in _classifiers():
             raise ConfigError(f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}.")
@@ -76,7 +87,8 @@ class ImageClassification(Task):
                 f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing must be at least 0"
                 " and below 1, the others at least 0."
             )
-        self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
+        self.label_smoothing, self.mixup, self.cutmix, self.class_weights = label_smoothing, mixup, cutmix, class_weights
+        self.weights: list[float] | None = None
         self.channels = 3
 
     def prepare(self, data: DataFacts) -> ImageClassification:
@@ -84,6 +96,7 @@ class ImageClassification(Task):
         made = copy.copy(self)
         made.num_classes = count_classes(data, self.label, self.num_classes)
         made.classes = list(data.classes or map(str, range(made.num_classes)))
+        made.weights = resolve_weights(self.class_weights, data, self.label, made.num_classes)
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
             raise DataError(f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels.")
@@ -138,7 +151,9 @@ class ImageClassification(Task):
         return torchvision.models.get_model(self.model, num_classes=self.num_classes, **self.model_args)
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Flips, shifts and mixes; see `Task.augment`. Where the truth is no longer one class it is added as `target`, (rows, classes)."""
+        """Flips, shifts, mixes and weighs; see `Task.augment`. Where the truth is no longer one class it is added as `target`,
+        (rows, classes).
+        """
         images = batch["image"]
         if self.flip:
             flipped = (uniform(keys, _FLIP) < 0.5).to(images.device)[:, None, None, None]
@@ -146,12 +161,12 @@ class ImageClassification(Task):
         if self.crop_padding:
             images = _shift(images, keys, self.crop_padding)
         if not (self.label_smoothing or self.mixup or self.cutmix):
-            return {**batch, "image": images}
+            return weigh({**batch, "image": images}, self.weights)
         assert self.num_classes is not None, "prepare() comes first"
         target = smooth_targets(batch["label"], self.num_classes, self.label_smoothing)
         if self.mixup or self.cutmix:
             images, target = mix(images, target, keys, self.mixup, self.cutmix)
-        return {**batch, "image": images, "target": target}
+        return weigh({**batch, "image": images, "target": target}, self.weights)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Class scores, shape (rows, classes)."""
@@ -163,7 +178,7 @@ class ImageClassification(Task):
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
-        return functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none")
+        return weighted(functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none"), batch)
 
     def metrics(self) -> MetricCollection:
         """See `classification_metrics`."""

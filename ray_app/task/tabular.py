@@ -14,7 +14,15 @@ from torch.nn import functional
 from ray_app.errors import DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column
-from ray_app.task.classification import class_predictions, classification_metrics, wrong_classes
+from ray_app.task.classification import (
+    ClassWeights,
+    class_predictions,
+    classification_metrics,
+    resolve_weights,
+    weigh,
+    weighted,
+    wrong_classes,
+)
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -105,6 +113,8 @@ class TabularClassification(_Tabular):
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Features are divided by it.
         num_classes: Number of classes; not given: read from the data.
+        class_weights: How much the training loss of a row of each class counts: a number for each class, or `balanced`, by which all
+            classes count the same in sum. Evaluation does not use it.
     """
 
     best_metric: ClassVar[str] = "accuracy"
@@ -118,9 +128,11 @@ class TabularClassification(_Tabular):
         dropout: float = 0.0,
         scale: float = 1.0,
         num_classes: int | None = None,
+        class_weights: ClassWeights = None,
     ) -> None:
         super().__init__(label, features, hidden, dropout, scale)
-        self.num_classes = num_classes
+        self.num_classes, self.class_weights = num_classes, class_weights
+        self.weights: list[float] | None = None
 
     def prepare(self, data: DataFacts) -> TabularClassification:
         """Names the features and counts the classes; see `Task.prepare`."""
@@ -128,6 +140,7 @@ class TabularClassification(_Tabular):
         assert isinstance(made, TabularClassification)
         made.num_classes = count_classes(data, self.label, self.num_classes)
         made.classes = list(data.classes or map(str, range(made.num_classes)))
+        made.weights = resolve_weights(self.class_weights, data, self.label, made.num_classes)
         return made
 
     def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
@@ -140,9 +153,14 @@ class TabularClassification(_Tabular):
         assert self.num_classes is not None, "prepare() comes first"
         return self.num_classes
 
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        """Weighs; see `Task.augment`."""
+        del keys
+        return weigh(batch, self.weights)
+
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
-        return functional.cross_entropy(outputs, batch["label"], reduction="none")
+        return weighted(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
 
     def metrics(self) -> MetricCollection:
         """See `classification_metrics`."""

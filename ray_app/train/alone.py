@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
@@ -76,7 +75,8 @@ def train_here(job: Job, membership: Alone, hooks: Hooks) -> None:
     """
     device = torch.device("cuda" if job.config.scaling.gpus_per_worker else "cpu")
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    load = partial(load_all, fetch_here, job.evaluation) if job.workers_evaluate and job.evaluation is not None else None
+    evaluation = job.evaluation
+    load = (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
     try:
         train(job, membership, _open_windows, device, hooks, load_evaluation=load)
     finally:
@@ -88,5 +88,5 @@ def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
     source, data = job.source, job.config.data
     if data.cache == "memory":
         return CachedWindows(load_all(fetch_here, source))
-    fetch, reader, rows = fetch_here, source.reader, source.task_rows
+    fetch, reader, rows = job.through_cache(fetch_here), source.reader, source.task_rows
     return StreamedWindows(job.plan, cursor, played, job.passes, fetch, reader, job.fields, rows, data.prefetch_windows)

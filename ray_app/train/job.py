@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 
 from ray_app.config import Config
 from ray_app.data.columns import ArraySpec
-from ray_app.data.source import Reader, RowSource, rows_per_task
+from ray_app.data.disk_folder import cached_fetch
+from ray_app.data.source import Fetch, Reader, RowSource, rows_per_task
 from ray_app.plan.order import Plan
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
@@ -56,8 +59,17 @@ class Job:
     @property
     def source(self) -> RowSource:
         """The training data."""
-        reader = Reader(self.data_root, self.task.columns(), self.task.decode)
+        skips = self.fields if self.config.data.on_bad_row == "skip" else None
+        reader = Reader(self.data_root, self.task.columns(), self.task.decode, skips)
         return RowSource(reader, self.plan.manifest, self.fields, rows_per_task(self.fields, self.config.data.read_task_mb))
+
+    def through_cache(self, fetch: Fetch) -> Fetch:
+        """`fetch`, with the disk cache of this node around it if there is to be one."""
+        data = self.config.data
+        if data.cache != "disk":
+            return fetch
+        settings = json.dumps(dataclasses.asdict(self.config.task), sort_keys=True)
+        return cached_fetch(fetch, self.source, settings, data.cache_dir, data.cache_gb)
 
     @property
     def steps_per_epoch(self) -> int:

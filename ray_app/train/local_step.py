@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,10 +67,9 @@ class LocalStep(Step):
         for batch in batches:
             loss, norm = self._go(cursor, batch)
             share = batch.rows / global_rows
-            mine.append(Row(batch.logical_worker, batch.rows, batch.row_hash, loss * share, flags, norm * norm * share))
+            mine.append(Row(batch.logical_worker, batch.rows, batch.row_hash, loss * share, flags, norm * norm * share, batch.num_skipped))
         self._enter("exchange")
-        result = self._exchange(mine)
-        self._check_rows(cursor, result, global_rows)
+        result = self._settled(cursor, self._exchange(mine), global_rows)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._refuse(cursor, batches, global_rows, result)
         for batch in batches:
@@ -81,7 +81,7 @@ class LocalStep(Step):
         if self._done % self._job.steps_per_round == 0 or self._done == self._job.total_steps:
             flags = self._flags
             self._average()
-        return StepResult(result.loss, result.grad_norm, result.rows, result.row_hash, flags)
+        return replace(result, flags=flags)
 
     def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[float, float]:
         """Forward and backward of one logical worker on its own replica; returns the mean loss of its rows and the gradient's norm."""
@@ -119,7 +119,7 @@ class LocalStep(Step):
         Args:
             values: Those of the replicas here, one per trained parameter.
         """
-        total = sum(self._consumed)
+        total = max(1, sum(self._consumed))
         for v, own in values.items():
             self._sums.add([value * (self._consumed[v] / total) for value in own], v)
         self._sums.launch()

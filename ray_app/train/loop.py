@@ -19,6 +19,7 @@ from ray_app.record.journal import put_event
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
 from ray_app.train import environment
+from ray_app.train.bad_rows import BadRows
 from ray_app.train.build import build_state, build_step
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
@@ -86,6 +87,7 @@ class _Worker:
         self._recorder = Recorder(job, self._state, membership, sender, device, hooks)
         self._feed = Feed(job.plan, lambda cursor, played: open_windows(job, cursor, played), device)
         self._validation = Validation(job, self._state, load_evaluation, device, membership.moved) if load_evaluation is not None else None
+        self._bad_rows = BadRows(job)
         self._rank = self._done = 0
 
     def work(self) -> None:
@@ -147,6 +149,7 @@ class _Worker:
                 self._enter("data")
                 waited, lr = feed.wait_s, step.lr
                 batches = feed.next()
+                self._bad_rows.note(batches)
                 self._enter("compute")
                 result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
                 done, cursor = done + 1, cursor.next(plan.steps_per_epoch)

@@ -102,6 +102,7 @@ class Recorder:
             rows=result.rows,
             row_hash=result.row_hash,
             generation=self._generation,
+            skipped=sum(result.skipped),
         )
         self._previous_s = now
         self._kept.append(record)

@@ -66,9 +66,11 @@ class ShardedStep(Step):
         with lost_peers():
             return super()._losses(cursor, batch, model)
 
-    def _clip(self, parameters: list[nn.Parameter]) -> float:
+    def _clip(self, parameters: list[nn.Parameter], correction: float = 1.0) -> float:
         """See `Step._clip`; a collective, so that all ranks know the same norm."""
         shards = [p.grad.to_local() for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
+        if correction != 1:
+            torch._foreach_mul_(shards, correction)
         squares = torch.tensor(math.fsum(n * n for n in torch.stack(torch._foreach_norm(shards)).tolist()), dtype=torch.float64)
         with collective():
             dist.all_reduce(squares)

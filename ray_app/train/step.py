@@ -7,7 +7,7 @@ import platform
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,8 +25,8 @@ from ray_app.train.logical import Buffers, seed_step, single_values
 from ray_app.train.messages import Flags, Phase
 from ray_app.train.state import TrainingState
 
-_ROW = struct.Struct("<qQdqd")
-"""A logical worker's part of the table that all ranks exchange in a step, five times eight bytes: see `Row`."""
+_ROW = struct.Struct("<qQdqdq")
+"""A logical worker's part of the table that all ranks exchange in a step, six times eight bytes: see `Row`."""
 
 
 class Row(NamedTuple):
@@ -39,6 +39,7 @@ class Row(NamedTuple):
         loss: Its share of the mean loss.
         flags: Those of its rank.
         norm: Its share of the square of the gradient's norm, where that is not known from the sum of the gradients.
+        skipped: Its planned rows that cannot be decoded.
     """
 
     logical_worker: int
@@ -47,6 +48,7 @@ class Row(NamedTuple):
     loss: float
     flags: int
     norm: float = 0.0
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class StepResult:
         rows: Rows of every logical worker.
         row_hash: Sum of row hashes of every logical worker, modulo 2**64.
         flags: Every flag that any rank set.
+        skipped: Planned rows of every logical worker that cannot be decoded.
     """
 
     loss: float
@@ -66,6 +69,7 @@ class StepResult:
     rows: list[int]
     row_hash: list[int]
     flags: Flags
+    skipped: list[int]
 
 
 class Step:
@@ -114,7 +118,8 @@ class Step:
         Args:
             cursor: Which.
             batches: One micro-batch per logical worker of this rank, in their order.
-            global_rows: Rows of the step over all logical workers.
+            global_rows: Rows that the plan has for the step over all logical workers. Losses and gradients are means over those of them
+                that can be decoded, which is known only after the exchange: they are made with this number and then corrected.
             flags: What this rank has to say to all.
 
         Raises:
@@ -127,7 +132,10 @@ class Step:
         except PeerLostError:
             self._buffers.roll_back()
             raise
-        norm = self._clip(self._parameters)
+        if not sum(result.rows):  # all of them are bad: nothing moves
+            self._state.pass_over()
+            return result
+        norm = self._clip(self._parameters, global_rows / sum(result.rows))
         if math.isfinite(result.loss) and math.isfinite(norm):
             self._state.advance()
         else:
@@ -137,14 +145,15 @@ class Step:
             self._state.pass_over()
         if self._scale is not None:
             self._scale.update(math.isfinite(norm))
-        return StepResult(result.loss, norm, result.rows, result.row_hash, result.flags)
+        return replace(result, grad_norm=norm)
 
     def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
         self._state.refresh()
         mine: list[Row] = []
         for batch in batches:
-            mine.append(Row(batch.logical_worker, batch.rows, batch.row_hash, self._play(cursor, batch, global_rows), flags))
+            loss = self._play(cursor, batch, global_rows)
+            mine.append(Row(batch.logical_worker, batch.rows, batch.row_hash, loss, flags, skipped=batch.num_skipped))
             self._buffers.end_logical_worker(batch.logical_worker)
         self._enter("exchange")
         self._strategy.launch()
@@ -152,12 +161,17 @@ class Step:
         result = self._exchange(mine)
         self._strategy.finish()
         self._buffers.finish()
-        self._check_rows(cursor, result, global_rows)
-        return result
+        return self._settled(cursor, result, global_rows)
 
-    def _check_rows(self, cursor: Cursor, result: StepResult, global_rows: int) -> None:
-        if sum(result.rows) != global_rows:
-            raise DataError(f"Step {cursor} consumed {sum(result.rows)} rows, {global_rows} were planned; please report this.")
+    def _settled(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:
+        """Holds the rows against the plan, and makes of means over the planned rows means over those that were not skipped."""
+        rows, skipped = sum(result.rows), sum(result.skipped)
+        if rows + skipped != global_rows:
+            raise DataError(f"Step {cursor} consumed {rows} rows and skipped {skipped}, {global_rows} were planned; please report this.")
+        if not skipped or not rows:
+            return result
+        more = global_rows / rows
+        return replace(result, loss=result.loss * more, grad_norm=result.grad_norm * math.sqrt(more))
 
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> float:
         """Forward and backward of one logical worker; returns its share of the mean loss."""
@@ -212,13 +226,15 @@ class Step:
         shares = [row.loss for row in table]
         loss = math.fsum(shares) if all(map(math.isfinite, shares)) else sum(shares)  # fsum raises for infinities of both signs
         norm = math.sqrt(sum(row.norm for row in table))
-        return StepResult(loss, norm, [row.rows for row in table], [row.row_hash for row in table], Flags(flags))
+        rows, row_hash, skipped = ([getattr(row, name) for row in table] for name in ("rows", "row_hash", "skipped"))
+        return StepResult(loss, norm, rows, row_hash, Flags(flags), skipped)
 
-    def _clip(self, parameters: list[nn.Parameter]) -> float:
-        """The gradient's norm; takes the loss's scale out of the gradient, and clips it to the configured norm."""
+    def _clip(self, parameters: list[nn.Parameter], correction: float = 1.0) -> float:
+        """The gradient's norm; corrects it for bad rows, takes the loss's scale out of it, and clips it to the configured norm."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if self._scale is not None:
-            torch._foreach_mul_(gradients, 1 / self._scale.value)
+        factor = correction / (self._scale.value if self._scale is not None else 1.0)
+        if factor != 1:
+            torch._foreach_mul_(gradients, factor)
         norms = torch._foreach_norm(gradients)  # get_total_norm costs 30 us more
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(norms).tolist()))
         if self._config.train.grad_clip_norm is not None:

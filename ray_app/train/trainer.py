@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
@@ -14,8 +14,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.torch import TorchTrainer, get_device
 
 from ray_app.config import Config
-from ray_app.data.cache import cached_arrays
-from ray_app.data.source import fetch_ray
+from ray_app.data.cache import cached_rows
+from ray_app.data.source import Fetch, fetch_ray
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.errors import own_error
@@ -121,7 +121,7 @@ def _work(arguments: dict[str, Any]) -> None:
     membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, job.paths, job.fence, recovers)
     over = False
     try:
-        load = partial(cached_arrays, start.evaluation) if start.evaluation is not None else None
+        load = (lambda: cached_rows(start.evaluation).arrays) if start.evaluation is not None else None
         train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)), load)
         over = not membership.is_leaving()
     finally:
@@ -129,16 +129,18 @@ def _work(arguments: dict[str, Any]) -> None:
 
 
 def _open_windows(start: Start) -> OpenWindows:
-    cached: list[CachedWindows] = []
+    @functools.cache
+    def cached() -> CachedWindows:
+        return CachedWindows(cached_rows(start.cache))
+
+    @functools.cache
+    def fetch() -> Fetch:
+        return start.job.through_cache(fetch_ray)
 
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
-        if start.cache is None:
-            data, epochs, source = job.config.data, job.passes, job.source
-            return StreamedWindows(
-                job.plan, cursor, played, epochs, fetch_ray, source.reader, job.fields, source.task_rows, data.prefetch_windows
-            )
-        if not cached:
-            cached.append(CachedWindows(cached_arrays(start.cache)))
-        return cached[0]
+        if start.cache is not None:
+            return cached()
+        source, prefetch = job.source, job.config.data.prefetch_windows
+        return StreamedWindows(job.plan, cursor, played, job.passes, fetch(), source.reader, job.fields, source.task_rows, prefetch)
 
     return open_windows

@@ -31,7 +31,7 @@ from tests.cluster import ROOT
 from tests.mlflow_server import mlflow_runs
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1800)]
 
 ARGUMENTS = [
     f"--config={ROOT / 'conf' / 'retrain_digits.yaml'}",
@@ -275,7 +275,7 @@ def schedule(folder: Path, starts: list[list[tuple[list[str], str | None]]]) -> 
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", STARTS, address, str(ROOT), json.dumps(starts)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=850, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1700, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     ended = json.loads(done.stdout.splitlines()[-1])
     assert len(ended) == len(starts), done.stdout + done.stderr

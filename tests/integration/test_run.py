@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ray_app import run_training
 from ray_app.config import Config, default_tracking_uri
+from ray_app.data.disk_cache import SUMS
 from ray_app.errors import BudgetSpentError, NonFiniteError, RunExistsError
 from ray_app.pipeline.run import Faults
 from ray_app.record.journal import read_events
@@ -36,17 +38,21 @@ def assert_tracked_once(config: Config, summary: dict[str, Any], steps: int) -> 
     assert sorted(point.step for point in points) == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize(("workers", "cache"), [(2, "none"), (3, "memory"), (4, "none")])
+@pytest.mark.parametrize(("workers", "cache"), [(2, "none"), (3, "memory"), (4, "disk")])
 def test_the_number_of_workers_does_not_matter(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, workers: int, cache: str
 ) -> None:
-    config = short_run(scaling__min_workers=workers, scaling__max_workers=workers, data__cache=cache)
+    more = {"data__cache_dir": str(tmp_path / "cache")} if cache == "disk" else {}
+    config = short_run(scaling__min_workers=workers, scaling__max_workers=workers, data__cache=cache, **more)
     summary = run_training(config).summary
     assert summary["status"] == "finished"
     assert summary["world_sizes"] == [[0, workers]]
     assert summary["params_digest"] == reference["params_digest"]
     assert record_of(tmp_path / "runs" / "run") == reference["record"]
     assert summary["rows"] == reference["rows"] == sum(sum(rows) for _, _, rows, _ in reference["record"])
+    if cache == "disk":
+        [sums] = (tmp_path / "cache").glob(f"*/{SUMS}")
+        assert np.fromfile(sums, np.uint64).all(), "not every row is held after the first epoch"
 
 
 def test_a_killed_worker_changes_nothing(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_app.checks import check
@@ -69,6 +69,12 @@ def test_the_valid_one_is_accepted() -> None:
         ({"data__prefetch_windows": 0}, "data.prefetch_windows is 0; it must be at least 1."),
         ({"data__global_batch_size": 0}, "data.global_batch_size is 0; it must be at least 1."),
         ({"data__global_batch_size": -4}, "data.global_batch_size is -4; it must be at least 1."),
+        ({"data__max_bad_rows": -1}, "data.max_bad_rows is -1; it must be at least 0."),
+        ({"data__cache_gb": 0.0}, "data.cache_gb is 0.0; it must be greater than 0."),
+        (
+            {"data__cache_dir": "/scratch"},
+            "data.cache_dir is '/scratch', but data.cache is none: nothing would be there. Set data.cache to disk or leave cache_dir out.",
+        ),
         ({"data__read_task_mb": -1.5}, "data.read_task_mb is -1.5; it must be greater than 0."),
         ({"train__epochs": 0}, "train.epochs is 0; it must be at least 1."),
         ({"train__max_steps": 0}, "train.max_steps is 0; it must be at least 1."),
@@ -124,6 +130,7 @@ def test_without_logical_workers_the_workers_count() -> None:
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
+@settings(deadline=None)
 def test_the_named_batch_sizes_are_valid_and_the_nearest(batch: int, logical_workers: int) -> None:
     fields = {"scaling__logical_workers": logical_workers, "scaling__max_workers": 1}
     found = problems(**fields, data__global_batch_size=batch)
@@ -169,6 +176,8 @@ def changed(**fields: Any) -> bool:
         {"data__path": "elsewhere"},
         {"data__eval_path": "test"},
         {"data__cache": "memory"},
+        {"data__cache": "disk", "data__cache_dir": "/scratch", "data__cache_gb": 5.0},
+        {"data__on_bad_row": "skip", "data__max_bad_rows": 7},
         {"data__prefetch_windows": 3},
         {"train__init_from": "parameters.safetensors"},
         {"data__read_task_mb": 1.0},
@@ -206,6 +215,9 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
         {"data__global_batch_size": 64},
         {"data__shuffle_window_rows": 99},
         {"data__last_batch": "drop"},
+        {"data__shard": "file"},
+        {"data__sampling": "balanced"},
+        {"data__balance_by": "kind"},
         {"train__epochs": 2},
         {"train__max_steps": 10},
         {"train__reduction": "overlapped"},

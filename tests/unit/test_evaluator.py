@@ -117,7 +117,7 @@ def test_storage_that_fails_for_a_while_is_asked_again(job: EvaluationJob) -> No
 
 
 def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> None:
-    arrays = load_all(fetch_here, job.data)
+    arrays = load_all(fetch_here, job.data).arrays
     model = job.task.build_model()
     cpu = actor.torch.device("cpu")
     found = [combine(job.task, score(job.task, model, arrays, size, cpu)).values for size in (1, 7, 31, 1000)]

@@ -1,0 +1,37 @@
+"""A stream of tables of any size, cut into tables of wanted lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from ray_app.errors import DataError
+
+
+class Cut:
+    """See the module.
+
+    Args:
+        tables: What read tasks yield.
+    """
+
+    def __init__(self, tables: Iterator[pa.Table]) -> None:
+        self._tables = tables
+        self._rest: pa.Table | None = None
+
+    def take(self, rows: int) -> list[pa.Table]:
+        """The next rows, in one or more tables.
+
+        Raises:
+            DataError: There are not so many left.
+        """
+        parts: list[pa.Table] = []
+        while rows:
+            table = self._rest if self._rest is not None else next(self._tables, None)
+            if table is None:
+                raise DataError(f"The read tasks ended {rows} rows too early; the data set changed while it was read.")
+            parts.append(table.slice(0, rows))
+            self._rest = table.slice(rows) if table.num_rows > rows else None
+            rows -= parts[-1].num_rows
+        return parts

@@ -1,0 +1,149 @@
+"""The folder of a node's disk caches: which belongs to which data, what may be removed, and how much room a new one gets."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import inspect
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from ray_app.data.bad_rows import Decode
+from ray_app.data.disk_cache import SUMS, DiskCache, field_file
+from ray_app.data.source import Fetch, RowSource
+
+logger = logging.getLogger(__name__)
+
+_LIBRARIES = ("numpy", "torch", "torchvision")
+
+
+def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: float) -> DiskCache:
+    """Opens the cache of a data set on this node, empty if there is none yet.
+
+    Caches of other data that nobody has open are removed, those that were opened longest ago first, until there is room for all rows
+    within the limit; if there is still too little, the cache has room for the first rows only.
+
+    Args:
+        source: The data set, and how it is decoded.
+        settings: Whatever else decides how a decoded row looks.
+        folder: Where the node's caches are; None: `ray_app/cache` in its temporary folder.
+        limit_gb: Most gigabytes of all of them.
+
+    Raises:
+        OSError: The folder cannot be used, or nobody can say which code decodes.
+    """
+    root = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / "ray_app" / "cache"
+    own = root / identity(source, settings)
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / "lock"):
+        own.mkdir(exist_ok=True, mode=0o700)
+        sums = os.open(own / SUMS, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(sums, fcntl.LOCK_SH)  # in use, until this process closes it or ends
+        os.utime(own)
+        if not os.fstat(sums).st_size:
+            row_bytes = 8 + sum(spec.row_bytes for spec in source.fields.values())
+            room = min(source.manifest.num_rows, _make_room(own, source.manifest.num_rows * row_bytes, limit_gb) // row_bytes)
+            for i, spec in enumerate(source.fields.values()):
+                _grow(own / field_file(i), room * spec.row_bytes)
+            os.ftruncate(sums, room * 8)
+            if room < source.manifest.num_rows:
+                logger.warning(
+                    "The disk cache %s has room for %d of %d rows within data.cache_gb = %g; the others are read in every epoch.",
+                    own,
+                    room,
+                    source.manifest.num_rows,
+                    limit_gb,
+                )
+    return DiskCache(own, source.fields, sums)
+
+
+def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | None, limit_gb: float) -> Fetch:
+    """`fetch` with a disk cache around it, or as it is, with a warning, where there can be none; see `open_cache`."""
+    try:
+        return open_cache(source, settings, folder, limit_gb).around(fetch)
+    except OSError as error:
+        logger.warning("There is no disk cache on this node, the data is read in every epoch: %s", error)
+        return fetch
+
+
+def identity(source: RowSource, settings: str) -> str:
+    """SHA-256 of all that decides what the decoded rows are: the files as they are now, the task's settings and code, the libraries.
+
+    Raises:
+        OSError: A file of the data is gone, or there is no source file of the code.
+    """
+    manifest, reader = source.manifest, source.reader
+    facts = {
+        "manifest": manifest.digest,
+        "files": [(stat.st_size, stat.st_mtime_ns) for stat in ((Path(reader.root) / path).stat() for path in manifest.paths)],
+        "fields": {name: asdict(spec) for name, spec in source.fields.items()},
+        "columns": reader.columns,
+        "settings": settings,
+        "code": _code(reader.decode),
+        "libraries": [version(name) for name in _LIBRARIES],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _code(decode: Decode) -> list[str]:
+    """SHA-256 of every module that has a part in the class (or the function) that decodes."""
+    owner = getattr(decode, "__self__", None)
+    parts = [decode] if owner is None else [c for c in type(owner).__mro__ if c.__module__ not in sys.stdlib_module_names]
+    digests = []
+    for part in parts:
+        try:
+            file = inspect.getsourcefile(part)
+        except TypeError as error:
+            raise OSError(f"there is no source file of {part}, which decodes, so a change of it would not be seen") from error
+        digests.append(hashlib.sha256(Path(file or "").read_bytes()).hexdigest())
+    return digests
+
+
+def _make_room(own: Path, wanted: int, limit_gb: float) -> int:
+    """Removes caches that nobody has open, oldest first, until `wanted` bytes fit; returns the bytes that there are then."""
+    others = sorted((f for f in own.parent.iterdir() if f.is_dir() and f != own), key=lambda f: f.stat().st_mtime)
+    sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in others}
+    for folder in others:
+        if sum(sizes.values()) + wanted <= limit_gb * 1e9:
+            break
+        if not _is_open(folder):
+            shutil.rmtree(folder)
+            del sizes[folder]
+    return max(0, int(limit_gb * 1e9) - sum(sizes.values()))
+
+
+def _is_open(folder: Path) -> bool:
+    """Whether a process has the cache open; only under the lock of all caches, where none is being opened."""
+    if not (folder / SUMS).exists():
+        return False
+    file = os.open(folder / SUMS, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def _grow(path: Path, size: int) -> None:
+    """Makes a file of so many zeros, which take no room before they are written."""
+    with path.open("ab") as file:
+        file.truncate(size)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of all caches of this node."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
