@@ -44,5 +44,5 @@ def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, strateg
     model = job.task.build_model()
     model.load_state_dict(unpack(store.load(commit)).model)
     source = evaluation_source(job.task, str(digits / "eval"), 64.0)
-    scores = combine(job.task, score(job.task, model, load_all(fetch_here, source), 256, CPU))
+    scores = combine(job.task, score(job.task, model, load_all(fetch_here, source).arrays, 256, CPU))
     assert scores.values["accuracy"] >= 0.97
