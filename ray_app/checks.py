@@ -123,10 +123,13 @@ _ONLY_FOR = {
 def _check_strategy(config: Config) -> list[str]:
     train = config.train
     problems = [
-        f"train.{name} is set, but only train.strategy: {strategy} looks at it; leave it out."
-        for strategy, names in _ONLY_FOR.items()
-        for name in names
-        if train.strategy != strategy and getattr(train, name) != getattr(TrainSection, name)
+        *_check_fsdp(config),
+        *(
+            f"train.{name} is set, but only train.strategy: {strategy} looks at it; leave it out."
+            for strategy, names in _ONLY_FOR.items()
+            for name in names
+            if train.strategy != strategy and getattr(train, name) != getattr(TrainSection, name)
+        ),
     ]
     if train.precision == "fp16" and train.strategy in _ONLY_FOR:
         problems.append(
@@ -151,6 +154,24 @@ def _check_strategy(config: Config) -> list[str]:
                 f"checkpoint.{name} is {value}; between two averages there is no common state, so it must be a multiple of"
                 f" train.local_steps = {train.local_steps}."
             )
+    return problems
+
+
+def _check_fsdp(config: Config) -> list[str]:
+    train = config.train
+    if train.strategy != "fsdp":
+        return ["train.cpu_offload is set, but only train.strategy: fsdp looks at it; leave it out."] if train.cpu_offload else []
+    problems = []
+    if train.cpu_offload and not config.scaling.gpus_per_worker:
+        problems.append("train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave it out.")
+    if train.precision == "fp16":
+        problems.append(
+            "train.precision is fp16 with train.strategy fsdp, where gradients are added in fp32 and bf16 needs no scale; use bf16."
+        )
+    if train.compile:
+        problems.append("train.compile is set with train.strategy fsdp, whose parameters come and go during a pass; leave it out.")
+    if config.evaluate.where == "workers":
+        problems.append("evaluate.where is workers with train.strategy fsdp, where no worker has a whole model; use actor.")
     return problems
 
 

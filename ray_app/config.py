@@ -136,7 +136,9 @@ class TrainSection:
         strategy: How workers share the model: `ddp` holds a copy in each and adds the gradients of every step. `local_sgd` lets every
             logical worker go `local_steps` steps of its own, then averages parameters and optimizer state. `parameter_server` keeps
             parameters and optimizer on `servers` actors; workers fetch the ones and send gradients, and do not wait for each other.
-            `single` is `ddp` in the calling process, without workers, so that a breakpoint stops there.
+            `fsdp` shards parameters, gradients and optimizer state over the workers; its bits depend on their number. `central_storage`
+            keeps parameters and optimizer state in the host memory of one worker, which makes all updates. `single` is `ddp` in the
+            calling process, without workers, so that a breakpoint stops there.
         local_steps: Steps between two averages with `local_sgd` (H).
         outer_lr: What multiplies the averaged change of the parameters with `local_sgd`; 1 is the average itself.
         outer_momentum: Nesterov momentum of that change, as in DiLoCo (there 0.9, with `outer_lr` 0.7); 0: none.
@@ -145,8 +147,10 @@ class TrainSection:
         min_shard_kb: A parameter is split over servers only into parts of at least so many kilobytes.
         staleness: Steps that a logical worker may be ahead of the slowest one, with `parameter_server`. 0: synchronous, the gradients of
             all logical workers are added in one fixed order and applied once. Above, each is applied when it arrives.
+        cpu_offload: Keeps the shards of `fsdp` in host memory and makes the updates there; only what computes just now is on the GPU.
         reduction: `exact` adds the gradients of the logical workers in one fixed order: the same bits on any number of workers.
-            `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits.
+            `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits. With `fsdp` the
+            network adds them in any case, and `exact` only asks for deterministic kernels.
         precision: `fp32`, or autocast of forward and loss to `bf16` or `fp16` (parameters and gradients stay fp32). With `fp16` the loss is
             scaled by a power of two that is found while training and is part of the checkpoint.
         grad_clip_norm: Largest global L2 norm of the gradient; not given: no clipping.
@@ -165,7 +169,7 @@ class TrainSection:
     epochs: int = _result(1)
     steps_per_epoch: int | None = _result(None)
     max_steps: int | None = _result(None)
-    strategy: Literal["ddp", "single", "local_sgd", "parameter_server"] = _result("ddp")
+    strategy: Literal["ddp", "single", "local_sgd", "parameter_server", "fsdp", "central_storage"] = _result("ddp")
     local_steps: int = _result(1)
     outer_lr: float = _result(1.0)
     outer_momentum: float = _result(0.0)
@@ -173,6 +177,7 @@ class TrainSection:
     server_cpus: float = 1
     min_shard_kb: int = 256
     staleness: int = _result(0)
+    cpu_offload: bool = _result(False)
     reduction: Literal["exact", "overlapped"] = _result("exact")
     precision: Literal["fp32", "bf16", "fp16"] = _result("fp32")
     grad_clip_norm: float | None = _result(None)

@@ -68,7 +68,7 @@ def gather(value: T, world: World) -> list[T]:
 class Strategy(ABC):
     """Adds the gradients of all logical workers and leaves the sum in every parameter's `.grad`.
 
-    In each step a rank calls `backward`, `skip` or `add` for each logical worker that it plays, in their order, then `launch`, then
+    In each step a rank calls `backward` or `skip` for each logical worker that it plays, in their order, then `launch`, then
     `finish`. The weights are one over the global number of rows, so the gradients are added, never averaged.
     """
 
@@ -79,10 +79,6 @@ class Strategy(ABC):
     @abstractmethod
     def skip(self, logical_worker: int) -> None:
         """Adds zeros for a logical worker without rows."""
-
-    @abstractmethod
-    def add(self, values: list[Tensor], logical_worker: int) -> None:
-        """Adds values, one per trained parameter and of its shape, in the place of gradients."""
 
     @abstractmethod
     def launch(self) -> None:

@@ -11,5 +11,8 @@ from ray_app.strategy.ddp import DataParallel
 
 def build_strategy(train: TrainSection, model: nn.Module, world: World) -> Strategy:
     """Makes the configured strategy for a model and the workers of now."""
-    table = {"ddp": DataParallel, "single": DataParallel, "local_sgd": DataParallel, "parameter_server": DataParallel}
-    return table[train.strategy](model, world, train.reduction)
+    if train.strategy == "fsdp":
+        from ray_app.strategy.fsdp import FullySharded  # two seconds of imports that the others do not need
+
+        return FullySharded(model)
+    return DataParallel(model, world, train.reduction)

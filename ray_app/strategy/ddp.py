@@ -106,7 +106,7 @@ class DataParallel(Strategy):
         self._end(logical_worker)
 
     def add(self, values: list[Tensor], logical_worker: int) -> None:
-        """See `Strategy.add`."""
+        """Adds values, one per trained parameter and of its shape, in the place of gradients."""
         self._begin(logical_worker)
         for p, value in zip(self._parameters, values, strict=True):
             p.grad = value

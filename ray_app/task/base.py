@@ -19,6 +19,9 @@ from ray_app.plan.keyed import hash_array, key
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection  # three seconds of imports that only evaluation needs
 
+_UNIT_VALUES = 100_000
+"""Fewer are not worth an exchange of their own."""
+
 Batch = dict[str, Tensor]
 Rows = dict[str, Any]
 """Rows as read: an array per number or array column, a list of `bytes` or `str` per binary or text column."""
@@ -99,6 +102,23 @@ class Task(ABC):
         """
         del keys
         return batch
+
+    def shard_units(self, model: nn.Module) -> list[nn.Module]:
+        """The parts of a model whose parameters `train.strategy: fsdp` gathers together while they compute; the rest is one more part.
+
+        Each must be called as a module, once or more, wherever its parameters are used. To be replaced where the blocks of a model are not
+        in an `nn.Sequential` or `nn.ModuleList`.
+
+        Returns:
+            Modules of the model: without a method of its own, what is in its sequences and has 100,000 parameters or more.
+        """
+        found: list[nn.Module] = []
+        for child in model.children():
+            if isinstance(child, nn.Sequential | nn.ModuleList):
+                found += Task.shard_units(self, child)
+            elif sum(p.numel() for p in child.parameters()) >= _UNIT_VALUES:
+                found.append(child)
+        return found
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Batch) -> Any:

@@ -22,22 +22,13 @@ from torch import Tensor, nn
 from ray_app.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.cursor import Cursor
-from ray_app.strategy.base import Strategy, World, gather
+from ray_app.strategy.base import World, gather
+from ray_app.strategy.ddp import DataParallel
 from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags, Phase
 from ray_app.train.state import TrainingState
 from ray_app.train.step import Row, Step, StepResult
-
-
-def build_step(
-    job: Job, state: TrainingState, strategy: Strategy, world: World, device: torch.device, enter: Callable[[Phase], None]
-) -> Step:
-    """Makes the step of the configured strategy."""
-    train = job.config.train
-    if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
-        return LocalStep(job, state, strategy, world, device, enter)
-    return Step(job.config, job.task, state, strategy, world, device, enter)
 
 
 class LocalStep(Step):
@@ -53,10 +44,10 @@ class LocalStep(Step):
     """
 
     def __init__(
-        self, job: Job, state: TrainingState, strategy: Strategy, world: World, device: torch.device, enter: Callable[[Phase], None]
+        self, job: Job, state: TrainingState, strategy: DataParallel, world: World, device: torch.device, enter: Callable[[Phase], None]
     ) -> None:
         super().__init__(job.config, job.task, state, strategy, world, device, enter)
-        self._job = job
+        self._job, self._sums = job, strategy
         self._replicas = {v: _Replica(job.config, job.task, device, job.total_steps) for v in world.played}
         self._begin_round()
 
@@ -130,9 +121,9 @@ class LocalStep(Step):
         """
         total = max(1, sum(self._consumed))
         for v, own in values.items():
-            self._strategy.add([value * (self._consumed[v] / total) for value in own], v)
-        self._strategy.launch()
-        self._strategy.finish()
+            self._sums.add([value * (self._consumed[v] / total) for value in own], v)
+        self._sums.launch()
+        self._sums.finish()
         return [p.grad.clone() for p in self._parameters if p.grad is not None]
 
     def _share_buffers(self) -> None:

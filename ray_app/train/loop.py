@@ -19,15 +19,14 @@ from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
 from ray_app.train import environment
 from ray_app.train.bad_rows import BadRows
+from ray_app.train.build import build_state, build_step
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.local_step import build_step
 from ray_app.train.membership import LeavingError, Membership
 from ray_app.train.messages import Flags, Formed, Phase
 from ray_app.train.recorder import Recorder
 from ray_app.train.restoring import restore
 from ray_app.train.snapshots import SnapshotSender
-from ray_app.train.state import TrainingState
 from ray_app.train.validation import Arrays, Validation
 
 logger = logging.getLogger(__name__)
@@ -84,12 +83,12 @@ class _Worker:
         load_evaluation: Callable[[], Arrays] | None,
     ) -> None:
         self._job, self._membership, self._device, self._hooks, self._sender = job, membership, device, hooks, sender
-        self._state = TrainingState(job.config, job.task, device, job.total_steps)
+        self._state = build_state(job.config, job.task, device, job.total_steps)
         self._recorder = Recorder(job, self._state, membership, sender, device, hooks)
         self._feed = Feed(job.plan, lambda cursor, played: open_windows(job, cursor, played), device)
         self._validation = Validation(job, self._state, load_evaluation, device, membership.moved) if load_evaluation is not None else None
         self._bad_rows = BadRows(job)
-        self._rank = 0
+        self._rank = self._done = 0
 
     def work(self) -> None:
         """Steps in one generation after the other."""
@@ -98,17 +97,17 @@ class _Worker:
         while True:
             flags = Flags.REFORM
             try:
-                with self._membership.generation(self._state.step, lost_s is not None) as (world, formed):
+                with self._membership.generation(self._state.step, lost_s is not None) as (world, formed), self._state.among(world):
                     self._begin(world, formed, lost_s)
                     flags = self._run(world)
                 lost_s = None
             except PeerLostError as error:
-                broken = broken + 1 if self._state.step == broken_at else 0
-                broken_at = self._state.step
+                broken = broken + 1 if self._done == broken_at else 0
+                broken_at = self._done
                 if not self._membership.recovers or broken == _MOST_BROKEN:
                     raise
                 lost_s = lost_s or time.time()
-                logger.warning("Generation broken at step %d, forming another: %s", self._state.step, error)
+                logger.warning("Generation broken at step %d, forming another: %s", self._done, error)
                 continue
             except LeavingError:
                 flags |= Flags.SAVE if self._rank == 0 else Flags(0)
@@ -154,6 +153,7 @@ class _Worker:
                 self._enter("compute")
                 result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
                 done, cursor = done + 1, cursor.next(plan.steps_per_epoch)
+                self._done = done
                 recorder.finished(Cursor.at(done - 1, plan.steps_per_epoch), done, result, lr, feed.wait_s - waited)
                 if state.step < done:  # the logical workers are on their own until the next average
                     self._after_step(world, done)

@@ -76,12 +76,14 @@ class Recorder:
         self._kept = deque((merged[step] for step in sorted(merged)), maxlen=_MOST_KEPT)
         self._world, self._generation = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
+        self._added_step = min(self._added_step, self._state.step)  # steps that are done again are recorded again
         if world.rank == 0:
             for record in self._kept:
                 self._write(record)
             for commit, snapshot in self._held:
                 if not self._is_committed(commit):
                     self._saver.save(partial(_same, snapshot), commit)
+            self._make_up()
         self._report()
 
     def finished(self, cursor: Cursor, done: int, result: StepResult, lr: float, wait_s: float, workers: int | None = None) -> None:
@@ -141,6 +143,15 @@ class Recorder:
         else:
             take()
 
+    def _make_up(self) -> None:
+        """Makes the checkpoint that is due now, if rank 0 was lost while all took their copies for it."""
+        step = self._state.step
+        if not (self._state.is_spread and step and self._job.is_checkpoint_due(step)):
+            return
+        known = [commit for commit, _ in self._held] + CheckpointStore(self._job.paths).commits()
+        if step not in [commit.step for commit in known]:
+            self.checkpoint(Cursor.at(step, self._job.plan.steps_per_epoch), "cadence")
+
     def snapshot(self) -> None:
         """Sends a copy of the state to memory outside the workers."""
 
@@ -148,6 +159,8 @@ class Recorder:
             self._sent = self._state.snapshot(self._sent)
             return self._sent
 
+        if self._state.is_spread:
+            self._state.snapshot()
         if self._world.rank == 0:
             self._sender.send(take, list(self._kept))
 

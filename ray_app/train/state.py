@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -48,27 +48,49 @@ class TrainingState:
         ConfigError: The parameters to begin with are not there, or not the model's.
     """
 
+    is_spread: ClassVar[bool] = False
+    """Whether no rank alone has all of it, so that a snapshot is a collective of all ranks."""
+
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        seed_init(config.seed, device)
-        self._task = task
-        model = task.build_model()
+        self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
+        self.step = NOTHING
+        self.model = self._made()
         if config.train.init_from is not None:
-            begin_with(model, config.train.init_from, config.train.init_digest)
-        self.model: nn.Module = model.to(device)
-        self._frozen = freeze(self.model, config.train.freeze or [])
+            begin_with(self.model, config.train.init_from, config.train.init_digest)
+        self.model.to(device)
+        self.master: nn.Module = self._master_of(self.model)
+        self._equip()
+
+    def _made(self) -> nn.Module:
+        """The model as the task makes it."""
+        seed_init(self._config.seed, self._device)
+        model = self._task.build_model()
+        self._frozen = freeze(model, self._config.train.freeze or [])
+        return model
+
+    def _master_of(self, model: nn.Module) -> nn.Module:
+        """The model that the optimizer moves; the one that computes, unless a strategy keeps them apart."""
+        return model
+
+    def _equip(self) -> None:
+        """Makes all that goes with the model."""
+        config, model = self._config, self.master
         self.train()
-        self.average = Average(self.model, config.train.ema_decay) if config.train.ema_decay is not None else None
+        self.average = Average(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.scale = LossScale() if config.train.precision == "fp16" else None
-        self.optimizer = _optimizer(config.optimizer, self.model)
+        self.optimizer = _optimizer(config.optimizer, model, self._can_fuse)
         self.schedule: LRScheduler | None = None
         if config.schedule is not None:
-            self.schedule = _schedule(config.schedule, self.optimizer, total_steps)
+            self.schedule = _schedule(config.schedule, self.optimizer, self._total_steps)
         self.outer: Optimizer | None = None
         if config.train.strategy == "local_sgd":
             momentum = config.train.outer_momentum
-            trained = [p for p in self.model.parameters() if p.requires_grad]
+            trained = [p for p in model.parameters() if p.requires_grad]
             self.outer = torch.optim.SGD(trained, config.train.outer_lr, momentum, nesterov=momentum > 0)
-        self.step = NOTHING
+
+    def _can_fuse(self, optimizer: Any) -> bool:
+        """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
+        return "fused" in inspect.signature(optimizer).parameters
 
     @property
     def lr(self) -> float:
@@ -92,7 +114,7 @@ class TrainingState:
 
     def advance(self) -> None:
         """Moves the optimizer and the schedule by the gradients that the parameters hold."""
-        self._task.apply_gradients(self.model, self.optimizer)
+        self._task.apply_gradients(self.master, self.optimizer)
         if self.average is not None:
             self.average.update(self.step)
         self.pass_over()
@@ -130,7 +152,18 @@ class TrainingState:
         Args:
             into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times the copying.
         """
-        model, more = self.model.state_dict(), dict[str, Any]()
+        live, old = self._live(), into or Snapshot(NOTHING, {}, {}, None)
+        return Snapshot(
+            live.step,
+            copied(live.model, old.model),
+            copied(live.optimizer, old.optimizer),
+            copied(live.schedule),
+            copied(live.more, old.more),
+        )
+
+    def _live(self) -> Snapshot:
+        """The state as it stands in a checkpoint, in the memory that training goes on with."""
+        model, more = self.master.state_dict(), dict[str, Any]()
         if self.average is not None:
             model, more["parameters"] = self.average.over(model), self.average.parameters()
         if self.scale is not None:
@@ -138,18 +171,11 @@ class TrainingState:
         if self.outer is not None:
             more["outer"] = self.outer.state_dict()
         schedule = self.schedule.state_dict() if self.schedule is not None else None
-        old = into or Snapshot(NOTHING, {}, {}, None)
-        return Snapshot(
-            self.step,
-            _copied(model, old.model),
-            _copied(self.optimizer.state_dict(), old.optimizer),
-            _copied(schedule),
-            _copied(more, old.more),
-        )
+        return Snapshot(self.step, model, self.optimizer.state_dict(), schedule, more)
 
     def load(self, snapshot: Snapshot) -> None:
         """Takes over a snapshot's state."""
-        self.model.load_state_dict(snapshot.model)
+        self.master.load_state_dict(snapshot.model)
         if self.average is not None:
             self.average.load(snapshot.model, snapshot.more["parameters"])
         if self.scale is not None:
@@ -160,6 +186,15 @@ class TrainingState:
         if self.schedule is not None and snapshot.schedule is not None:
             self.schedule.load_state_dict(snapshot.schedule)
         self.step = snapshot.step
+
+    @contextmanager
+    def among(self, world: World) -> Iterator[None]:
+        """The time of a generation, from before the state is shared."""
+        del world
+        yield
+
+    def refresh(self) -> None:
+        """Makes the model on this rank that of the present step, if it is not; a collective of all ranks."""
 
     def share(self, world: World, restore: Callable[[], None]) -> None:
         """Gives every rank the state of the highest step; a collective of all ranks, after which all states are equal.
@@ -184,10 +219,10 @@ class TrainingState:
             self.load(unpack(held[0]))
 
 
-def _optimizer(spec: ClassSpec, model: nn.Module) -> Optimizer:
+def _optimizer(spec: ClassSpec, model: nn.Module, can_fuse: Callable[[Any], bool]) -> Optimizer:
     made = load_class(spec)
     args = dict(spec.init_args)
-    if "fused" in inspect.signature(made).parameters and not {"fused", "foreach"} & args.keys():
+    if can_fuse(made) and not {"fused", "foreach"} & args.keys():
         args["fused"] = True  # on CPU it must be asked for
     return made([p for p in model.parameters() if p.requires_grad], **args)
 
@@ -200,15 +235,22 @@ def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRSche
     return made(optimizer, **args)
 
 
-def _copied(value: Any, into: Any = None) -> Any:
-    """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike."""
+def copied(value: Any, into: Any = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
+    """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike.
+
+    Args:
+        value: Tensors in dictionaries, lists and tuples.
+        into: What nobody needs any more.
+        whole: Makes the tensor to copy of one that is found.
+    """
     if isinstance(value, Tensor):
+        value = whole(value)
         if isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape):
-            return into.copy_(value.detach())
-        return value.detach().to("cpu", copy=True).contiguous()
+            return into.copy_(value)
+        return value.to("cpu", copy=True).contiguous()
     if isinstance(value, dict):
         known = into if isinstance(into, dict) else {}
-        return {k: _copied(v, known.get(k)) for k, v in value.items()}
+        return {k: copied(v, known.get(k), whole) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(v) for v in value)
+        return type(value)(copied(v, None, whole) for v in value)
     return value

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,9 @@ class Step:
         enter: Told what the step is doing.
     """
 
+    unknown_culprit: ClassVar[str] = "the sum of finite gradients"
+    """Where a NaN comes from that no logical worker's rows gave."""
+
     def __init__(
         self,
         config: Config,
@@ -146,6 +149,7 @@ class Step:
 
     def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
+        self._state.refresh()
         mine: list[Row] = []
         for batch in batches:
             loss = self._play(cursor, batch, global_rows)
@@ -247,7 +251,7 @@ class Step:
         culprits = "; ".join(f"logical worker {v}, rows at manifest positions {p}" for part in everyone for v, p in part)
         raise NonFiniteError(
             f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the loss ({result.loss}) or the gradient is not finite, from"
-            f" {culprits or 'the sum of finite gradients'}. The optimizer did not move. Look at these rows, lower the learning rate, or set"
+            f" {culprits or self.unknown_culprit}. The optimizer did not move. Look at these rows, lower the learning rate, or set"
             " train.grad_clip_norm."
         )
 

@@ -229,6 +229,7 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
         {"train__freeze": ["features.*"]},
         {"train__compile": True},
         {"train__channels_last": True},
+        {"train__cpu_offload": True},
         {"train__strategy": "local_sgd"},
         {"train__local_steps": 5},
         {"train__outer_lr": 0.7},

@@ -16,10 +16,11 @@ from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
 from ray_app.task.image import ImageClassification
+from ray_app.train.build import build_step
 from ray_app.train.environment import set_up_torch
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.local_step import LocalStep, build_step
+from ray_app.train.local_step import LocalStep
 from ray_app.train.messages import Flags
 from ray_app.train.state import TrainingState
 

@@ -1,0 +1,89 @@
+"""What one device holds with each strategy that is about memory, next to `ddp`: three steps of a dense network with Adam on one worker.
+
+python benchmarks/device_memory.py     # seconds
+
+On a GPU the peak of allocated memory; `fsdp` on one worker has all shards, so its gain is that of `cpu_offload`. Without a GPU it says so
+and adds up the bytes of the tensors that a device would hold between two steps: parameters, gradients, optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from torch import nn
+
+from ray_app.config import Config
+from ray_app.data.windows import MicroBatch
+from ray_app.plan.cursor import Cursor
+from ray_app.strategy.base import World
+from ray_app.strategy.build import build_strategy
+from ray_app.task.image import ImageClassification
+from ray_app.train.build import build_state
+from ray_app.train.messages import Flags
+from ray_app.train.sharded_step import ShardedStep
+from ray_app.train.state import TrainingState
+from ray_app.train.step import Step
+
+ROWS, PIXELS = 32, 32
+SIDES: dict[str, dict[str, Any]] = {"ddp": {}, "central_storage": {}, "fsdp": {}, "fsdp, offloaded": {"train__cpu_offload": True}}
+
+
+class Dense(ImageClassification):
+    """A dense network of about 40 million parameters."""
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        layers = [layer for _ in range(4) for layer in (nn.Linear(3072, 3072), nn.ReLU())]
+        return nn.Sequential(nn.Flatten(), *layers, nn.Linear(3072, 10))
+
+
+def measure(side: str, device: torch.device) -> float:
+    """Megabytes that the device holds with a strategy."""
+    config = Config().replace(train__strategy=side.partition(",")[0], **SIDES[side])
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    task, world = Dense(), World(0, 1, 1)
+    state = build_state(config, task, device, 10)
+    with state.among(world):
+        state.share(world, lambda: setattr(state, "step", 0))
+        strategy = build_strategy(config.train, state.model, world)
+        step = (ShardedStep if config.train.strategy == "fsdp" else Step)(config, task, state, strategy, world, device)
+        for i in range(3):
+            fields = {
+                "image": torch.rand(ROWS, 3, PIXELS, PIXELS, device=device),
+                "label": torch.zeros(ROWS, dtype=torch.int64, device=device),
+            }
+            batch = MicroBatch(0, ROWS, fields, torch.arange(ROWS), 0, np.arange(ROWS))
+            step.run(Cursor(0, i), [batch], ROWS, Flags(0))
+        held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _held(state)
+    return held / 1e6
+
+
+def _held(state: TrainingState) -> int:
+    """Bytes of what computes, and of the optimizer's state if it is where that is."""
+    tensors = [t for p in state.model.parameters() for t in (p, p.grad) if t is not None]
+    if state.master is state.model:
+        tensors += [v for values in state.optimizer.state.values() for v in values.values()]
+    return sum(t.nbytes for t in tensors)
+
+
+def main() -> None:
+    """Prints a line of JSON for each side."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sides = list(SIDES)
+    if device.type == "cpu":
+        print("There is no GPU here: the bytes of tensors are added up, and cpu_offload, which would change where they are, is left out.")
+        sides.remove("fsdp, offloaded")
+    for side in sides:
+        print(json.dumps({"strategy": side, "device": device.type, "device_mb": round(measure(side, device), 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

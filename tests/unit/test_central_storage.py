@@ -1,0 +1,129 @@
+"""Central storage: the bits of `ddp`, with one worker that holds the optimizer's state, also when that one is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_world import CPU, DieAfter, LocalMembership, Pool, cached, feed_of, make_job, result_of, write_images
+from shifting_world import KillOnce, train_shifting
+
+from ray_app.checkpoint.format import params_digest
+from ray_app.errors import ConfigError
+from ray_app.plan.cursor import Cursor
+from ray_app.strategy.base import World
+from ray_app.strategy.build import build_strategy
+from ray_app.task.image import ImageClassification
+from ray_app.train.build import build_state, build_step
+from ray_app.train.environment import set_up_torch
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.messages import Flags
+
+ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("central") / "data", [[50, 1], [46]])
+
+
+def central_job(folder: Path, data: Path, **fields: Any) -> Job:
+    defaults: dict[str, Any] = {
+        "train__strategy": "central_storage",
+        "train__epochs": 2,
+        "schedule": ONE_CYCLE,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 6,
+    }
+    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
+    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__precision": "fp16", "train__freeze": ["0.*"]}]
+)
+def test_the_bits_are_those_of_ddp_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    job = central_job(tmp_path / "run", data, **fields)
+    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cached)
+    for size in (1, 3):
+        found = pool.trained(job, size, cached)
+        assert found.bits == plain.bits
+        assert found.steps == plain.steps
+    pool.train(job, 3, Hooks(after_step=DieAfter(8)), cached)
+    assert result_of(job).commit.step == 6
+    pool.run_job(job, 2, cached)
+    assert result_of(job).bits == plain.bits
+
+
+@pytest.mark.parametrize(("lost", "goes_back"), [(0, True), (1, False)])
+def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int, goes_back: bool) -> None:
+    """Without the one that holds the optimizer's state the other goes back to its newest copy, otherwise nothing is done again."""
+    job = central_job(tmp_path / "run", data)
+    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
+    outcomes = train_shifting(pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
+    assert kill.proof.exists()
+    assert outcomes[1 - lost].trace == ""
+    found = result_of(job)
+    assert found.bits == plain.bits
+    assert found.steps == plain.steps
+    assert [set(workers) for workers in found.workers[8:]] == [{1}] * 10
+    assert all((1 in workers) == goes_back for workers in found.workers[6:8])
+    assert not any(1 in workers for workers in found.workers[:6]), "the copy of the checkpoint was not used"
+
+
+def test_the_holder_leaves_as_planned_and_others_join(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = central_job(tmp_path / "run", data, checkpoint__every_steps=None)
+    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    outcomes = train_shifting(pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
+    assert [o.trace for o in outcomes] == [""] * 4
+    found = result_of(job)
+    assert [set(workers) for workers in found.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "no step is done again"
+    assert found.bits == plain.bits
+    assert found.steps == plain.steps
+
+
+def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
+    """What a worker holds after two steps, in bytes, and the digests of the model that it would evaluate and of its snapshot."""
+    set_up_torch(job.config, CPU)
+    world = World(rank, size, job.plan.logical_workers)
+    state = build_state(job.config, job.task, CPU, job.total_steps)
+
+    def begin() -> None:
+        state.step = 0
+
+    with LocalMembership(world, store).generation(-1, False), state.among(world):
+        state.share(world, begin)
+        step = build_step(job, state, build_strategy(job.config.train, state.model, world), world, CPU, lambda phase: None)
+        feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        for i in range(2):
+            step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
+        on_device = {p.data_ptr() for p in state.model.parameters()}
+        on_host = {p.data_ptr() for p in state.master.parameters()}
+        with state.returned() as model:
+            shown = params_digest(model.state_dict())
+        moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
+        return {
+            "shown": shown,
+            "returned": params_digest(state.snapshot().model),
+            "shared": len(on_device & on_host),
+            "optimizer": sum(v.nbytes for v in moments),
+            "parameters": sum(p.nbytes for p in state.model.parameters()),
+        }
+
+
+def test_only_one_worker_holds_the_optimizers_state_and_no_device(pool: Pool, data: Path, tmp_path: Path) -> None:
+    first, *others = pool.run(3, held, central_job(tmp_path / "run", data, train__ema_decay=0.9), 3)
+    assert first["optimizer"] == 2 * first["parameters"] > 0, "Adam's two moments"
+    assert [o["optimizer"] for o in others] == [0, 0]
+    assert {o["shared"] for o in (first, *others)} == {0}, "what computes is no memory of the optimizer's"
+    assert len({digest for o in (first, *others) for digest in (o["shown"], o["returned"])}) == 1, "all evaluate the average"
+
+
+def test_offload_is_for_shards(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.cpu_offload is set, but only train.strategy: fsdp"):
+        central_job(tmp_path / "run", data, train__cpu_offload=True)

@@ -1,0 +1,48 @@
+"""What the strategies make of the digits, although a worker is killed on the way and the run resumes with more of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from local_world import CPU, DieAfter, Pool, cached, make_job
+from shifting_world import KillOnce, train_shifting
+
+from ray_app.checkpoint.format import unpack
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.source import fetch_here, load_all
+from ray_app.drill.faults import Several
+from ray_app.pipeline.prepare import evaluation_source
+from ray_app.task.image import ImageClassification
+from ray_app.task.scoring import combine, score
+from ray_app.train.hooks import Hooks
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "central_storage"])
+def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, strategy: str) -> None:
+    job = make_job(
+        tmp_path / "run",
+        digits / "train",
+        logical_workers=4,
+        batch=64,
+        task=ImageClassification(model="small_cnn", pixel_max=16, crop_padding=1),
+        optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003, "weight_decay": 0.0001}},
+        schedule={"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.01}},
+        train__strategy=strategy,
+        train__epochs=12,
+        checkpoint__every_epochs=2,
+    )
+    kill = KillOnce(tmp_path / "killed", step=60, rank=0)
+    stop = DieAfter(160)
+    train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=Several((kill, stop))))
+    assert kill.proof.exists()
+    store = CheckpointStore(job.paths)
+    assert store.commits()[-1].step == 6 * job.plan.steps_per_epoch == 138
+    pool.run_job(job, 3, cached)
+    commit = store.commits()[-1]
+    assert commit.step == job.total_steps
+    model = job.task.build_model()
+    model.load_state_dict(unpack(store.load(commit)).model)
+    source = evaluation_source(job.task, str(digits / "eval"), 64.0)
+    scores = combine(job.task, score(job.task, model, load_all(fetch_here, source).arrays, 256, CPU))
+    assert scores.values["accuracy"] >= 0.97
