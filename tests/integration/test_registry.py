@@ -501,7 +501,7 @@ def test_the_command_refuses_what_is_no_finished_run(digits: Path, tmp_path: Pat
         (["--run", str(run.job.paths.root), "--promote", " "], "--promote needs a reason"),
         (["--run", str(run.job.paths.root)], "has no tracking.registered_model; say with --name"),
         (["--run", str(run.job.paths.root), "--name", "x"], "'unfinished' is interrupted"),
-        (["--run", str(run.job.paths.root), "--name", "a/b"], "characters other than '/'"),
+        (["--run", str(run.job.paths.root), "--name", "a/b"], "characters other than slashes"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
