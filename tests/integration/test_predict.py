@@ -83,7 +83,7 @@ def test_the_champion_predicts_every_row_once_in_order(
     assert found.column("predicted_index").to_pylist() == index.tolist()
     assert found.column("predicted").to_pylist() == [str(i) for i in index.tolist()]
     assert np.allclose(found.column("confidence").to_numpy(), sure.numpy(), rtol=1e-5, atol=0)
-    assert len(set(sure.tolist())) > len(ids) / 2
+    assert len(set(sure.tolist())) > 10, "the rows are not told apart"
 
     said = json.loads((out / "predictions.json").read_text())
     assert (said["rows_in"], said["rows_out"], said["model"]) == (len(ids), len(ids), {"name": "digits", "version": "1"})
