@@ -39,7 +39,7 @@ def main(args: list[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         Console(stderr=True, soft_wrap=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False)
         return 2
-    _print(summary)
+    _print(summary, given["source"])
     return 0
 
 
@@ -55,7 +55,7 @@ def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:
         ray.shutdown()
 
 
-def _print(summary: DatasetSummary) -> None:
+def _print(summary: DatasetSummary, source: str) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for part in summary.parts.values():
         labels = f", {len(part.class_counts)} labels" if part.class_counts else ""
@@ -63,4 +63,5 @@ def _print(summary: DatasetSummary) -> None:
         refused = f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""
         console.print(f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False)
         console.print(f"  columns: {', '.join(part.columns)}", markup=False)
-    console.print("It can be trained on as it is: nothing was written." if summary.reused else "Done.")
+    reused = "It can be trained on as it is" if source == "parquet" else "Made before from the same options and files"
+    console.print(f"{reused}: nothing was written." if summary.reused else "Done.")
