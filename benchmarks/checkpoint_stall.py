@@ -167,7 +167,8 @@ def saving(job: Job, folder: Path) -> Callable[[], None]:
 
 def side(name: str, folder: Path) -> Cost:
     """Runs one side in this process."""
-    from ray_app.data.source import fetch_here, load_all
+    from ray_app.data.decoded import load_all
+    from ray_app.data.source import fetch_here
     from ray_app.data.windows import CachedWindows
     from ray_app.pipeline.prepare import claim, prepare
     from ray_app.record.lease import acquire

@@ -32,9 +32,10 @@ import torch
 from benchmarks.harness import Sample, alternate, ingest_rows, report
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.decoded import load_all
 from ray_app.data.feed import Feed
 from ray_app.data.ingest import IngestOptions, ingest
-from ray_app.data.source import Fetch, Reader, RowSource, fetch_here, fetch_ray, load_all, probe, rows_per_task, whole
+from ray_app.data.source import Fetch, Reader, RowSource, fetch_here, fetch_ray, probe, rows_per_task, whole
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.cursor import Cursor

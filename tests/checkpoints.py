@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot
-from ray_app.checkpoint.store import Commit
 
 
 def commit_of(step: int, fence: int = 1) -> Commit:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import NonFiniteError
 from ray_app.record.files import location
 from ray_app.record.journal import read_events

@@ -23,14 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.checks import check
 from ray_app.config import Config, digest
 from ray_app.data.columns import encode
 from ray_app.data.dataset import open_dataset
+from ray_app.data.decoded import load_all
 from ray_app.data.feed import Feed
-from ray_app.data.source import fetch_here, load_all, probe
+from ray_app.data.source import fetch_here, probe
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.pipeline.planning import classes_of, make_plan

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json

@@ -14,9 +14,10 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import IO, Any, Literal, cast
+from dataclasses import asdict, dataclass
+from typing import IO, Any, cast
 
+from ray_app.checkpoint.commit import COMMIT, NAME, Commit, key_of, parsed, sealed
 from ray_app.checkpoint.format import Snapshot, unpack
 from ray_app.checkpoint.retention import Hold, removable
 from ray_app.errors import CheckpointError, LeaseLostError
@@ -26,48 +27,11 @@ from ray_app.record.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-_COMMIT, _BAD = "COMMIT.json", "BAD.json"
-_NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
+_BAD = "BAD.json"
 _FILE = re.compile(r"\w[\w.-]*")
 
 _Folders = dict[str, dict[str, Location]]
 """The files of every checkpoint folder by their names, by the folder's name."""
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What `COMMIT.json` says of a checkpoint.
-
-    Args:
-        step: Finished steps of the run.
-        fence: Number of the driver's start that wrote it.
-        epoch: Epoch of the next step.
-        epoch_step: The next step, counted in its epoch.
-        why: `cadence` for the planned ones, `extra` for those made for a stop or a resize.
-        config_digest: Digest of the run's configuration.
-        manifest_digest: Digest of the run's data.
-        logical_workers: L.
-        params_digest: Digest of the parameters and persistent buffers.
-        environment: What the bits depend on besides: torch build, instruction set, device.
-        time_s: When it was committed, seconds since 1970 (UTC).
-        files: SHA-256 and size of every file.
-        schema_version: Version of this layout.
-    """
-
-    step: int
-    fence: int
-    epoch: int
-    epoch_step: int
-    why: Literal["cadence", "extra"]
-    config_digest: str
-    manifest_digest: str
-    logical_workers: int
-    params_digest: str
-    environment: dict[str, str]
-    time_s: float
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    schema_version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
@@ -96,15 +60,15 @@ class CheckpointStore:
             OSError: The storage refused; nothing was committed, and what was written is removed as far as possible.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
-        if (folder / _COMMIT).exists() and not (folder / _BAD).exists():
+        if (folder / COMMIT).exists() and not (folder / _BAD).exists():
             return folder
         try:
-            (folder / _COMMIT).unlink(missing_ok=True)
+            (folder / COMMIT).unlink(missing_ok=True)
             remove_temporary(folder)
             digests = {name: _put(folder / name, content) for name, content in files.items()}
             (folder / _BAD).unlink(missing_ok=True)
             refuse_if_lost(self._paths, commit.fence)
-            put_json(folder / _COMMIT, _sealed(asdict(commit) | {"files": digests}))
+            put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}))
         except (OSError, LeaseLostError):
             with suppress(OSError):
                 self.discard(commit)
@@ -118,13 +82,13 @@ class CheckpointStore:
             OSError: The storage does not answer.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
-        if not (folder / _COMMIT).exists():
+        if not (folder / COMMIT).exists():
             remove_tree(folder)
 
     def commits(self) -> list[Commit]:
         """Every committed checkpoint that is not marked bad, by step and then fence."""
-        good = {name: files[_COMMIT] for name, files in self._folders().items() if _COMMIT in files and _BAD not in files}
-        found = [_parsed(name, data) for name, data in zip(good, read_all(good.values(), missing=b""), strict=True)]
+        good = {name: files[COMMIT] for name, files in self._folders().items() if COMMIT in files and _BAD not in files}
+        found = [parsed(name, data) for name, data in zip(good, read_all(good.values(), missing=b""), strict=True)]
         return sorted((c for c in found if isinstance(c, Commit)), key=lambda c: (c.step, c.fence))
 
     def load(self, commit: Commit) -> dict[str, bytes]:
@@ -139,11 +103,11 @@ class CheckpointStore:
         files = {}
         for name, facts in commit.files.items():
             if not _FILE.fullmatch(name):
-                raise CheckpointError(f"{folder.name}/{_COMMIT} names the file {name!r}, which cannot be one of the checkpoint's own")
+                raise CheckpointError(f"{folder.name}/{COMMIT} names the file {name!r}, which cannot be one of the checkpoint's own")
             try:
                 data = (folder / name).read_bytes()
             except FileNotFoundError as error:
-                if not (folder / _COMMIT).exists():
+                if not (folder / COMMIT).exists():
                     raise
                 raise CheckpointError(f"{folder.name}/{name} is missing") from error
             if len(data) != facts["bytes"]:
@@ -163,13 +127,13 @@ class CheckpointStore:
             CheckpointError: There are checkpoints, but not one is intact; nothing is deleted.
         """
         refused = []
-        for name, files in sorted(self._folders().items(), key=lambda item: _key(item[0]), reverse=True):
-            if _COMMIT not in files:
+        for name, files in sorted(self._folders().items(), key=lambda item: key_of(item[0]), reverse=True):
+            if COMMIT not in files:
                 continue
             try:
                 if _BAD in files:
                     raise CheckpointError(str(read_json(files[_BAD])["reason"]))
-                commit = _parsed(name, files[_COMMIT].read_bytes())
+                commit = parsed(name, files[COMMIT].read_bytes())
                 if isinstance(commit, str):
                     raise CheckpointError(commit)
                 snapshot = unpack(self.load(commit))
@@ -199,7 +163,7 @@ class CheckpointStore:
             OSError: The storage does not answer.
         """
         for name, files in (self._folders(temporary=True) | self._folders()).items():
-            if _COMMIT not in files and _key(name)[1] < fence:
+            if COMMIT not in files and key_of(name)[1] < fence:
                 remove_tree(self._paths.checkpoints / name)
 
     def retain(self, keep_last: int, best: list[int]) -> list[int]:
@@ -217,7 +181,7 @@ class CheckpointStore:
         for commit in commits:
             if commit.step in gone:
                 folder = self._paths.checkpoint(commit.step, commit.fence)
-                (folder / _COMMIT).unlink(missing_ok=True)
+                (folder / COMMIT).unlink(missing_ok=True)
                 remove_tree(folder)
         return sorted(gone)
 
@@ -238,7 +202,7 @@ class CheckpointStore:
         found: _Folders = {}
         for path, file in listing(self._paths.checkpoints, temporary=temporary).items():
             folder, _, name = path.rpartition("/")
-            if _NAME.fullmatch(folder):
+            if NAME.fullmatch(folder):
                 found.setdefault(folder, {})[name] = file
         return found
 
@@ -271,44 +235,6 @@ def _put(place: Location, content: Content) -> dict[str, Any]:
 
     put_atomic(place, write)
     return measured[-1].facts()
-
-
-def _sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of `COMMIT.json` with a digest of their own, so that a change of any of them is found."""
-    return values | {"sha256": _digest(values)}
-
-
-def _digest(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _parsed(name: str, data: bytes) -> Commit | str:
-    """The commit in a `COMMIT.json`, or what is wrong with it.
-
-    Args:
-        name: The checkpoint's folder.
-        data: Content of the file.
-    """
-    try:
-        values: dict[str, Any] = dict(json.loads(data))
-    except (ValueError, TypeError) as error:
-        return f"{_COMMIT} is damaged: {error}"
-    version = values.get("schema_version")
-    if version != SCHEMA_VERSION:
-        return f"{_COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}"
-    digest = values.pop("sha256", None)
-    if digest != _digest(values):
-        return f"{_COMMIT} is damaged: it differs from what was committed (SHA-256)"
-    commit = Commit(**values)
-    if (commit.step, commit.fence) != _key(name):
-        return f"{_COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}"
-    return commit
-
-
-def _key(name: str) -> tuple[int, int]:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2])
 
 
 def _mark_bad(folder: Location, reason: str) -> bool:

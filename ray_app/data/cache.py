@@ -7,7 +7,8 @@ from typing import Any
 
 import ray
 
-from ray_app.data.source import Decoded, RowSource, fetch_ray, load_all
+from ray_app.data.decoded import Decoded, load_all
+from ray_app.data.source import RowSource, fetch_ray
 from ray_app.errors import own_error
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.bad_rows import REASON, Decode, decode_around, reasons_in
+from ray_app.data.bad_rows import REASON, Decode, decode_around
 from ray_app.data.columns import ArraySpec, decode, encode, spec_like, spec_of
 from ray_app.data.dataset import Dataset
 from ray_app.data.places import parquet
@@ -258,37 +258,6 @@ def anchor_here() -> None:
         ray.data.range(1, override_num_blocks=1).take_all()
     except Exception as error:  # then the first worker makes them
         logger.warning("Ray Data's shared actors could not be made here: %s", error)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """A whole data set in memory.
-
-    Args:
-        arrays: Every field in manifest order, each (rows, ...).
-        reasons: Why rows are bad, by manifest position; only where the reader skips bad rows.
-    """
-
-    arrays: dict[str, npt.NDArray]
-    reasons: dict[int, str]
-
-
-def load_all(fetch: Fetch, source: RowSource) -> Decoded:
-    """Decodes a whole data set."""
-    manifest = source.manifest
-    arrays = {name: np.empty((manifest.num_rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in source.fields.items()}
-    reasons: dict[int, str] = {}
-    done = 0
-    for table in fetch(source.reader, whole(manifest, source.task_rows)):
-        positions = np.arange(done, done + table.num_rows)
-        check_positions(table, positions)
-        reasons |= reasons_in(table, positions)
-        for name, spec in source.fields.items():
-            arrays[name][done : done + table.num_rows] = decode(table.column(name), spec)
-        done += table.num_rows
-    if done != manifest.num_rows:
-        raise DataError(f"Read {done} rows of {manifest.num_rows}; the data set changed while it was read.")
-    return Decoded(arrays, reasons)
 
 
 def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ray_app.data.source import Decoded
+from ray_app.data.decoded import Decoded
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.order import EpochOrder
 

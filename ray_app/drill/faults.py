@@ -21,7 +21,7 @@ import ray
 import torch.distributed as dist
 from rich.console import Console
 
-from ray_app.checkpoint.store import Commit
+from ray_app.checkpoint.commit import Commit
 from ray_app.config import Config
 from ray_app.errors import RayAppError
 from ray_app.pipeline.run import Faults, run_training

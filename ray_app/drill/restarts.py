@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
 from ray_app.drill.faults import DrillStopError, Hold, Stop, driver_command
 from ray_app.drill.ground import Disturbance, Ended, Ground

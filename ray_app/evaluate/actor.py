@@ -18,9 +18,11 @@ import numpy.typing as npt
 import ray
 import torch
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import unpack_model
-from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.data.source import Fetch, fetch_ray, load_all
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.decoded import load_all
+from ray_app.data.source import Fetch, fetch_ray
 from ray_app.errors import CheckpointError
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation

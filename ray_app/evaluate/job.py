@@ -6,13 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.retention import ALL, Hold
-from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config import EvaluateSection
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.source import RowSource
 from ray_app.record.evaluations import evaluated_steps
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
+from ray_app.sections import EvaluateSection
 from ray_app.task.base import Task
 
 

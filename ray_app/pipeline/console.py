@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from ray_app.checkpoint.store import Commit
+from ray_app.checkpoint.commit import Commit
 from ray_app.pipeline.cell import LiveLine
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import poll_s

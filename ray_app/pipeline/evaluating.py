@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import ClassSpec, Config, from_yaml
+from ray_app.config import Config, from_yaml
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.actor import start_evaluator
@@ -29,6 +29,7 @@ from ray_app.record.files import location, poll_s
 from ray_app.record.lease import is_held, newest_fence
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard, redact
+from ray_app.sections import ClassSpec
 from ray_app.task.base import Task
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from ray_app.checkpoint.store import Commit
+from ray_app.checkpoint.commit import Commit
 from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.pipeline.closing import close_orphan

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from ray_app.checkpoint.store import Commit
+from ray_app.checkpoint.commit import Commit
 from ray_app.pipeline.console import RunConsole
 from ray_app.pipeline.nodes import NodeSampler
 from ray_app.record.files import poll_s

@@ -14,8 +14,9 @@ import torch
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import params_digest, unpack_model
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.checks import check
 from ray_app.config import Config, default_tracking_uri, from_yaml
 from ray_app.data.source import first_rows

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import unpack_model
-from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.data.source import fetch_here, load_all
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.decoded import load_all
+from ray_app.data.source import fetch_here
 from ray_app.errors import CheckpointError
 from ray_app.pipeline.prepare import evaluation_source
 from ray_app.record.evaluations import Evaluation, read_evaluations

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +13,12 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.cache import start_cache
 from ray_app.data.source import anchor_here
-from ray_app.errors import ConfigError, DataError, LeaseLostError, own_error
+from ray_app.errors import LeaseLostError, own_error
 from ray_app.pipeline.announce import announce, say_changed_environment
 from ray_app.pipeline.closing import mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
@@ -30,7 +29,7 @@ from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
-from ray_app.pipeline.signals import ending_at_sigterm, stopping_at_signals
+from ray_app.pipeline.signals import stopping_at_signals
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.pipeline.tracking import make_sampler, make_tracker
 from ray_app.record.files import poll_s, put_json
@@ -50,7 +49,6 @@ from ray_app.train.trainer import Start, fit
 
 logger = logging.getLogger(__name__)
 
-EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
 _LOOK_S = 0.25
 _COMPILING_S = 600.0
 _TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as jobs/submit.py has it
@@ -282,34 +280,3 @@ def _step_timeout_s(config: Config) -> float | None:
 
 def _end_actor(actor: Any) -> None:
     ray.kill(actor, no_restart=True)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command `jobs/train.py`.
-
-    Returns:
-        Exit code: 0 done, 2 refused before anything started, 75 interrupted and resumable, 1 failed.
-    """
-    from ray_app.pipeline.cli import parse
-
-    console, started = Console(), False
-    try:
-        with ending_at_sigterm():
-            config = parse(arguments)
-            with opened(config, console) as run:
-                started = True
-                result = run.go()
-    except (KeyboardInterrupt, SystemExit) as error:
-        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:  # Ray's handler raises that
-            raise
-        print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
-        return EXIT_CODES["interrupted"]
-    except Exception as error:
-        if isinstance(error, (ConfigError, DataError)) and not started:
-            print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-            return 2
-        print(redact(f"The run failed: {type(error).__name__}: {error}"), file=sys.stderr)
-        if getattr(error, "retryable", True) and started:
-            print("Starting it again continues from its newest checkpoint.", file=sys.stderr)
-        return 1
-    return EXIT_CODES[result.status]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Any, Literal
 
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import names, read_json
 from ray_app.record.history import count, goodput, recoveries, restarts, world_sizes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ray_app.config import FailureSection
 from ray_app.record.journal import Event, StepRecord
+from ray_app.sections import FailureSection
 
 SETTLING_S = 3.0
 """Seconds after a change of the workers whose steps do not count as undisturbed."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config, flatten, from_yaml
 from ray_app.errors import ConfigError
 from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations

@@ -17,7 +17,6 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from ray_app.config import EvaluateSection
 from ray_app.data.columns import decode
 from ray_app.data.source import RowSource, fetch_ray, specs_of
 from ray_app.errors import ConfigError, own_error
@@ -25,6 +24,7 @@ from ray_app.plan.facts import DataFacts
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
+from ray_app.sections import EvaluateSection
 from ray_app.task.base import Batch, Rows, Task
 from ray_app.task.scoring import Chunk, score
 from ray_app.track import loader

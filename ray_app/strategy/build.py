@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ray_app.config import TrainSection
+from ray_app.sections import TrainSection
 from ray_app.strategy.base import Strategy, World
 from ray_app.strategy.ddp import DataParallel
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ray_app.config import TrainSection
+from ray_app.sections import TrainSection
 from ray_app.strategy.base import Strategy, World, collective
 
 

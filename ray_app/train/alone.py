@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ray_app.data.source import fetch_here, load_all
+from ray_app.data.decoded import load_all
+from ray_app.data.source import fetch_here
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.cursor import Cursor

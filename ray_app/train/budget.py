@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ray_app.config import FailureSection
 from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, RepeatedFailureError
 from ray_app.record.files import location
 from ray_app.record.history import disturbances
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard_run, redact
+from ray_app.sections import FailureSection
 
 _DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _SAME = 3

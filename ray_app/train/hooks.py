@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ray_app.checkpoint.store import Commit
+from ray_app.checkpoint.commit import Commit
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.checkpoint.format import Snapshot
-from ray_app.config import TrainSection
 from ray_app.errors import ConfigError
+from ray_app.sections import TrainSection
 from ray_app.strategy.partition import Piece, partition
 
 Bytes = npt.NDArray[np.uint8]

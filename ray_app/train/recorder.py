@@ -13,8 +13,9 @@ from typing import Literal
 
 import torch
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import MetricsWriter, StepRecord, put_event
 from ray_app.strategy.base import World, gather

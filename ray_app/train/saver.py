@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot, params_digest, writers
 from ray_app.checkpoint.retention import skipped
-from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config import CheckpointSection
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
+from ray_app.sections import CheckpointSection
 
 logger = logging.getLogger(__name__)
 

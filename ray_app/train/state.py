@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.checkpoint.format import Snapshot, pack, unpack
-from ray_app.config import ClassSpec, Config
+from ray_app.config import Config
+from ray_app.sections import ClassSpec
 from ray_app.strategy.base import World, collective, gather
 from ray_app.task.base import Task
 from ray_app.train.average import Average

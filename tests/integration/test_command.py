@@ -28,7 +28,7 @@ from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse
 from ray_app.pipeline.cluster import workers_that_fit
 from ray_app.pipeline.prepare import claim, prepare
-from ray_app.pipeline.run import main
+from ray_app.pipeline.training import main
 from ray_app.record.journal import read_events
 from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths

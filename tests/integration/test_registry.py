@@ -24,13 +24,14 @@ from torch import nn
 from ray_app import load_config, run_training
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import ClassSpec, Config, default_tracking_uri
+from ray_app.config import Config, default_tracking_uri
 from ray_app.errors import RegistryError
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import example_of, main, register_best, try_to_register
 from ray_app.pipeline.result import Result
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json, read_json
+from ray_app.sections import ClassSpec
 from ray_app.task.base import Batch
 from ray_app.task.tabular import TabularClassification
 from ray_app.track import loader

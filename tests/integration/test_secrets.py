@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ray_app.config import Config, default_tracking_uri
-from ray_app.pipeline.run import main
+from ray_app.pipeline.training import main
 from tests.cluster import CANARY
 from tests.mlflow_server import mlflow_runs
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ray_app.config import ClassSpec, Config, default_tracking_uri, digest
+from ray_app.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.record.evaluations import Evaluation, evaluated_steps, evaluator_names, put_evaluation, read_evaluations
 from ray_app.record.files import put_json, read_json
@@ -25,6 +25,7 @@ from ray_app.record.journal import MetricsWriter, StepRecord, put_event, read_ev
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
 from ray_app.record.system import Look, put_look
+from ray_app.sections import ClassSpec
 from ray_app.track.client import DataSet
 from ray_app.track.points import Backlog, Sent
 from ray_app.track.runs import Tracker, check_available, run_tags

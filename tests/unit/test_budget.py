@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.config import FailureSection
 from ray_app.errors import BudgetSpentError, DataError, PreemptedError, RepeatedFailureError
 from ray_app.record.journal import put_event, read_events
+from ray_app.sections import FailureSection
 from ray_app.train.budget import Budget, spent
 
 DIED = "A worker health check failed. Worker exit detail: killed by signal 9. Some common causes include: (1) and so on"

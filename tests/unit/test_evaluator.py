@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 from local_world import make_job, write_images
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
-from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config import EvaluateSection
-from ray_app.data.source import fetch_here, load_all
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.decoded import load_all
+from ray_app.data.source import fetch_here
 from ray_app.evaluate import actor
 from ray_app.evaluate.actor import Evaluator
 from ray_app.evaluate.job import EvaluationJob, pause_s, pending
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.journal import read_events
 from ray_app.record.lease import acquire
+from ray_app.sections import EvaluateSection
 from ray_app.task.scoring import combine, score
 
 

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from local_world import feed_of, write_images
 
 from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.decoded import load_all
 from ray_app.data.feed import Feed
-from ray_app.data.source import Fetch, Reader, ReadSpec, RowSource, fetch_here, load_all, probe
+from ray_app.data.source import Fetch, Reader, ReadSpec, RowSource, fetch_here, probe
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import CachedWindows, MicroBatch, Windows
 from ray_app.errors import BadRowError, DataError

@@ -12,11 +12,11 @@ import pytest
 
 from ray_app.checkpoint.format import pack
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import CheckpointSection
 from ray_app.errors import CheckpointError
 from ray_app.record.files import listing, put_atomic
 from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.sections import CheckpointSection
 from ray_app.train import saver as saver_module
 from ray_app.train.saver import Saver
 from tests.checkpoints import commit_of, snapshot_of

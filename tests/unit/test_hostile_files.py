@@ -85,7 +85,7 @@ def test_a_pickle_in_a_checkpoint_is_passed_over(tmp_path: Path, ran: Path, payl
 @pytest.mark.parametrize("name", ["../../outside.txt", "/etc/hostname", "a/../../../outside.txt"])
 def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     """A `COMMIT.json` made by an attacker has a right digest; what it names is not read."""
-    from ray_app.checkpoint import store as module
+    from ray_app.checkpoint.commit import sealed
 
     paths = RunPaths(tmp_path / "run")
     (tmp_path / "outside.txt").write_text("secret")
@@ -94,7 +94,7 @@ def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: st
     values = json.loads((folder / "COMMIT.json").read_text())
     values.pop("sha256")
     values["files"][name] = {"sha256": "0" * 64, "bytes": 6}
-    (folder / "COMMIT.json").write_text(json.dumps(module._sealed(values)))
+    (folder / "COMMIT.json").write_text(json.dumps(sealed(values)))
     passed: list[Fallback] = []
     with pytest.raises(CheckpointError, match="names the file"):
         store.load_newest(passed.append)

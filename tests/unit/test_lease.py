@@ -16,7 +16,6 @@ import pytest
 
 from ray_app.checkpoint.format import pack
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import CheckpointSection
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.record import files as files_module
 from ray_app.record.files import put_json, read_json
@@ -24,6 +23,7 @@ from ray_app.record.holder import Holder, Record
 from ray_app.record.journal import read_events
 from ray_app.record.lease import Lease, acquire, newest_fence
 from ray_app.record.paths import RunPaths
+from ray_app.sections import CheckpointSection
 from ray_app.train.saver import Saver
 from tests.checkpoints import commit_of, snapshot_of, until
 

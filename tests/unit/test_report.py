@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ray_app.config import FailureSection
 from ray_app.pipeline.console import loss_curve
 from ray_app.pipeline.report import main, report_end
 from ray_app.record.journal import Event, StepRecord
@@ -24,6 +23,7 @@ from ray_app.report.page import render, write_report
 from ray_app.report.series import Clock, smoothed, sparkline, thinned
 from ray_app.report.story import what_happened
 from ray_app.report.tables import budgets, comparison, time_parts
+from ray_app.sections import FailureSection
 from tests.made_run import BEGAN_S, MadeRun, full_run, png
 
 SECTIONS = ["figures", "learning", "cluster", "verdict", "ledger", "comparison", "configuration"]

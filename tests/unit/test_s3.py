@@ -19,7 +19,7 @@ import pytest
 from ray_app.checkpoint.format import MODEL, pack
 from ray_app.checkpoint.retention import Hold
 from ray_app.checkpoint.store import CheckpointStore, Fallback
-from ray_app.config import CheckpointSection, Config, default_tracking_uri
+from ray_app.config import Config, default_tracking_uri
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.record import s3
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
@@ -27,6 +27,7 @@ from ray_app.record.files import Location, folders, listing, location, names, pu
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.record.s3 import S3Path
+from ray_app.sections import CheckpointSection
 from ray_app.train import saver as saver_module
 from ray_app.train.saver import Saver
 from tests.checkpoints import commit_of, snapshot_of, until

@@ -15,9 +15,10 @@ from local_world import CPU, LocalMembership, Outcome, Pool, TinyImages, cached,
 from torch import nn
 
 from ray_app.checkpoint.format import pack, params_digest, unpack
-from ray_app.config import ClassSpec, Config
+from ray_app.config import Config
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.cursor import Cursor
+from ray_app.sections import ClassSpec
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
 from ray_app.train.environment import set_up_torch

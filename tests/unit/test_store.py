@@ -23,15 +23,16 @@ from hypothesis import strategies as st
 from local_world import CPU, DieAfter, KilledError, LocalMembership, Trained, cached, make_job, result_of, write_images
 
 from ray_app.checkpoint import store as store_module
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack
 from ray_app.checkpoint.retention import Hold, removable
-from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback
-from ray_app.config import CheckpointSection
+from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.errors import CheckpointError
 from ray_app.record import files as files_module
 from ray_app.record.files import put_atomic
 from ray_app.record.journal import MetricsReader, MetricsWriter, StepRecord, put_event, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.sections import CheckpointSection
 from ray_app.strategy.base import World
 from ray_app.train import saver as saver_module
 from ray_app.train.hooks import Hooks

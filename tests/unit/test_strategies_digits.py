@@ -10,7 +10,8 @@ from shifting_world import KillOnce, train_shifting
 
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.source import fetch_here, load_all
+from ray_app.data.decoded import load_all
+from ray_app.data.source import fetch_here
 from ray_app.drill.faults import Several
 from ray_app.pipeline.prepare import evaluation_source
 from ray_app.task.image import ImageClassification

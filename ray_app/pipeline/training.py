@@ -1,0 +1,45 @@
+"""The command `jobs/train.py`: parses, trains, and says by its exit code what came of it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from rich.console import Console
+
+from ray_app.errors import ConfigError, DataError
+from ray_app.pipeline.cli import parse
+from ray_app.pipeline.run import opened
+from ray_app.pipeline.signals import ending_at_sigterm
+from ray_app.record.redact import redact
+
+EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command `jobs/train.py`.
+
+    Returns:
+        Exit code: 0 done, 2 refused before anything started, 75 interrupted and resumable, 1 failed.
+    """
+    console, started = Console(), False
+    try:
+        with ending_at_sigterm():
+            config = parse(arguments)
+            with opened(config, console) as run:
+                started = True
+                result = run.go()
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:  # Ray's handler raises that
+            raise
+        print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
+        return EXIT_CODES["interrupted"]
+    except Exception as error:
+        if isinstance(error, (ConfigError, DataError)) and not started:
+            print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
+            return 2
+        print(redact(f"The run failed: {type(error).__name__}: {error}"), file=sys.stderr)
+        if getattr(error, "retryable", True) and started:
+            print("Starting it again continues from its newest checkpoint.", file=sys.stderr)
+        return 1
+    return EXIT_CODES[result.status]
