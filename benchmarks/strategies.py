@@ -24,8 +24,8 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,19 +100,6 @@ class Memory:
     state: float
     tensors: float
     peak: float
-
-
-@dataclass(frozen=True)
-class Run(Sample):
-    """One run of one side.
-
-    Args:
-        workers: Memory of each worker.
-        servers: Memory of each parameter server.
-    """
-
-    workers: list[Memory] = field(default_factory=list)
-    servers: list[Memory] = field(default_factory=list)
 
 
 class Gauge:
@@ -204,9 +191,11 @@ class Measured:
 
     def __init__(self, folder: Path, gpu: bool = False) -> None:
         self._folder, self._gpu, self._number = folder, gpu, 0
+        self.memory: dict[tuple[str, str], dict[str, Memory]] = {}
+        """By model and side: what each process used in the newest run."""
         ingest(IngestOptions(source="digits", out=str(folder / "digits")))
 
-    def run(self, side: str, model: Model) -> Run:
+    def run(self, side: str, model: Model) -> Sample:
         """One run."""
         self._number += 1
         name, last = f"run-{self._number}", model.warm_up + model.steps
@@ -237,8 +226,10 @@ class Measured:
         workers = config.scaling.max_workers
         wall_ms = (times[last] - times[model.warm_up]) / model.steps * 1e3
         notes = [json.loads((self._folder / f"{name}-{rank}").read_text()) for rank in range(workers)]
-        memory = [Memory(*note["worker"]) for note in notes]
-        return Run(wall_ms, sum(note["cpu_ms"] for note in notes), memory, [Memory(*each) for each in notes[0]["servers"]])
+        used = {f"worker {rank}": Memory(*note["worker"]) for rank, note in enumerate(notes)}
+        used |= {f"server {place}": Memory(*each) for place, each in enumerate(notes[0]["servers"])}
+        self.memory[model.name, side] = used
+        return Sample(wall_ms, sum(note["cpu_ms"] for note in notes))
 
 
 def _train(config: Config, gauge: Gauge) -> dict[int, float]:
@@ -247,16 +238,12 @@ def _train(config: Config, gauge: Gauge) -> dict[int, float]:
     return {record.step: record.time_s for record in result.metrics()}
 
 
-def report_memory(title: str, found: dict[str, list[Run]]) -> None:
-    """Prints the memory of each process of the first round."""
-    print(f"\n{title}")
-    print(f"{'side':<26}{'of':<12}{'state MB':>10}{'tensors MB':>12}{'peak MB':>10}")
-    for name, runs in found.items():
-        processes = [(f"worker {i}", m) for i, m in enumerate(runs[0].workers)] + [
-            (f"server {i}", m) for i, m in enumerate(runs[0].servers)
-        ]
-        for of, memory in processes:
-            print(f"{name:<26}{of:<12}{memory.state:>10.1f}{memory.tensors:>12.1f}{memory.peak:>10.1f}")
+def report_memory(memory: dict[tuple[str, str], dict[str, Memory]]) -> None:
+    """Prints the memory of each process."""
+    print(f"\n{'model':<8}{'side':<22}{'process':<12}{'state MB':>10}{'tensors MB':>12}{'peak MB':>10}")
+    for (model, side), processes in memory.items():
+        for name, used in processes.items():
+            print(f"{model:<8}{side:<22}{name:<12}{used.state:>10.1f}{used.tensors:>12.1f}{used.peak:>10.1f}")
 
 
 def main() -> None:
@@ -271,10 +258,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(Path(folder), options.gpu)
         for model in TINY if options.tiny else FULL:
-            sides = {side: partial(measured.run, side, model) for side in options.sides}
+            sides: dict[str, Callable[[], Sample]] = {side: partial(measured.run, side, model) for side in options.sides}
             found = alternate(sides, 1 if options.tiny else options.rounds)
             report(f"Time per step, {model.name} model, {WORKERS} workers of one thread", found, {})
-            report_memory(f"Memory, {model.name} model", found)
+        report_memory(measured.memory)
     ray.shutdown()
 
 
