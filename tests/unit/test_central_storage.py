@@ -77,6 +77,7 @@ def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int, goes_b
     assert found.steps == plain.steps
     assert [set(workers) for workers in found.workers[8:]] == [{1}] * 10
     assert all((1 in workers) == goes_back for workers in found.workers[6:8])
+    assert all(2 in workers for workers in found.workers[:7]), "what is done again was not recorded the first time"
     assert not any(1 in workers for workers in found.workers[:6]), "the copy of the checkpoint was not used"
 
 
