@@ -115,9 +115,8 @@ def test_a_worker_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, 
     stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
     result = run_training(short_run(**SERVERS, failure__step_timeout_s=6.0), faults=Faults(train=Hooks(at=stall)))
     assert (stall.happened, stall.gone) == (1, True)
-    stacks = {e.details["rank"]: e.details for e in read_events(RunPaths(result.path), "stacks")}
-    assert stacks[1]["doing"] == "data"
-    assert "injector.py" in stacks[1]["stacks"]
+    stacks = [e.details["stacks"] for e in read_events(RunPaths(result.path), "stacks") if e.details["doing"] == "data"]
+    assert any("injector.py" in stack for stack in stacks)
     assert result.summary["redone_steps"] == 0
     assert result.summary["params_digest"] == reference["params_digest"]
     assert record_of(result.path) == reference["record"]
