@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def test_the_memory_of_a_strategy(tmp_path: Path) -> None:
     assert sample.wall_ms > 0
     assert sample.cpu_ms > 0
     sizes = [64, *model.fields["task__init_args"]["hidden"], 10]
-    parameters_mb = sum(4 * (before + 1) * after for before, after in zip(sizes, sizes[1:], strict=False)) / 1e6
+    parameters_mb = sum(4 * (before + 1) * after for before, after in pairwise(sizes)) / 1e6
     used = measured.memory[model.name, "parameter_server, 0"]
     assert sorted(used) == ["server 0", "server 1", "worker 0", "worker 1"]
     for name in ("worker 0", "worker 1"):
