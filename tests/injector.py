@@ -36,7 +36,8 @@ class At:
         if step != self.step or (self.rank is not None and rank != self.rank):
             return False
         try:
-            Path(f"{self.proof}-{rank}").open("x").close()
+            with Path(f"{self.proof}-{rank}").open("x") as proof:
+                proof.write(str(os.getpid()))
         except FileExistsError:
             return False
         return True
@@ -45,6 +46,12 @@ class At:
     def happened(self) -> int:
         """To how many it happened."""
         return len(list(Path(self.proof).parent.glob(Path(self.proof).name + "-*")))
+
+    @property
+    def gone(self) -> bool:
+        """Whether the processes to which it happened are no more."""
+        pids = [proof.read_text() for proof in Path(self.proof).parent.glob(Path(self.proof).name + "-*")]
+        return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 class Kill(At):
@@ -124,6 +131,11 @@ class AtPhase:
         """To how many it happened."""
         return At(self.proof, self.step).happened
 
+    @property
+    def gone(self) -> bool:
+        """Whether the processes to which it happened are no more."""
+        return At(self.proof, self.step).gone
+
 
 class KillAt(AtPhase):
     """SIGKILL of a worker."""
@@ -147,7 +159,6 @@ class Freeze(At):
 
     def __call__(self, rank: int, step: int) -> None:
         if self.is_due(rank, step):
-            Path(f"{self.proof}-{rank}").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
 

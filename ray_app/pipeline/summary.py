@@ -61,6 +61,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
             "failed_writes": count(events, "write_failed"),
         },
         "timing": _timing(records, events),
+        "parameter_servers": next((event.details["servers"] for event in reversed(events) if event.kind == "partitioned"), None),
         "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
     }
 

@@ -61,6 +61,7 @@ class Coordinator:
         self._plan, self._synchronous = job.plan, job.config.train.staleness == 0
         self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
         self._layout = Layout(self._state.model, job.config.train)
+        put_event(job.paths, "partitioned", job.fence, servers=self._layout.held())
         self._alone = Alone(self._plan.logical_workers, lambda: False)
         sender = sender or SnapshotSender([])
         self._make_recorder = partial(Recorder, job, self._state, self._alone, sender, CPU, hooks)
@@ -166,7 +167,7 @@ class Coordinator:
 
     def _apply(self, cursor: Cursor, step: int) -> float:
         """Lets the servers move their parameters by the sum of a step's gradients; returns its norm."""
-        norm = math.sqrt(math.fsum(n * n for norms in self._call("norms", step) for n in norms))
+        norm = self._norm(step)
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The optimizer did not"
@@ -174,6 +175,14 @@ class Coordinator:
             )
         self._call("apply", step, norm)
         return norm
+
+    def _norm(self, step: int) -> float:
+        """The norm of a step's gradient. If it decides how far parameters move, its bits are those of one server, that is of `ddp`."""
+        clips, layout = self._job.config.train.grad_clip_norm is not None, self._layout
+        asked = layout.incomplete() if clips else [[] for _ in layout.parts]
+        answers = self._call_each("norms", [(self._era, step, some) for some in asked])
+        norms = [n for some, _ in answers for n in some] + (layout.norms_of_joined([data for _, data in answers]) if clips else [])
+        return math.sqrt(math.fsum(n * n for n in norms))
 
     # Cuts.
 
@@ -260,7 +269,11 @@ class Coordinator:
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls all servers with the same arguments, in the present era where that matters."""
         given = arguments if method == "era" else (self._era, *arguments)
-        answers = self._servers.call(method, [given] * len(self._layout.parts))
+        return self._call_each(method, [given] * len(self._layout.parts))
+
+    def _call_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """Calls each server with arguments of its own."""
+        answers = self._servers.call(method, arguments)
         if answers is None or any(answer is None for answer in answers):
             raise _ServerLostError
         return answers

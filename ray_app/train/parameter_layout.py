@@ -72,6 +72,35 @@ class Layout:
                 f" {train.min_shard_kb}. Set train.servers to at most {filled}, or lower train.min_shard_kb."
             )
 
+    def held(self) -> list[dict[str, Any]]:
+        """What each server holds, for the record: bytes of parameters, and of each variable by name the rows `[low, high)` of its parts."""
+        found = []
+        for part in self.parts:
+            rows: dict[str, list[list[int]]] = {}
+            for piece in part:
+                rows.setdefault(self._names[piece.variable][0], []).append([piece.low, piece.high])
+            found.append({"bytes": sum(value.nbytes for value in self.pieces(part)), "variables": rows})
+        return found
+
+    def incomplete(self) -> list[list[int]]:
+        """For each server the numbers of those of its parts that are not a whole variable."""
+        rows = [p.shape[0] if p.ndim else 1 for p in self.trained]
+        return [[i for i, piece in enumerate(part) if piece.high - piece.low < rows[piece.variable]] for part in self.parts]
+
+    def norms_of_joined(self, gradients: list[Bytes]) -> list[float]:
+        """The norm of the gradient of every variable that is split.
+
+        Args:
+            gradients: What `incomplete` says of each server.
+        """
+        whole: dict[int, Tensor] = {}
+        for part, chosen, data in zip(self.parts, self.incomplete(), gradients, strict=True):
+            pieces = [part[i] for i in chosen]
+            for piece, value in zip(pieces, from_bytes(data, self.pieces(pieces)), strict=True):
+                p = self.trained[piece.variable]
+                piece.of(whole.setdefault(piece.variable, torch.empty(p.shape, dtype=p.dtype))).copy_(value)
+        return torch.stack(torch._foreach_norm(list(whole.values()))).tolist() if whole else []
+
     def pieces(self, part: list[Piece]) -> list[Tensor]:
         """Views of a server's parts of the parameters."""
         return [piece.of(self.trained[piece.variable].detach()) for piece in part]

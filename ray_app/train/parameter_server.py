@@ -89,16 +89,23 @@ class ParameterServer:
             self._apply_now(gradient, found)
         return lr
 
-    def norms(self, era: int, step: int) -> list[float] | None:
-        """The norm of each parameter's gradient in a step whose gradients are all there; synchronous only."""
-        if era != self._era:
+    def norms(self, era: int, step: int, incomplete: list[int]) -> tuple[list[float], Bytes] | None:
+        """The norm of each parameter's gradient in a step whose gradients are all there; synchronous only.
+
+        Args:
+            era: See the class.
+            step: The step, counted from 0 over the run.
+            incomplete: Numbers of the parameters of which the gradient itself is wanted, since they are parts of one.
+        """
+        if era != self._era or step < self._state.step:
             return None
-        if step < self._state.step:
-            return []
         [(_, total)] = self._sums[step].tree.nodes
-        for p, part in zip(self._parameters, total.split([p.numel() for p in self._parameters]), strict=True):
+        parts = total.split([p.numel() for p in self._parameters])
+        for p, part in zip(self._parameters, parts, strict=True):
             p.grad = part.view_as(p)
-        return torch.stack(torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])).tolist()
+        whole = [part for i, part in enumerate(parts) if i not in incomplete]
+        norms = torch.stack(torch._foreach_norm(whole)).tolist() if whole else []
+        return norms, to_bytes([parts[i] for i in incomplete])
 
     def apply(self, era: int, step: int, norm: float) -> bool | None:
         """Ends a step after `norms`; `norm` is that of the gradient on all servers. Synchronous only."""

@@ -73,14 +73,15 @@ class Recorder:
             PeerLostError: A peer left meanwhile.
         """
         self._forget()
-        merged = {r.step: r for kept in reversed(gather(list(self._kept), world)) for r in kept if r.step <= self._state.step}
-        self._kept = deque((merged[step] for step in sorted(merged)), maxlen=_MOST_KEPT)
+        merged = {r.step: r for kept in reversed(gather(list(self._kept), world)) for r in kept}
+        self._kept = deque((merged[step] for step in sorted(merged) if step <= self._state.step), maxlen=_MOST_KEPT)
         self._world, self._generation = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
+        if world.rank == 0:
+            for step in sorted(merged):  # also of steps that are done again, or nobody would know that they are
+                self._write(merged[step])
         self._added_step = min(self._added_step, self._state.step)  # steps that are done again are recorded again
         if world.rank == 0:
-            for record in self._kept:
-                self._write(record)
             for commit, snapshot in self._held:
                 if not self._is_committed(commit):
                     self._saver.save(partial(_same, snapshot), commit)

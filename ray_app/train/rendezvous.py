@@ -84,8 +84,7 @@ class Rendezvous:
             self._server = await asyncio.start_server(self._attend, host, 0)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        name = self._server.sockets[0].getsockname()
-        return name[0], name[1]
+        return self._server.sockets[0].getsockname()[:2]
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker = (await reader.read(64)).decode()
@@ -101,6 +100,8 @@ class Rendezvous:
         known = self._members.get(beat.worker)
         if known is not None and beat.moves > known.beat.moves:
             self._progress.moved_s = time.monotonic()
+        if beat.generation > (known.beat.generation if known is not None else 0):
+            self._progress = _Progress(self._progress.step, time.monotonic())  # it begins unasked, which takes longer than a step
         member = self._know(beat)
         self._record = beat.record or self._record
         self._recorded = max(self._recorded, beat.recorded)
@@ -173,11 +174,10 @@ class Rendezvous:
 
     async def status(self) -> Status:
         """How things are."""
-        now = time.monotonic()
         live = {w for w, m in self._members.items() if m.beat.node not in self._draining}
-        lost = {worker: now - since for worker, since in self._lost.items()}
-        stopping = bool(self._flags & Flags.STOP)
-        return Status(live, lost, len(self._stepping()), max(0, self._progress.step), self._record, self._waiting, stopping)
+        lost = {worker: time.monotonic() - since for worker, since in self._lost.items()}
+        step, stops = max(0, self._progress.step), bool(self._flags & Flags.STOP)
+        return Status(live, lost, len(self._stepping()), step, self._record, self._waiting, stops)
 
     async def workers(self) -> list[Beat]:
         """The newest sign of life of every worker of the current generation, by rank."""

@@ -38,3 +38,16 @@ def test_a_killed_worker(short_run: Callable[..., Config], reference: dict[str, 
         assert record == reference["record"]
     else:
         assert [step[1] for step in record] == pytest.approx([step[1] for step in reference["record"]], rel=0.2)
+
+
+def test_all_workers_start_again_as_in_stock_ray_train(short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path) -> None:
+    fields = {"train__strategy": "fsdp", "scaling__min_workers": 2, "scaling__max_workers": 2, "failure__recovery": "restart"}
+    kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
+    result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
+    assert (result.summary["status"], kill.happened, kill.gone) == ("finished", 1, True)
+    events = read_events(RunPaths(result.path), "formed", "resumed")
+    assert [e.details["workers"] for e in events if e.kind == "formed"] == [2, 2]
+    assert [(e.details["source"], e.details["step"]) for e in events if e.kind == "resumed"] == [("checkpoint", 8)]
+    record = record_of(result.path)
+    assert [step[2:] for step in record] == [step[2:] for step in reference["record"]], "every row once, where it was planned"
+    assert [step[1] for step in record] == pytest.approx([step[1] for step in reference["record"]], rel=0.2)

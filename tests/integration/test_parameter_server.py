@@ -21,7 +21,7 @@ from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from tests.cluster import ROOT, record_of
-from tests.injector import Break, Kill, WaitFor
+from tests.injector import Break, Kill, Stall, WaitFor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
@@ -69,21 +69,54 @@ def test_a_killed_worker_and_a_resume_on_others(short_run: ShortRun, reference: 
     assert record_of(paths.root) == reference["record"]
 
 
-def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    killed = tmp_path / "killed"
+def killing(actor: str, proof: Path) -> Callable[[Job], None]:
+    """Kills the process of an actor once there is a checkpoint; the proof holds its pid."""
 
     def watch(job: Job) -> None:
-        if killed.exists() or not read_events(job.paths, "checkpointed"):
+        if proof.exists() or not read_events(job.paths, "checkpointed"):
             return
-        server = ray.get_actor(f"server-{job.paths.name}-{job.fence}-1")
-        os.kill(ray.get(server.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
-        killed.touch()
+        handle = ray.get_actor(actor.format(f"{job.paths.name}-{job.fence}"))
+        pid = ray.get(handle.__ray_call__.remote(lambda self: os.getpid()))
+        os.kill(pid, signal.SIGKILL)
+        proof.write_text(str(pid))
 
-    config = short_run(**SERVERS, train__staleness=2)
+    return watch
+
+
+def is_gone(proof: Path) -> bool:
+    return not Path(f"/proc/{proof.read_text()}").exists()
+
+
+def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    config, watch = short_run(**SERVERS, train__staleness=2), killing("server-{}-1", killed)
     result = run_training(config, faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12)), watch=watch))
-    assert killed.exists()
+    assert is_gone(killed)
     [lost] = read_events(RunPaths(result.path), "server_lost")
     assert lost.details["back_to"] in (8, 16)
     assert result.summary["status"] == "finished"
     assert result.summary["restarts"]["failures"] == 0
     assert rows_of(record_of(result.path)) == rows_of(reference["record"])
+
+
+def test_a_killed_coordinator_goes_on_from_the_newest_checkpoint(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    watch = killing("parameters-{}", killed)
+    result = run_training(short_run(**SERVERS), faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12)), watch=watch))
+    assert is_gone(killed)
+    [resumed] = read_events(RunPaths(result.path), "resumed")
+    assert resumed.details["step"] == 8
+    assert result.summary["restarts"]["failures"] == 0, "the workers noticed nothing"
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]
+
+
+def test_a_worker_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
+    result = run_training(short_run(**SERVERS, failure__step_timeout_s=6.0), faults=Faults(train=Hooks(at=stall)))
+    assert (stall.happened, stall.gone) == (1, True)
+    stacks = [e.details["stacks"] for e in read_events(RunPaths(result.path), "stacks") if e.details["doing"] == "data"]
+    assert any("injector.py" in stack for stack in stacks)
+    assert result.summary["redone_steps"] == 0
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]

@@ -13,9 +13,15 @@ import pytest
 
 from ray_app import load_config, run_training
 from ray_app.config import Config
+from ray_app.pipeline.prepare import claim, prepare
 from ray_app.pipeline.run import Faults
+from ray_app.pipeline.summary import newest_commit
+from ray_app.record.journal import read_events
+from ray_app.record.paths import RunPaths
+from ray_app.train.alone import Alone, train_here
 from ray_app.train.hooks import Hooks
 from tests.cluster import ROOT, record_of
+from tests.injector import Kill
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -56,6 +62,26 @@ def test_a_run_of_workers_is_continued_in_the_calling_process(short_run: Callabl
     stopping = Seen(interrupt_after=5)
     assert run_training(config.replace(train__strategy="single"), faults=Faults(train=Hooks(after_step=stopping))).status == "interrupted"
     assert run_training(config).summary["params_digest"] == reference["params_digest"]
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Config], tmp_path: Path) -> None:
+    """The others go back to the last average and take over its logical workers; the bits are those of a run in one process."""
+    fields = {"train__strategy": "local_sgd", "train__local_steps": 4, "scaling__min_workers": 2, "scaling__max_workers": 2}
+    alone = claim(prepare(short_run(run__name="undisturbed", **fields)), 1).job
+    train_here(alone, Alone(4, lambda: False), Hooks())
+    undisturbed = newest_commit(alone)
+    kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
+    result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
+    assert (kill.happened, kill.gone) == (1, True)
+    events = read_events(RunPaths(result.path), "formed", "failed")
+    assert [(e.details["workers"], e.details["step"]) for e in events if e.kind == "formed"][:2] == [(2, 0), (1, 12)]
+    [failed] = [e for e in events if e.kind == "failed"]
+    assert "died" in next(iter(failed.details["errors"].values()))
+    assert result.summary["redone_steps"] in (1, 2), "those of the round"
+    assert undisturbed is not None
+    assert result.summary["params_digest"] == undisturbed.params_digest
+    assert record_of(result.path) == record_of(tmp_path / "runs" / "undisturbed")
 
 
 @pytest.mark.parametrize("strategy", [{"train__strategy": "local_sgd", "train__local_steps": 23}])

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_world import CPU, DieAfter, LocalMembership, Pool, cached, feed_of, make_job, result_of, write_images
+import torch.distributed as dist
+from local_world import CPU, DieAfter, KilledError, LocalMembership, Pool, cached, feed_of, make_job, result_of, write_images
 from shifting_world import KillOnce, train_shifting
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.errors import ConfigError
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.errors import ConfigError, PeerLostError
 from ray_app.plan.cursor import Cursor
+from ray_app.record.journal import read_events
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
 from ray_app.task.image import ImageClassification
@@ -20,6 +23,7 @@ from ray_app.train.environment import set_up_torch
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
+from tests.injector import KillSaving
 
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
 
@@ -73,7 +77,56 @@ def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int, goes_b
     assert found.steps == plain.steps
     assert [set(workers) for workers in found.workers[8:]] == [{1}] * 10
     assert all((1 in workers) == goes_back for workers in found.workers[6:8])
+    assert all(2 in workers for workers in found.workers[:7]), "what is done again was not recorded the first time"
     assert not any(1 in workers for workers in found.workers[:6]), "the copy of the checkpoint was not used"
+
+
+class LateFailure:
+    """A hook that makes one rank's next whole copy fail after it went through on the others, as gloo does when a peer dies."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def __call__(self, rank: int, step: int) -> None:
+        if (rank, step) != (self.rank, self.step):
+            return
+        send = dist.broadcast_object_list
+
+        def fails_once(held: list[Any], source: int) -> None:
+            dist.broadcast_object_list = send
+            send(held, source)
+            raise RuntimeError("Connection closed by peer")
+
+        dist.broadcast_object_list = fails_once
+
+
+def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """Rank 0 dies before it commits, and who becomes rank 0 has no copy of that checkpoint, but another worker does."""
+    job = central_job(tmp_path / "run", data, checkpoint__keep_last=10)
+    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    kill = KillSaving(str(tmp_path / "killed"), step=6)
+    hooks = Hooks(after_step=LateFailure(rank=1, step=5), before_commit=kill)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [1, 2]], [], hooks)
+    assert kill.happened == 1
+    assert [o.trace for o in outcomes[1:]] == ["", ""]
+    assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(step, "cadence") for step in (6, 12, 18)]
+    found = result_of(job)
+    assert found.bits == plain.bits
+    assert [set(workers) for workers in found.workers[6:]] == [{2}] * 12, "nothing before it is done again"
+
+
+def test_a_restart_after_the_holder_was_killed(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer workers."""
+    job = central_job(tmp_path / "run", data)
+    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cached)
+    assert isinstance(outcomes[0].error, KilledError)
+    assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
+    pool.run_job(job, 2, cached)
+    found = result_of(job)
+    assert found.bits == plain.bits
+    assert found.steps == plain.steps
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
 
 
 def test_the_holder_leaves_as_planned_and_others_join(pool: Pool, data: Path, tmp_path: Path) -> None:

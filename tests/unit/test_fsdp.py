@@ -8,15 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from local_world import CPU, DieAfter, LocalMembership, Pool, TinyImages, Trained, cached, feed_of, make_job, result_of, write_images
+from local_world import (
+    CPU,
+    DieAfter,
+    KilledError,
+    LocalMembership,
+    Pool,
+    TinyImages,
+    Trained,
+    cached,
+    feed_of,
+    make_job,
+    result_of,
+    write_images,
+)
 from shifting_world import KillOnce, train_shifting
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.cursor import Cursor
+from ray_app.record.journal import read_events
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
 from ray_app.task.base import Batch
@@ -139,6 +153,19 @@ def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int) -> Non
     assert [sizes[step] for step in range(9, 19)] == [{1}] * 10
     assert all(1 in sizes[step] for step in (7, 8)), "redone"
     assert not any(1 in sizes[step] for step in range(1, 7))
+    assert_close(last_of(job, plain), plain)
+
+
+def test_a_restart_after_a_worker_was_killed(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer workers."""
+    job = fsdp_job(tmp_path / "run", data)
+    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cached)
+    assert isinstance(outcomes[0].error, KilledError)
+    assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
+    assert result_of(job).commit.step == 6
+    pool.run_job(job, 2, cached)
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
     assert_close(last_of(job, plain), plain)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from local_world import CPU, Pool, TinyImages, Trained, cached, make_job, result_of, write_images
+from local_world import CLASSES, CPU, Pool, TinyImages, Trained, cached, make_job, result_of, write_images
 from safetensors.torch import save_file
+from torch import nn
 
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.pipeline.summary import summarize
 from ray_app.record.journal import MetricsReader, read_events
 from ray_app.task.image import ImageClassification
 from ray_app.train.alone import Alone
@@ -142,13 +146,36 @@ def test_synchronous_it_has_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Pa
     assert run.workers[-1] == [3]
 
 
-def test_split_variables_have_the_same_bits(data: Path, tmp_path: Path) -> None:
-    task = TinyImages()
-    whole = trained(job_of(tmp_path / "one", data, train__servers=1, task=task), 1)
-    split = World(job_of(tmp_path / "three", data, train__servers=3, train__min_shard_kb=1, task=task), 2)
-    assert any(piece.low for part in split.coordinator._layout.parts for piece in part), "nothing was split"
+class Wide(TinyImages):
+    """So wide that the sum of the squares of parts is not, to the last bit, that of the whole."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, CLASSES))
+
+
+@pytest.mark.parametrize("clipped", [{}, {"train__grad_clip_norm": 0.01}])
+def test_split_variables_have_the_same_bits(pool: Pool, data: Path, tmp_path: Path, clipped: dict[str, Any]) -> None:
+    fields = {"task": Wide(), "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}, **clipped}
+    plain = pool.trained(job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cached)
+    whole = trained(job_of(tmp_path / "one", data, train__servers=1, **fields), 1)
+    split = World(job_of(tmp_path / "three", data, train__servers=3, train__min_shard_kb=1, **fields), 2)
+    assert any(split.coordinator._layout.incomplete()), "nothing was split"
     split.run()
-    assert result_of(split.job).bits == whole.bits
+    assert result_of(split.job).bits == whole.bits == plain.bits
+
+
+def test_the_record_says_what_each_server_holds(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, train__servers=3, train__min_shard_kb=1, train__max_steps=1, task=Wide())
+    World(job, 1).run()
+    held = summarize(job, "finished")["parameter_servers"]
+    shapes = {name: tuple(p.shape) for name, p in job.task.build_model().named_parameters()}
+    rows = {name: sorted(rows for part in held for rows in part["variables"].get(name, [])) for name in shapes}
+    assert {name: (found[0][0], found[-1][1]) for name, found in rows.items()} == {name: (0, shape[0]) for name, shape in shapes.items()}
+    assert len(rows["1.weight"]) == 3, "it was not split"
+    assert all(before[1] == after[0] for found in rows.values() for before, after in pairwise(found)), "parts overlap or are missing"
+    row_bytes = {name: 4 * prod(shape[1:]) for name, shape in shapes.items()}
+    counted = [[(high - low) * row_bytes[name] for name, parts in p["variables"].items() for low, high in parts] for p in held]
+    assert [part["bytes"] for part in held] == [sum(each) for each in counted]
 
 
 def test_a_resume_on_other_workers_and_servers_changes_nothing(data: Path, tmp_path: Path) -> None:

@@ -293,3 +293,31 @@ def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(cl
             assert (orders.abort, orders.exit) == expected
 
     play(story, step_timeout_s=8.0)
+
+
+def test_who_begins_on_its_own_has_time_to(clock: Clock) -> None:
+    """With parameter servers there are no generations to form; waiting for room, or for a new worker's first rows, is no standstill."""
+
+    async def beat(group: Group, name: str, **fields: Any) -> bool:
+        """Whether the worker is ended, after a look."""
+        group.beats[name] = replace(group.beats.get(name, worker(name)), generation=1, **fields)
+        await group.beat(name)
+        group.rendezvous.look(clock.now)
+        return (await group.beat(name)).exit
+
+    async def story(group: Group) -> None:
+        clock.now += 600  # there was no room
+        assert not await beat(group, "a", phase="data")
+        for step in (0, 1, 2):
+            clock.now += 4
+            assert not await beat(group, "a", phase="exchange", step=step)
+        assert not await beat(group, "b", phase="data")
+        for _ in range(9):
+            clock.now += 4
+            assert not await beat(group, "a")
+            assert not await beat(group, "b")
+        clock.now += 4.5
+        assert not await beat(group, "a")
+        assert await beat(group, "b"), "it hangs"
+
+    play(story, step_timeout_s=8.0)

@@ -1,0 +1,269 @@
+"""Every strategy next to `ddp`: step time, and memory of each worker, with the same model, rows, logical workers and global batch.
+
+python benchmarks/strategies.py            # needs a quiet machine; about 20 minutes
+python benchmarks/strategies.py --tiny     # that it runs: two minutes; the figures say nothing
+python benchmarks/strategies.py --gpu      # one GPU per worker: memory is what CUDA allocated at most
+
+Two workers of one thread, two logical workers, 64 rows of the digits per step, cached in memory; `parameter_server` has two servers beside
+them, on the same cores. `small` is the network of conf/digits.yaml, `medium` a dense one of 12.7 million parameters (51 MB) with Adam.
+
+Time is that of the run's own record; CPU time is that of the workers and servers. Memory without a GPU, in MB (10^6 bytes):
+
+- `state`: parameters, gradients and optimizer state that would be on a device, by adding up the tensors between two steps;
+- `tensors`: all tensors of the process then, so also buckets and the whole copies that some strategies keep;
+- `peak`: the largest resident set up to the last step measured, above that of the process before it built anything. No checkpoint is made
+  before that; one costs each strategy a copy of the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import psutil
+import ray
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.harness import ROOT, Sample, alternate, report
+from ray_app import load_config, run_training
+from ray_app.config import Config
+from ray_app.data.ingest import IngestOptions, ingest
+from ray_app.pipeline.run import Faults
+from ray_app.train.hooks import Hooks
+from ray_app.train.state import TrainingState
+
+WORKERS, SERVERS, ROUND = 2, 2, 8
+_SERVED: dict[str, Any] = {"train__strategy": "parameter_server", "train__servers": SERVERS, "train__server_cpus": 0.5}
+SIDES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp, overlapped": {"train__reduction": "overlapped"},
+    "single": {"train__strategy": "single", "scaling__min_workers": 1, "scaling__max_workers": 1},
+    "local_sgd, H = 1": {"train__strategy": "local_sgd"},
+    f"local_sgd, H = {ROUND}": {"train__strategy": "local_sgd", "train__local_steps": ROUND},
+    "parameter_server, 0": _SERVED,
+    "parameter_server, 4": _SERVED | {"train__staleness": 4},
+    "fsdp": {"train__strategy": "fsdp"},
+    "central_storage": {"train__strategy": "central_storage"},
+}
+"""What each side sets; the number behind `parameter_server` is its staleness."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and for how long.
+
+    Args:
+        name: For the tables.
+        fields: As for `Config.replace`.
+        warm_up: Steps that are not measured.
+        steps: Steps that are; both numbers are multiples of `ROUND`.
+    """
+
+    name: str
+    fields: dict[str, Any]
+    warm_up: int
+    steps: int
+
+
+def dense(width: int) -> dict[str, Any]:
+    """Five dense layers with Adam."""
+    return {
+        "task__class_path": "ray_app.task.tabular.TabularClassification",
+        "task__init_args": {"features": ["image"], "scale": 16, "hidden": [width] * 4},
+        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.0001}},
+        "schedule": None,
+    }
+
+
+FULL = (Model("small", {}, 160, 640), Model("medium", dense(2048), 16, 64))
+TINY = (Model("small", {}, 16, 16), Model("medium", dense(512), 8, 8))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Megabytes of one process; see the module."""
+
+    state: float
+    tensors: float
+    peak: float
+
+
+class Gauge:
+    """A hook for `Hooks.after_step` that notes what a worker uses.
+
+    What it notes begins when it is unpickled in a worker, which is before anything of the training is built there.
+
+    Args:
+        path: Beginning of the names of the files that each rank writes.
+        first: The step after which tensors are counted; CPU time counts from the next.
+        last: The step after which all is written.
+        servers: Names of the parameter servers.
+    """
+
+    def __init__(self, path: str, first: int, last: int, servers: list[str]) -> None:
+        self._path, self._first, self._last, self._servers = path, first, last, servers
+        self._began: tuple[int, float] | None = None
+        self._tensors = (0.0, 0.0)
+        self._helpers: list[tuple[int, float, float]] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        gc.collect()
+        self._base = psutil.Process().memory_info().rss
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
+
+    def __call__(self, rank: int, step: int) -> None:
+        """Notes what is due."""
+        if step == self._first:
+            self._tensors = count_tensors()
+            if rank == 0:
+                handles = [ray.get_actor(name) for name in self._servers]
+                found = ray.get([handle.__ray_call__.remote(lambda self: (os.getpid(), *count_tensors())) for handle in handles])
+                self._helpers = list(found)
+        elif step > self._first and self._began is None:
+            self._began = step, self._cpu_s()
+        if step == self._last and self._began is not None:
+            cpu_ms = (self._cpu_s() - self._began[1]) / (step - self._began[0]) * 1e3
+            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else peak_bytes(os.getpid()) - self._base
+            servers = [[state, held, peak_bytes(pid) / 1e6] for pid, state, held in self._helpers]
+            found = {"cpu_ms": cpu_ms, "worker": [*self._tensors, peak / 1e6], "servers": servers}
+            Path(f"{self._path}-{rank}").write_text(json.dumps(found))
+
+    def _cpu_s(self) -> float:
+        """CPU seconds of this process, and of the servers if it looks after them."""
+        used = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *(pid for pid, _, _ in self._helpers))]
+        return sum(times.user + times.system for times in used)
+
+
+def peak_bytes(pid: int) -> int:
+    """The largest resident set that a process had."""
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def count_tensors() -> tuple[float, float]:
+    """Megabytes of training state for a device, and of all tensors, in this process."""
+    gc.unfreeze()  # the loop hides what lives as long as the run
+    objects = gc.get_objects()
+    gc.freeze()
+    states = [o for o in objects if issubclass(type(o), TrainingState)]
+    parts = [[*s.model.parameters(), *(_values_of(s) if s.master is s.model else ())] for s in states]
+    return _megabytes(t for part in parts for t in part), _megabytes(o for o in objects if issubclass(type(o), Tensor))
+
+
+def _values_of(state: TrainingState) -> list[Tensor]:
+    return [v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+
+
+def _megabytes(tensors: Iterable[Tensor]) -> float:
+    """Of the memory behind tensors and their gradients, each part counted once; of sharded ones, that of the shards here."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        for t in (tensor, tensor.grad if tensor.is_leaf else None):
+            local = getattr(t, "_local_tensor", t)
+            if local is not None and local.device.type != "meta":
+                storage = local.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values()) / 1e6
+
+
+class Measured:
+    """Runs of all sides on the connected cluster.
+
+    Args:
+        folder: For data and runs.
+        gpu: Whether each worker has a GPU.
+    """
+
+    def __init__(self, folder: Path, gpu: bool = False) -> None:
+        self._folder, self._gpu, self._number = folder, gpu, 0
+        self.memory: dict[tuple[str, str], dict[str, Memory]] = {}
+        """By model and side: what each process used in the newest run."""
+        ingest(IngestOptions(source="digits", out=str(folder / "digits")))
+
+    def run(self, side: str, model: Model) -> Sample:
+        """One run."""
+        self._number += 1
+        name, last = f"run-{self._number}", model.warm_up + model.steps
+        config = load_config(ROOT / "conf" / "digits.yaml").replace(
+            **{
+                "run__storage_path": str(self._folder / "runs"),
+                "run__name": name,
+                "data__path": str(self._folder / "digits" / "train"),
+                "data__eval_path": None,
+                "data__shuffle_window_rows": 200,
+                "scaling__logical_workers": WORKERS,
+                "scaling__min_workers": WORKERS,
+                "scaling__max_workers": WORKERS,
+                "scaling__gpus_per_worker": float(self._gpu),
+                "train__epochs": 1000,
+                "train__max_steps": last + ROUND,
+                "checkpoint__every_epochs": None,
+                "tracking__enabled": False,
+                **model.fields,
+                **SIDES[side],
+            }
+        )
+        is_served = config.train.strategy == "parameter_server"
+        servers = [f"server-{name}-1-{i}" for i in range(SERVERS)] if is_served else []
+        gauge = Gauge(str(self._folder / name), model.warm_up - 1, last, servers)
+        # In a process of its own, so that `single`, which trains in the calling process, begins with as little as a worker.
+        times = ray.get(ray.remote(num_cpus=0, max_calls=1)(_train).remote(config, gauge))
+        workers = config.scaling.max_workers
+        wall_ms = (times[last] - times[model.warm_up]) / model.steps * 1e3
+        notes = [json.loads((self._folder / f"{name}-{rank}").read_text()) for rank in range(workers)]
+        used = {f"worker {rank}": Memory(*note["worker"]) for rank, note in enumerate(notes)}
+        used |= {f"server {place}": Memory(*each) for place, each in enumerate(notes[0]["servers"])}
+        self.memory[model.name, side] = used
+        return Sample(wall_ms, sum(note["cpu_ms"] for note in notes))
+
+
+def _train(config: Config, gauge: Gauge) -> dict[int, float]:
+    """Trains; returns when each step was finished, in seconds."""
+    result = run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=gauge)))
+    return {record.step: record.time_s for record in result.metrics()}
+
+
+def report_memory(memory: dict[tuple[str, str], dict[str, Memory]]) -> None:
+    """Prints the memory of each process."""
+    print(f"\n{'model':<8}{'side':<22}{'process':<12}{'state MB':>10}{'tensors MB':>12}{'peak MB':>10}")
+    for (model, side), processes in memory.items():
+        for name, used in processes.items():
+            print(f"{model:<8}{side:<22}{name:<12}{used.state:>10.1f}{used.tensors:>12.1f}{used.peak:>10.1f}")
+
+
+def main() -> None:
+    """Measures all sides."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="only that it runs; the figures say nothing")
+    parser.add_argument("--gpu", action="store_true", help="one GPU per worker")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="the first one is the base")
+    options = parser.parse_args()
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        measured = Measured(Path(folder), options.gpu)
+        for model in TINY if options.tiny else FULL:
+            sides: dict[str, Callable[[], Sample]] = {side: partial(measured.run, side, model) for side in options.sides}
+            found = alternate(sides, 1 if options.tiny else options.rounds)
+            report(f"Time per step, {model.name} model, {WORKERS} workers of one thread", found, {})
+        report_memory(measured.memory)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

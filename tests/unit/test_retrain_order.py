@@ -1,0 +1,150 @@
+"""What retraining does first and what last, on a delivery that must be refused: the lease, the data, the effects, the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from ray_app import load_config
+from ray_app.config import Config
+from ray_app.errors import LeaseLostError, RunHeldError
+from ray_app.record.files import put_json
+from ray_app.record.lease import Holder, Record
+from ray_app.record.paths import RunPaths
+from ray_app.retrain.places import RetrainPaths
+from ray_app.retrain.retraining import Outcome, retrain
+from ray_app.retrain.rounds import entries
+from ray_app.retrain.section import RetrainSection
+from ray_app.track.client import connect
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+SECTION = RetrainSection()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """With data of which there is too little."""
+    random = np.random.default_rng(0)
+    for name in ("train", "eval"):
+        (tmp_path / name).mkdir()
+        table = pa.table({"a": random.normal(size=60), "label": random.integers(0, 3, 60)})
+        pq.write_table(table, tmp_path / name / "part.parquet")
+    return load_config(
+        None,
+        task__class_path="ray_app.task.tabular.TabularClassification",
+        data__path=str(tmp_path / "train"),
+        data__eval_path=str(tmp_path / "eval"),
+        run__storage_path=str(tmp_path / "runs"),
+        tracking__registered_model="m",
+    )
+
+
+class Watch:
+    """Called by each stage between its effects and its record; notes what is there by then.
+
+    Args:
+        config: The configuration.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.paths = config, RetrainPaths.of(config)
+        self.seen: dict[str, list[str]] = {}
+        self.tagged: dict[str, bool] = {}
+        self.audited: dict[str, int] = {}
+
+    def __call__(self, stage: str) -> None:
+        self.seen[stage] = self.recorded
+        client = connect(f"sqlite:///{self.config.run.storage_path}/mlflow.db")
+        self.tagged[stage] = any("ray_app.data_refused" in m.tags for m in client.search_registered_models())
+        self.audited[stage] = len(entries(self.paths))
+
+    @property
+    def recorded(self) -> list[str]:
+        """Stages that are recorded."""
+        return sorted(file.stem for file in Path(str(self.paths.rounds)).glob("*/*.json"))
+
+
+def start(config: Config, watch: Watch) -> Outcome:
+    return retrain(config, SECTION, Console(quiet=True), watch)
+
+
+def test_data_that_is_refused_ends_before_training_and_each_stage_is_recorded_after_its_effects(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}").create_registered_model("m")
+    watch = Watch(config)
+    outcome = start(config, watch)
+    assert outcome.what == "data refused"
+    assert "the evaluation data has 60 rows" in outcome.reason
+    assert watch.seen == {
+        "decided": [],
+        "validated": ["decided"],
+        "concluded": ["decided", "validated"],
+        "recorded": ["concluded", "decided", "validated"],
+    }
+    assert watch.tagged == {"decided": False, "validated": False, "concluded": True, "recorded": True}
+    assert watch.audited == {"decided": 0, "validated": 0, "concluded": 0, "recorded": 1}
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["mlflow.db", "retraining"], "a run was begun"
+
+
+class Second(Watch):
+    """Starts again in the middle of a stage."""
+
+    def __call__(self, stage: str) -> None:
+        super().__call__(stage)
+        with pytest.raises(RunHeldError, match="is being written by process"):
+            start(self.config, Watch(self.config))
+
+
+def test_a_second_start_is_refused_in_every_stage(config: Config) -> None:
+    watch = Second(config)
+    assert start(config, watch).what == "data refused"
+    assert list(watch.seen) == ["decided", "validated", "concluded", "recorded"]
+    assert len(entries(watch.paths)) == 1
+
+
+class TakenOver(Watch):
+    """Another scheduler takes over in the middle of a stage, as after a long standstill of this one.
+
+    Args:
+        config: The configuration.
+        stage: The stage.
+    """
+
+    def __init__(self, config: Config, stage: str) -> None:
+        super().__init__(config)
+        self.stage = stage
+
+    def __call__(self, stage: str) -> None:
+        super().__call__(stage)
+        if stage == self.stage:
+            other = Record(dataclasses.replace(Holder.here(), host="node-7", machine="node-7"), 0.0, time.time(), 30.0)
+            put_json(RunPaths(self.paths.root).fence(2), dataclasses.asdict(other))
+
+
+@pytest.mark.parametrize("stage", ["validated", "concluded"])
+def test_who_lost_the_lease_records_nothing_more(config: Config, stage: str) -> None:
+    watch = TakenOver(config, stage)
+    with pytest.raises(LeaseLostError, match="start number 2"):
+        start(config, watch)
+    assert list(watch.seen)[-1] == stage, "it went on to another stage"
+    assert watch.recorded == watch.seen[stage]
+    assert entries(watch.paths) == []
+
+
+def test_a_start_after_that_goes_on_where_it_was_recorded(config: Config) -> None:
+    watch = TakenOver(config, "concluded")
+    with pytest.raises(LeaseLostError):
+        start(config, watch)
+    RunPaths(watch.paths.root).fence(2).unlink()  # the other one has ended
+    again = Watch(config)
+    assert start(config, again).what == "data refused"
+    assert list(again.seen) == ["concluded", "recorded"], "what was recorded is not done again"
+    assert [entry["what"] for entry in entries(again.paths)] == ["data refused"]
