@@ -58,7 +58,7 @@ class ScalingSection:
         cpus_per_worker: Logical CPUs that each worker reserves.
         gpus_per_worker: GPUs that each worker reserves; 0 trains on the CPU.
         label_selector: Labels of the nodes that workers may run on (`ray start --labels zone=a`), each with a value or one of Ray's
-            conditions such as `in(a, b)` and `!a`; not given: any node. The evaluator, parameter servers and reading go anywhere.
+            conditions such as `in(a,b)` and `!a`; not given: any node. The evaluator, parameter servers and reading go anywhere.
         resize_check_s: Seconds between two looks for more capacity.
     """
 
@@ -235,8 +235,8 @@ class EvaluateSection:
     """How checkpoints are evaluated.
 
     Args:
-        where: `actor`: an evaluator beside the training follows the checkpoints. `workers`: the training workers stop at the end of every
-            epoch and evaluate together.
+        where: Who evaluates the planned checkpoints, those of `checkpoint.every_steps`, `every_epochs` and of the end: `actor` an evaluator
+            beside the training, which follows them; `workers` the training workers, which stop at each of them and evaluate together.
         every: `checkpoint` evaluates every committed checkpoint, `latest` only the newest whenever it is free.
         budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may take on average over time; the evaluator
             pauses in between. 1: no limit.

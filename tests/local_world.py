@@ -212,6 +212,9 @@ class LocalMembership:
     def enter(self, phase: Phase) -> None:
         """See `Membership.enter`."""
 
+    def moved(self) -> None:
+        """See `Membership.moved`."""
+
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """See `Membership.report`."""
 
@@ -344,8 +347,9 @@ def _serve(pipe: Any) -> None:
 
 
 def _train(rank: int, store: Path, job: Job, size: int, hooks: Hooks, windows: OpenWindows, membership: dict[str, Any]) -> None:
-    world = World(rank, size, job.plan.logical_workers)
-    train(job, LocalMembership(world, store, **membership), windows, CPU, hooks)
+    world, evaluation = World(rank, size, job.plan.logical_workers), job.evaluation
+    load = (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+    train(job, LocalMembership(world, store, **membership), windows, CPU, hooks, load_evaluation=load)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def labelled(nodes: Iterable[Node], selector: dict[str, str] | None) -> list[Nod
     problem = validate_label_selector(selector)
     if problem is not None:
         raise ConfigError(
-            f"scaling.label_selector is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or {{zone: 'in(a, b)'}}."
+            f"scaling.label_selector is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or {{zone: 'in(a,b)'}}."
         )
     return [node for node in alive if node_labels_match_selector(node["Labels"], selector)]
 
