@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from ray_app.config import Config
 from ray_app.errors import ConfigError
+from ray_app.pipeline.cluster import workers_that_fit
 from ray_app.train.ray_labels import known_labels, labelled
 from tests.cluster import ROOT
 
 SCRIPT = """
-import sys, time
+import os, sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +39,7 @@ from tests.integration.test_labels import NoteNode
 
 data, out = sys.argv[1], Path(sys.argv[2])
 cluster = Cluster()
-cluster.add_node(num_cpus=6, include_dashboard=False)
+cluster.add_node(num_cpus=6, num_gpus=2, env_vars={"CUDA_VISIBLE_DEVICES": "3,5"}, include_dashboard=False)
 first = cluster.add_node(num_cpus=1, labels={"zone": "a"})
 ray.init(address=cluster.address, log_to_driver=False)
 config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).replace(
@@ -66,6 +68,16 @@ except ConfigError as error:
     assert "no node of the cluster is labelled so; its labels are" in str(error) and "zone: a" in str(error), error
 assert not out.exists(), "nothing was written"
 
+
+@ray.remote(num_cpus=0, num_gpus=1)
+class OnGpu:
+    def visible(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+actors = [OnGpu.remote(), OnGpu.remote()]
+visible = sorted(ray.get([actor.visible.remote() for actor in actors]))
+assert visible == ["3", "5"], "each gets one of the GPUs that the node was started with"
 added = []
 
 
@@ -110,9 +122,9 @@ def test_workers_run_on_labelled_nodes_only(digits: Path, tmp_path: Path) -> Non
 
 
 NODES: list[dict[str, Any]] = [
-    {"NodeID": "1", "Alive": True, "Labels": {"ray.io/node-id": "1", "zone": "a", "gpu": "h100"}},
-    {"NodeID": "2", "Alive": True, "Labels": {"ray.io/node-id": "2", "zone": "b"}},
-    {"NodeID": "3", "Alive": False, "Labels": {"ray.io/node-id": "3", "zone": "a"}},
+    {"NodeID": "1", "Alive": True, "Labels": {"ray.io/node-id": "1", "zone": "a", "gpu": "h100"}, "Resources": {"CPU": 5.0}},
+    {"NodeID": "2", "Alive": True, "Labels": {"ray.io/node-id": "2", "zone": "b"}, "Resources": {"CPU": 3.0}},
+    {"NodeID": "3", "Alive": False, "Labels": {"ray.io/node-id": "3", "zone": "a"}, "Resources": {"CPU": 8.0}},
 ]
 
 
@@ -134,3 +146,18 @@ def test_what_is_no_selector_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"scaling.label_selector is \{'zone': 'a b'\}: Invalid label selector value"):
         labelled(NODES, {"zone": "a b"})
     assert known_labels(NODES) == "gpu: h100, zone: a, zone: b"
+
+
+def test_only_labelled_nodes_count_when_the_run_must_fit() -> None:
+    config = Config().replace(scaling__max_workers=8, scaling__cpus_per_worker=2, data__global_batch_size=64)
+
+    def fit(**fields: Any) -> int:
+        return workers_that_fit(config.replace(**fields), {"CPU": 100.0}, NODES)
+
+    assert fit() == 8
+    assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker is on one node, and the third is dead"
+    assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
+    with pytest.raises(ConfigError, match=r"labelled \{'zone': 'a'\} .* have room for 2 workers of 2 CPU .* below scaling.min_workers = 3"):
+        fit(scaling__label_selector={"zone": "a"}, scaling__min_workers=3)
+    with pytest.raises(ConfigError, match=r"no node of the cluster is labelled so; its labels are gpu: h100, zone: a, zone: b\. Start"):
+        fit(scaling__label_selector={"zone": "c"})
