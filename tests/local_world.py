@@ -266,7 +266,9 @@ class Pool:
     def __init__(self, size: int, folder: Path) -> None:
         self._folder, self._groups = folder, 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["ray_app.train.loop", "ray_app.task.image"])  # torch is imported once for all workers
+        self._context.set_forkserver_preload(
+            ["ray_app.train.loop", "ray_app.task.image", "torchmetrics"]
+        )  # torch is imported once for all workers
         self._workers = [self._start() for _ in range(size)]
 
     def _start(self) -> tuple[Any, Any]:

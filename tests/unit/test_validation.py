@@ -77,7 +77,7 @@ def test_every_planned_checkpoint_is_evaluated_whoever_is_there_and_however_ofte
     assert rows_evaluated(one) == len(EVERY) * EVAL_ROWS
 
     died = pool.train(stopped, 2, Hooks(after_step=DieAfter(8)))
-    assert all(isinstance(o.error, KilledError) for o in died)
+    assert all(isinstance(o.error, KilledError) for o in died), [o.trace for o in died]
     assert steps_in(found_in(stopped)) == [4], "it died between the checkpoint and its evaluation"
     pool.train(stopped, 2, stop={0: 2})
     assert steps_in(found_in(stopped)) == [4, 8], "the stop at step 10 made an extra checkpoint, which is not a planned one"
