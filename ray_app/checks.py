@@ -68,6 +68,7 @@ _ABOVE_ZERO = (
     "data.cache_gb",
     "train.grad_clip_norm",
     "train.outer_lr",
+    "train.bucket_mb",
     "failure.step_timeout_s",
     "failure.heartbeat_timeout_s",
     "evaluate.budget",
@@ -81,7 +82,7 @@ def _check_ranges(config: Config) -> list[str]:
     for section, made in SECTIONS.items():
         for name, hint in get_type_hints(made).items():
             allowed = [choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)]
-            value = values[f"{section}.{name}"]
+            value = getattr(getattr(config, section), name)
             if allowed and value is not None and value not in allowed:
                 problems.append(f"{section}.{name} is {value!r}; it must be one of {', '.join(allowed)}.")
     for name, least in _AT_LEAST.items():
@@ -115,10 +116,16 @@ def _check_scaling(config: Config) -> list[str]:
     return problems
 
 
-_ONLY_FOR = {
-    "local_sgd": ("local_steps", "outer_lr", "outer_momentum"),
-    "parameter_server": ("servers", "server_cpus", "min_shard_kb", "staleness"),
+_COPIES = ("ddp", "single", "local_sgd", "central_storage")
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
+    **dict.fromkeys(("servers", "server_cpus", "min_shard_kb", "staleness"), ("parameter_server",)),
+    "cpu_offload": ("fsdp",),
+    "backend": _COPIES,
+    "bucket_mb": _COPIES,
+    "gradient_compression": ("ddp", "single", "central_storage"),
 }
+"""The strategies that look at a field of `train`, where not all do."""
 
 
 def _check_strategy(config: Config) -> list[str]:
@@ -126,13 +133,13 @@ def _check_strategy(config: Config) -> list[str]:
     problems = [
         *_check_fsdp(config),
         *(
-            f"train.{name} is set, but only train.strategy: {strategy} looks at it; leave it out."
-            for strategy, names in _ONLY_FOR.items()
-            for name in names
-            if train.strategy != strategy and getattr(train, name) != getattr(TrainSection, name)
+            f"train.{name} is set, but only train.strategy: {' or '.join(strategies)} looks at it; leave it out."
+            for name, strategies in _ONLY_FOR.items()
+            if train.strategy not in strategies and getattr(train, name) != getattr(TrainSection, name)
         ),
+        *_check_exchange(config),
     ]
-    if train.precision == "fp16" and train.strategy in _ONLY_FOR:
+    if train.precision == "fp16" and train.strategy in ("local_sgd", "parameter_server"):
         problems.append(
             f"train.precision is fp16 with train.strategy {train.strategy}, whose workers would need a loss scale each; use bf16."
         )
@@ -148,6 +155,11 @@ def _check_strategy(config: Config) -> list[str]:
             f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the"
             " calling process. Set it to 1."
         )
+    if train.strategy == "single" and config.scaling.label_selector:
+        problems.append(
+            f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to place: everything"
+            " happens in the calling process. Leave it out."
+        )
     for name in ("every_steps", "snapshot_every_steps"):
         value = getattr(config.checkpoint, name)
         if value is not None and value % train.local_steps:
@@ -158,10 +170,26 @@ def _check_strategy(config: Config) -> list[str]:
     return problems
 
 
+def _check_exchange(config: Config) -> list[str]:
+    train, problems = config.train, []
+    if train.backend == "nccl" and not config.scaling.gpus_per_worker:
+        problems.append(
+            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to auto or gloo, or"
+            " give the workers GPUs."
+        )
+    if train.gradient_compression != "none" and train.reduction == "exact":
+        problems.append(
+            f"train.gradient_compression is {train.gradient_compression} with train.reduction exact: what travels are sums over the"
+            " logical workers of a worker, so rounding them would make the bits depend on the number of workers. Set train.reduction to"
+            " overlapped, or train.gradient_compression to none."
+        )
+    return problems
+
+
 def _check_fsdp(config: Config) -> list[str]:
     train = config.train
     if train.strategy != "fsdp":
-        return ["train.cpu_offload is set, but only train.strategy: fsdp looks at it; leave it out."] if train.cpu_offload else []
+        return []
     problems = []
     if train.cpu_offload and not config.scaling.gpus_per_worker:
         problems.append("train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave it out.")

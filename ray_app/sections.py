@@ -57,6 +57,8 @@ class ScalingSection:
         threads_per_worker: CPU threads of the computation in each worker; part of the arithmetic.
         cpus_per_worker: Logical CPUs that each worker reserves.
         gpus_per_worker: GPUs that each worker reserves; 0 trains on the CPU.
+        label_selector: Labels of the nodes that workers may run on (`ray start --labels zone=a`), each with a value or one of Ray's
+            conditions such as `in(a,b)` and `!a`; not given: any node. The evaluator, parameter servers and reading go anywhere.
         resize_check_s: Seconds between two looks for more capacity.
     """
 
@@ -66,6 +68,7 @@ class ScalingSection:
     threads_per_worker: int = result(1)
     cpus_per_worker: float = 1
     gpus_per_worker: float = result(0)
+    label_selector: dict[str, str] | None = None
     resize_check_s: float = 10.0
 
 
@@ -141,6 +144,10 @@ class TrainSection:
         reduction: `exact` adds the gradients of the logical workers in one fixed order: the same bits on any number of workers.
             `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits. With `fsdp` the
             network adds them in any case, and `exact` only asks for deterministic kernels.
+        backend: What moves gradients between workers: `auto` is NCCL between GPUs and gloo between CPUs; `gloo` moves those of GPUs through
+            host memory, where NCCL cannot be used.
+        bucket_mb: Mebibytes of gradients that travel together while backward still runs, as DDP's `bucket_cap_mb`.
+        gradient_compression: `bf16` halves what travels with `reduction: overlapped`: sums of gradients are rounded to bfloat16 for it.
         precision: `fp32`, or autocast of forward and loss to `bf16` or `fp16` (parameters and gradients stay fp32). With `fp16` the loss is
             scaled by a power of two that is found while training and is part of the checkpoint.
         grad_clip_norm: Largest global L2 norm of the gradient; not given: no clipping.
@@ -169,6 +176,9 @@ class TrainSection:
     staleness: int = result(0)
     cpu_offload: bool = result(False)
     reduction: Literal["exact", "overlapped"] = result("exact")
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    bucket_mb: float = 8.0
+    gradient_compression: Literal["none", "bf16"] = result("none")
     precision: Literal["fp32", "bf16", "fp16"] = result("fp32")
     grad_clip_norm: float | None = result(None)
     ema_decay: float | None = result(None)
@@ -225,8 +235,8 @@ class EvaluateSection:
     """How checkpoints are evaluated.
 
     Args:
-        where: `actor`: an evaluator beside the training follows the checkpoints. `workers`: the training workers stop at the end of every
-            epoch and evaluate together.
+        where: Who evaluates the planned checkpoints, those of `checkpoint.every_steps`, `every_epochs` and of the end: `actor` an evaluator
+            beside the training, which follows them; `workers` the training workers, which stop at each of them and evaluate together.
         every: `checkpoint` evaluates every committed checkpoint, `latest` only the newest whenever it is free.
         budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may take on average over time; the evaluator
             pauses in between. 1: no limit.

@@ -212,6 +212,9 @@ class LocalMembership:
     def enter(self, phase: Phase) -> None:
         """See `Membership.enter`."""
 
+    def moved(self) -> None:
+        """See `Membership.moved`."""
+
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """See `Membership.report`."""
 
@@ -263,7 +266,9 @@ class Pool:
     def __init__(self, size: int, folder: Path) -> None:
         self._folder, self._groups = folder, 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["ray_app.train.loop", "ray_app.task.image"])  # torch is imported once for all workers
+        self._context.set_forkserver_preload(
+            ["ray_app.train.loop", "ray_app.task.image", "torchmetrics"]
+        )  # torch is imported once for all workers
         self._workers = [self._start() for _ in range(size)]
 
     def _start(self) -> tuple[Any, Any]:
@@ -344,8 +349,9 @@ def _serve(pipe: Any) -> None:
 
 
 def _train(rank: int, store: Path, job: Job, size: int, hooks: Hooks, windows: OpenWindows, membership: dict[str, Any]) -> None:
-    world = World(rank, size, job.plan.logical_workers)
-    train(job, LocalMembership(world, store, **membership), windows, CPU, hooks)
+    world, evaluation = World(rank, size, job.plan.logical_workers), job.evaluation
+    load = (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+    train(job, LocalMembership(world, store, **membership), windows, CPU, hooks, load_evaluation=load)
 
 
 @dataclass(frozen=True)

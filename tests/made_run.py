@@ -155,6 +155,7 @@ def full_run(folder: Path, name: str = "run", classes: int = 10, text: str = "cl
         metrics = {"accuracy": 0.9 + step / 5000, "f1": 0.8, "loss": 50 / step}
         run.evaluate(step, at_s + step / 100, metrics, tables=tables, classes=names, examples=examples)
     run.evaluate(400, 90.0, {"accuracy": 0.7}, "harder")
+    put_json(run.paths.bad_rows / "000000000005.json", {"position": 5, "path": text, "row_group": 0, "row": 5, "reason": text})
     run.event("finished", done_s + 6, fence=2, reason=None)
     put_json(run.paths.summary, json.loads("{}"))
     return run

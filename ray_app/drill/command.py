@@ -101,6 +101,7 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
     if own:
         most = min(config.scaling.max_workers, _MOST_OWN_WORKERS)
         changed |= {"scaling__max_workers": most, "scaling__min_workers": min(config.scaling.min_workers, most)}
+        changed |= {"scaling__label_selector": None}  # nodes of the drill's own have no labels
     if own and not config.scaling.gpus_per_worker:
         changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
     made = config.replace(**changed)

@@ -81,7 +81,7 @@ class Drill:
         self._config, self._names, self._seed, self._limit_s = config, names, seed, limit_s
         self._nodes, self._console = nodes, console
         self._out = location(config.run.storage_path)
-        self._workers = workers_that_fit(config, ray.cluster_resources())
+        self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes())
         self._log = StringIO()
         job = prepare(config).job
         self._steps, self._per_epoch = job.total_steps, job.plan.steps_per_epoch

@@ -14,6 +14,7 @@ import ray
 
 from ray_app.config import Config
 from ray_app.errors import ConfigError
+from ray_app.train.ray_labels import Node, known_labels, labelled
 from ray_app.train.ray_token import require_token
 
 _READING_CPUS = 1
@@ -81,12 +82,32 @@ def _wanted_cpus(config: Config, workers: int) -> float:
     return workers * each + reserved_cpus(config)
 
 
-def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
+def _workers_on(config: Config, nodes: list[Node]) -> int:
+    """How many workers the nodes that carry the labels of `scaling.label_selector` have room for.
+
+    Raises:
+        ConfigError: No node carries them.
+    """
+    scaling = config.scaling
+    carrying = labelled(nodes, scaling.label_selector)
+    if not carrying:
+        raise ConfigError(
+            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels are"
+            f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
+        )
+    needs = [(name, each) for name, each in (("CPU", scaling.cpus_per_worker), ("GPU", scaling.gpus_per_worker)) if each]
+    if not needs:
+        return scaling.max_workers
+    return sum(int(min(node["Resources"].get(name, 0.0) // each for name, each in needs)) for node in carrying)
+
+
+def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[Node]) -> int:
     """How many workers the cluster has room for besides the evaluator and one CPU for reading, at most `max_workers`.
 
     Args:
         config: What each part reserves.
         resources: All resources of the cluster by Ray's names.
+        nodes: Its nodes; looked at with `scaling.label_selector` only.
 
     Raises:
         ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
@@ -101,6 +122,15 @@ def workers_that_fit(config: Config, resources: dict[str, float]) -> int:
     for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
         room.append(0 if free < 0 else free // each if each else float("inf"))
     workers = int(min(room))
+    if scaling.label_selector:
+        on_labelled = _workers_on(config, nodes)
+        if on_labelled < scaling.min_workers:
+            raise ConfigError(
+                f"The run does not fit: the nodes labelled {scaling.label_selector} (scaling.label_selector) have room for {on_labelled}"
+                f" workers of {scaling.cpus_per_worker:g} CPU and {scaling.gpus_per_worker:g} GPU, below scaling.min_workers ="
+                f" {scaling.min_workers}. Label more nodes, or lower scaling.min_workers."
+            )
+        workers = min(workers, on_labelled)
     if workers < scaling.min_workers:
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"

@@ -161,7 +161,7 @@ def _check_rounds(job: Job) -> None:
         ConfigError: They do.
     """
     steps, rounds = job.steps_per_epoch, job.steps_per_round
-    if steps % rounds and (job.config.checkpoint.every_epochs is not None or job.workers_evaluate):
+    if steps % rounds and job.config.checkpoint.every_epochs is not None:
         below = steps // rounds * rounds
         valid = " or ".join(str(n) for n in (below, below + rounds) if n)
         raise ConfigError(

@@ -51,7 +51,7 @@ def predict(prepared: Prepared, config: Config, section: PredictSection, console
         asked |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
         room = config.replace(**asked)
         with cluster(room):
-            most = workers_that_fit(room, ray.cluster_resources())
+            most = workers_that_fit(room, ray.cluster_resources(), ray.nodes())
             put_json(out / MADE_FROM, prepared.made_from)
             pool = Pool(Predictor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
             for found in through(pool, prepared.reader, missing):

@@ -23,6 +23,7 @@ from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
 from ray_app.record.lease import is_held
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard, redacted
+from ray_app.report.rows import BadRows, read_bad_rows
 from ray_app.report.series import Clock, starts_of
 from ray_app.report.story import what_happened
 
@@ -74,6 +75,7 @@ class Facts:
         stopped: `summary.json` of a run that stopped early, otherwise empty.
         metric: Metric that decides which checkpoint is best.
         mode: Whether more (`max`) or less (`min`) of it is better.
+        bad_rows: Those that cannot be decoded.
         earlier: What it is compared with.
         made_s: When this was read, seconds since 1970 (UTC).
     """
@@ -90,6 +92,7 @@ class Facts:
     stopped: dict[str, Any]
     metric: str
     mode: str
+    bad_rows: BadRows
     earlier: Earlier | None
     made_s: float
 
@@ -144,6 +147,11 @@ class Facts:
         return sum(sum(record.rows) for record in self.records)
 
     @property
+    def skipped(self) -> int:
+        """Uses of rows that cannot be decoded, in all recorded steps."""
+        return sum(record.skipped for record in self.records)
+
+    @property
     def wall_s(self) -> float:
         """Seconds in which a driver worked on the run."""
         return self.clock.end_s
@@ -182,6 +190,7 @@ def read_facts(paths: RunPaths) -> Facts:
         (read_json(paths.summary) or {}) if status == "stopped early" else {},
         metric,
         mode,
+        read_bad_rows(paths),
         _best_earlier(paths, config, metric, mode, _started_s(events)),
         time.time(),
     )

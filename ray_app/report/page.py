@@ -15,6 +15,7 @@ from ray_app.report.axes import number, seconds
 from ray_app.report.classes import verdict
 from ray_app.report.facts import Facts, changed_fields, read_facts
 from ray_app.report.figures import cluster_figures, learning_figures
+from ray_app.report.rows import shares
 from ray_app.report.tables import budgets, comparison, counters, happenings, time_parts
 
 TONES = {"running": "blue", "finished": "green", "stopped early": "green", "interrupted": "orange", "failed": "red", "vanished": "red"}
@@ -50,6 +51,7 @@ def render(facts: Facts) -> str:
             learning=learning_figures(facts),
             cluster=cluster_figures(facts),
             happenings=happenings(facts),
+            shares=shares(facts.records),
             verdict=verdict(facts),
             budgets=budgets(facts),
             counters=counters(facts),

@@ -15,4 +15,4 @@ def build_strategy(train: TrainSection, model: nn.Module, world: World) -> Strat
         from ray_app.strategy.fsdp import FullySharded  # two seconds of imports that the others do not need
 
         return FullySharded(model)
-    return DataParallel(model, world, train.reduction)
+    return DataParallel(model, world, train.reduction, train.bucket_mb, train.gradient_compression)

@@ -103,10 +103,10 @@ def _data(path: str) -> str:
 
 
 def _resources(config: Config) -> str | Finding:
-    workers = workers_that_fit(config, ray.cluster_resources())
+    workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes())
     _refuse_small_nodes(config.scaling)
     try:
-        workers_that_fit(config, ray.available_resources())
+        workers_that_fit(config, ray.available_resources(), ray.nodes())
     except ConfigError:
         return Finding("warning", "resources", "The cluster is big enough, but others use it now; the run waits until enough is free.")
     if workers < config.scaling.max_workers:
@@ -151,7 +151,7 @@ def _trouble_at(url: str) -> str | None:
 
 def _figures(config: Config, made: list[Figures]) -> str:
     prepared = prepare(config)
-    made.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), ray.cluster_resources())))
+    made.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), ray.cluster_resources(), ray.nodes())))
     verb = "continues" if prepared.resumes else "starts"
     return f"{prepared.job.paths.name} loads on the cluster and {verb}; one row went through the model and the loss."
 

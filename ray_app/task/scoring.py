@@ -143,6 +143,7 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
             setattr(metric, state, _folded(metric, state, [chunk.states[str(name)][state] for chunk in ordered]))
         metric._update_count = len(ordered)
         metric._computed = None
+    _keep_from_asking(metrics)
     values: dict[str, float] = {}
     tables: dict[str, list[Any]] = {}
     for key, found in metrics.compute().items():
@@ -155,6 +156,15 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
     values["loss"] = math.fsum(chunk.loss for chunk in ordered) / rows if rows else math.nan
     worst = sorted((m for chunk in ordered for m in chunk.mistakes), key=lambda m: (-m.confidence, m.row))
     return Scores(values, tables, worst[:MOST_MISTAKES])
+
+
+def _keep_from_asking(metrics: MetricCollection) -> None:
+    """Lets `compute` take the states as they are: in a process group it would ask the other ranks, who are not there to answer."""
+    from torchmetrics import Metric
+
+    for part in metrics.modules():
+        if isinstance(part, Metric):
+            part.distributed_available_fn = lambda: False
 
 
 def kept_metrics(task: Task, chunks: Sequence[Chunk]) -> MetricCollection:

@@ -103,19 +103,15 @@ class Job:
         cadences = (section.every_steps or 0, (section.every_epochs or 0) * self.steps_per_epoch)
         planned = {step for every in cadences if every for step in range(every, last + 1, every)}
         planned |= {self.total_steps} if self.total_steps <= last else set()
-        return sorted(step for step in planned if not self.workers_evaluate or self.is_evaluation_due(step))
+        return sorted(planned)
 
     @property
     def workers_evaluate(self) -> bool:
-        """Whether the workers evaluate together at the end of every epoch."""
+        """Whether the workers evaluate together at every checkpoint of the cadence."""
         return self.config.evaluate.where == "workers" and self.config.data.eval_path is not None
 
-    def is_evaluation_due(self, step: int) -> bool:
-        """Whether the workers evaluate together after `step` finished steps of the run."""
-        return self.workers_evaluate and (step % self.steps_per_epoch == 0 or step == self.total_steps)
-
     def is_checkpoint_due(self, step: int) -> bool:
-        """Whether the cadence asks for a checkpoint after `step` finished steps of the run."""
+        """Whether the cadence asks for a checkpoint, and with it an evaluation, after `step` finished steps of the run."""
         section = self.config.checkpoint
         if step == self.total_steps:
             return True

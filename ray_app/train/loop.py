@@ -56,7 +56,7 @@ def train(
         device: Where to compute.
         hooks: For fault tests.
         sender: Where snapshots go and come from.
-        load_evaluation: Returns what the workers evaluate on at the end of every epoch; with `job.evaluation`.
+        load_evaluation: Returns what the workers evaluate on at every planned checkpoint; with `job.evaluation`.
 
     Raises:
         PeerLostError: Another worker left, and this membership cannot form another generation.
@@ -177,8 +177,8 @@ class _Worker:
             self._hooks.after_step(world.rank, done)
 
     def _evaluate(self, world: World) -> None:
-        """At the end of an epoch, if the workers are to evaluate; a collective."""
-        if self._validation is None or not self._state.step or not self._job.is_evaluation_due(self._state.step):
+        """At a checkpoint of the cadence, if the workers are to evaluate; a collective."""
+        if self._validation is None or not self._state.step or not self._job.is_checkpoint_due(self._state.step):
             return
         self._enter("evaluate")
         self._validation.run(world)

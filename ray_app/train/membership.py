@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import ray
 import torch
@@ -88,15 +88,25 @@ class RayMembership:
     Args:
         rendezvous: Handle of the rendezvous actor.
         logical_workers: L.
-        device: Decides the backend: NCCL for GPUs, gloo for CPUs.
+        device: Where it computes.
+        backend: See `train.backend`.
         paths: The run, for the stacks of a standstill.
         fence: Number of the driver's start.
         recovers: See `Membership`.
     """
 
-    def __init__(self, rendezvous: Any, logical_workers: int, device: torch.device, paths: RunPaths, fence: int, recovers: bool) -> None:
+    def __init__(
+        self,
+        rendezvous: Any,
+        logical_workers: int,
+        device: torch.device,
+        backend: Literal["auto", "nccl", "gloo"],
+        paths: RunPaths,
+        fence: int,
+        recovers: bool,
+    ) -> None:
         self.recovers = recovers
-        self._rendezvous, self._logical_workers, self._device = rendezvous, logical_workers, device
+        self._rendezvous, self._logical_workers, self._device, self._backend = rendezvous, logical_workers, device, backend
         self._paths, self._fence = paths, fence
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         use_interface_of(host)
@@ -131,7 +141,7 @@ class RayMembership:
         self._group = ProcessGroup()
         try:
             with collective():
-                self._group.open(formed, self._device)
+                self._group.open(formed, self._device, self._backend)
             yield world, formed
         finally:
             group, self._group = self._group, None

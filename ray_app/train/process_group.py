@@ -6,6 +6,7 @@ import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
+from typing import Literal
 
 import psutil
 import torch
@@ -27,9 +28,9 @@ class ProcessGroup:
         self._sockets: list[tuple[int, str]] | None = None
         self._nccl = False
 
-    def open(self, formed: Formed, device: torch.device) -> None:
-        """Meets the other members of a generation; blocks until all are there."""
-        self._nccl = device.type == "cuda"
+    def open(self, formed: Formed, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
+        """Meets the other members of a generation; blocks until all are there. For `backend` see `train.backend`."""
+        self._nccl = device.type == "cuda" and backend != "gloo"
         self._before = set(_sockets())
         store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
         dist.init_process_group(

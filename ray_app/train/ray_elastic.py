@@ -7,7 +7,7 @@ node goes away leaves, and new ones are added while the others train on. What th
 - `TrainController`: where it would restart the group it drops the failed workers; where it would resize it adds some.
 - `ElasticScalingPolicy`: how many workers are possible comes from it, how many are wanted from `train.scaling`.
 - `DataParallelTrainer._initialize_and_run_controller`: the only place where a controller of one's own can be put in.
-- `ray._private.state.state.get_draining_nodes`: notices of nodes that are about to go away.
+- `ray._private.state`: `state.get_draining_nodes` for notices of nodes that are about to go away, `available_resources_per_node`.
 
 Another Ray version may lack any of it; then importing this module fails, and `train.trainer` falls back to restarting all workers.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from math import ceil
 from typing import Any
 
 import ray
@@ -32,6 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_app.errors import RayAppError
 from ray_app.train.ray_group import ElasticGroup, id_of
 from ray_app.train.ray_hooks import Control, FailureBudget, OwnGroupBackend
+from ray_app.train.ray_labels import Node, labelled
 from ray_app.train.scaling import sizing
 
 logger = logging.getLogger(__name__)
@@ -72,31 +74,52 @@ class _Sizes(ElasticScalingPolicy):
         self.full_until_s = 0.0
         self.reason = ""
 
-    def possible(self) -> int:
-        """Workers that fit on nodes that stay, those of now included."""
+    def _get_num_workers_for_resource_request(self) -> int:
+        """How many bundles an autoscaler is asked to make room for: those of the workers, and as many as the CPUs of all else are worth.
+
+        With GPUs or labels a bundle more would be another such node, where any CPU will do.
+        """
+        scaling = self._control.config.scaling
+        rest = 0 if scaling.gpus_per_worker or scaling.label_selector or not scaling.cpus_per_worker else self._control.reading_cpus
+        return self.scaling_config.max_workers + (ceil(rest / scaling.cpus_per_worker) if rest else 0)
+
+    def possible(self, now: int = 0) -> int:
+        """Workers that fit on nodes that stay, the `now` workers of now included."""
         if time.monotonic() - self._looked_s < _LOOK_S:
             return self._possible
         self._looked_s = time.monotonic()
         self.draining = ray._private.state.state.get_draining_nodes() or {}
-        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"] and self._is_there(node)}
-        staying = {node: resources for node, resources in alive.items() if node not in self.draining}
-        nodes = frozenset((node, node in self.draining) for node in alive)
-        try:
-            reserved = ray.get(
-                self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=nodes != self._nodes),
-                timeout=5,
-            )
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            logger.warning("The autoscaling coordinator does not answer: %s", error)
-            return self._possible
-        self._nodes = nodes
-        count = self._count_possible_workers({node: part for node, part in reserved.items() if node in staying})
-        each = self._control.config.scaling.cpus_per_worker
-        if each:
-            cpus = sum(resources.get("CPU", 0.0) for resources in staying.values())
-            count = min(count, int((cpus - self._control.reading_cpus) // each))
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and self._is_there(node)}
+        staying = {name: node for name, node in alive.items() if name not in self.draining}
+        scaling = self._control.config.scaling
+        if scaling.label_selector:
+            count = now + self._free_on(labelled(staying.values(), scaling.label_selector))
+        else:
+            nodes = frozenset((name, name in self.draining) for name in alive)
+            reserved = self._reserved(recompute=nodes != self._nodes)
+            if reserved is None:
+                return self._possible
+            self._nodes = nodes
+            count = self._count_possible_workers({name: part for name, part in reserved.items() if name in staying})
+        if scaling.cpus_per_worker:
+            cpus = sum(node["Resources"].get("CPU", 0.0) for node in staying.values())
+            count = min(count, int((cpus - self._control.reading_cpus) // scaling.cpus_per_worker))
         self._possible = max(0, count)
         return self._possible
+
+    def _reserved(self, recompute: bool) -> dict[str, dict[str, float]] | None:
+        """What each node has for the workers of this run, as Ray shares it out among runs; it does not look at labels."""
+        asked = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=recompute)
+        try:
+            return ray.get(asked, timeout=5)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("The autoscaling coordinator does not answer: %s", error)
+            return None
+
+    def _free_on(self, nodes: list[Node]) -> int:
+        """More workers that there is room for now on these nodes."""
+        free = ray._private.state.available_resources_per_node()
+        return self._count_possible_workers({node["NodeID"]: free.get(node["NodeID"], {}) for node in nodes})
 
     def _is_there(self, node: dict[str, Any]) -> bool:
         """Asks a node that a worker was lost on whether it lives: Ray itself counts a lost node as alive for seconds to a minute."""
@@ -126,7 +149,8 @@ class _Sizes(ElasticScalingPolicy):
         """Adds workers where it pays."""
         del worker_group_status
         self._maybe_send_resource_request()
-        now, possible, scaling = worker_group_state.num_workers, self.possible(), self.scaling_config
+        now, scaling = worker_group_state.num_workers, self.scaling_config
+        possible = self.possible(now)
         if time.monotonic() < self.full_until_s:
             possible = min(possible, now)
         since, dwell = time.monotonic() - self.changed_s, self._control.config.scaling.resize_check_s

@@ -28,16 +28,15 @@ class _Slots(PlacementGroupHandle):
     """A placement group for every worker."""
 
     def __init__(self, resources: dict[str, float], strategy: str, label_selectors: list[Any] | None) -> None:
-        self._resources, self._strategy, self._selectors = resources, strategy, label_selectors
+        self._resources, self._strategy = resources, strategy
+        self._selector = label_selectors[:1] if label_selectors else None  # the same for all workers, also for those of later
         self.free: list[PlacementGroup] = []
         self._used: dict[str, PlacementGroup] = {}
 
     def reserve(self, count: int, timeout_s: float) -> int:
         """Reserves slots; those that are not there in time are given up. Returns how many there are."""
-        made = []
-        for i in range(count):
-            selector = [self._selectors[i]] if self._selectors else None
-            made.append(placement_group([self._resources], strategy=self._strategy, bundle_label_selector=selector))
+        options = {"strategy": self._strategy, "bundle_label_selector": self._selector}
+        made = [placement_group([self._resources], **options) for _ in range(count)]
         deadline = time.monotonic() + timeout_s
         for group in made:
             if group.wait(max(0.0, deadline - time.monotonic())):

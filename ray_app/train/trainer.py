@@ -80,6 +80,7 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
     options: dict[str, Any] = {
         "use_gpu": scaling.gpus_per_worker > 0,
         "resources_per_worker": {name: amount for name, amount in resources.items() if amount},
+        "label_selector": scaling.label_selector,
     }
     arguments = {"start": ray.put(start)}
     if in_place:
@@ -121,7 +122,8 @@ def _work(arguments: dict[str, Any]) -> None:
     device = get_device() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     assert isinstance(device, torch.device)
     recovers = _recovers_in_place(job.config)
-    membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, job.paths, job.fence, recovers)
+    backend = job.config.train.backend
+    membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers)
     over = False
     try:
         load = (lambda: cached_rows(start.evaluation).arrays) if start.evaluation is not None else None

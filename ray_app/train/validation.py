@@ -1,4 +1,7 @@
-"""Evaluation by the training workers themselves, together, at the end of an epoch: every row once, each worker its share of the chunks."""
+"""Evaluation by the training workers themselves, together, at every planned checkpoint: every row once, each its share of the chunks.
+
+A run that goes on from such a checkpoint evaluates it first, if that was not done before: whatever stopped it, no evaluation is lost.
+"""
 
 from __future__ import annotations
 

@@ -215,14 +215,14 @@ def test_a_run_name_of_another_configuration_is_refused(
     ],
 )
 def test_as_many_workers_as_fit(fields: dict[str, Any], resources: dict[str, float], expected: int) -> None:
-    assert workers_that_fit(load_config(ROOT / "conf" / "digits.yaml").replace(**fields), resources) == expected
+    assert workers_that_fit(load_config(ROOT / "conf" / "digits.yaml").replace(**fields), resources, []) == expected
 
 
 @pytest.mark.parametrize("resources", [{"CPU": 3.0}, {}])
 def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(resources: dict[str, float]) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml", scaling__min_workers=2)
     with pytest.raises(ConfigError, match=rf"need 4 CPU and 0 GPU; the cluster has {resources.get('CPU', 0):g} CPU and 0 GPU\. Add nodes"):
-        workers_that_fit(config, resources)
+        workers_that_fit(config, resources, [])
 
 
 def test_null_switches_a_default_off(command: Callable[..., list[str]]) -> None:

@@ -94,6 +94,32 @@ def test_the_valid_one_is_accepted() -> None:
             {"data__global_batch_size": 30},
             "data.global_batch_size is 30, not divisible by the 4 logical workers; the nearest valid values are 28 or 32.",
         ),
+        ({"train__bucket_mb": 0.0}, "train.bucket_mb is 0.0; it must be greater than 0."),
+        ({"train__backend": "mpi"}, "train.backend is 'mpi'; it must be one of auto, nccl, gloo."),
+        (
+            {"train__backend": "nccl"},
+            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to auto or gloo, or"
+            " give the workers GPUs.",
+        ),
+        (
+            {"train__backend": "gloo", "train__strategy": "fsdp"},
+            "train.backend is set, but only train.strategy: ddp or single or local_sgd or central_storage looks at it; leave it out.",
+        ),
+        (
+            {"train__gradient_compression": "bf16"},
+            "train.gradient_compression is bf16 with train.reduction exact: what travels are sums over the logical workers of a worker,"
+            " so rounding them would make the bits depend on the number of workers. Set train.reduction to overlapped, or"
+            " train.gradient_compression to none.",
+        ),
+        (
+            {"train__gradient_compression": "bf16", "train__reduction": "overlapped", "train__strategy": "local_sgd"},
+            "train.gradient_compression is set, but only train.strategy: ddp or single or central_storage looks at it; leave it out.",
+        ),
+        (
+            {"scaling__label_selector": {"zone": "a"}, "train__strategy": "single"},
+            "scaling.label_selector is {'zone': 'a'}, but train.strategy single has no workers to place: everything happens in the calling"
+            " process. Leave it out.",
+        ),
         ({"data__path": ""}, "data.path is missing; name a folder of Parquet files (jobs/ingest.py makes one)."),
         ({"task": {"class_path": ""}}, "task.class_path is missing; name a task such as ray_app.task.image.ImageClassification."),
     ],
@@ -184,6 +210,7 @@ def changed(**fields: Any) -> bool:
         {"tracking__registered_model": "m", "tracking__system_metrics_s": None},
         {"evaluate__where": "workers", "evaluate__budget": 0.5, "evaluate__most_waiting": 3, "evaluate__min_delta": 0.1},
         {"train__servers": 3, "train__server_cpus": 2, "train__min_shard_kb": 64},
+        {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},
     ],
     ids=str,
 )
@@ -212,6 +239,7 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
         {"train__epochs": 2},
         {"train__max_steps": 10},
         {"train__reduction": "overlapped"},
+        {"train__gradient_compression": "bf16"},
         {"train__precision": "bf16"},
         {"train__grad_clip_norm": 1.0},
         {"train__steps_per_epoch": 10},

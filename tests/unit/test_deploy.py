@@ -121,7 +121,7 @@ def test_a_manifest_offers_what_the_run_reserves(
     scaling = config.scaling
     assert (workers["minReplicas"], workers["maxReplicas"]) == (scaling.min_workers, scaling.max_workers)
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
-    assert [workers_that_fit(config, {"CPU": head + each * pods}) for pods in (scaling.min_workers, scaling.max_workers)] == [
+    assert [workers_that_fit(config, {"CPU": head + each * pods}, []) for pods in (scaling.min_workers, scaling.max_workers)] == [
         scaling.min_workers,
         scaling.max_workers,
     ]

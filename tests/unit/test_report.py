@@ -14,12 +14,14 @@ from rich.console import Console
 
 from ray_app.pipeline.console import loss_curve
 from ray_app.pipeline.report import main, report_end
+from ray_app.record.files import put_json
 from ray_app.record.journal import Event, StepRecord
 from ray_app.record.paths import RunPaths
 from ray_app.report.axes import log_ticks, number, seconds, ticks, time_ticks, whole_ticks
 from ray_app.report.classes import verdict
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render, write_report
+from ray_app.report.rows import shares
 from ray_app.report.series import Clock, smoothed, sparkline, thinned
 from ray_app.report.story import what_happened
 from ray_app.report.tables import budgets, comparison, time_parts
@@ -105,6 +107,38 @@ def test_a_run_with_one_step(tmp_path: Path) -> None:
     run.start()
     run.steps(1, 1, 2.0)
     assert "Goodput needs at least two steps." in page_of(run).text
+
+
+def test_rows_of_every_logical_worker_and_rows_that_were_skipped(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, data__on_bad_row="skip", data__shard="file")
+    run.start()
+    run.steps(1, 50, 2.0)
+    assert "cannot be decoded" not in page_of(run).text
+    for position in range(25):
+        place = {"position": 1000 - position, "path": f"part-{position}.parquet", "row_group": 3, "row": 7}
+        put_json(run.paths.bad_rows / f"{1000 - position:012d}.json", {**place, "reason": f"<b>cut {position}</b>"})
+    page = page_of(run)
+    text = " ".join(page.text.split())
+    assert "Used by each logical worker logical workerrows 0800 1800 As data.shard: file shares them out." in text
+    assert "25 of at most 100 (data.max_bad_rows), skipped 0 times in all. The first 20, and why" in text
+    assert "part-24.parquet, row group 3, row 7<b>cut 24</b>" in text, "the first by position"
+    assert "part-4.parquet," not in text
+    assert page.ids.index("cluster") < page.ids.index("rows") < page.ids.index("verdict")
+
+
+def test_many_logical_workers_are_summed_up() -> None:
+    records = [StepRecord(1, 0, 0.0, 1.0, 0.1, 1.0, 1.0, 0.0, 2, list(range(30)), [0] * 30, "1.1")] * 2
+    found = shares(records)
+    assert found is not None
+    assert (found.logical_workers, found.least, found.most, len(found.shown)) == (30, 0, 58, 20)
+    assert (found.shown[19].rows, found.shown[19].part) == (38, 38 / 58)
+
+
+def test_nothing_is_said_of_rows_where_there_is_nothing_to_say(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    assert "rows" not in page_of(run).ids
+    assert shares([StepRecord(1, 0, 0.0, 1.0, 0.1, 1.0, 1.0, 0.0, 2, [32], [0], "1.1")]) is None, "one logical worker"
 
 
 def test_a_running_run_is_told_from_one_whose_driver_vanished(tmp_path: Path) -> None:

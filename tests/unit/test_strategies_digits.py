@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_world import CPU, DieAfter, Pool, cached, make_job
@@ -18,9 +19,15 @@ from ray_app.task.image import ImageClassification
 from ray_app.task.scoring import combine, score
 from ray_app.train.hooks import Hooks
 
+COMPRESSED = {"train__reduction": "overlapped", "train__gradient_compression": "bf16", "train__bucket_mb": 0.02}
 
-@pytest.mark.parametrize("strategy", ["fsdp", "central_storage"])
-def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, strategy: str) -> None:
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"train__strategy": "fsdp"}, {"train__strategy": "central_storage"}, COMPRESSED],
+    ids=["fsdp", "central_storage", "compressed"],
+)
+def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     job = make_job(
         tmp_path / "run",
         digits / "train",
@@ -29,9 +36,9 @@ def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, strateg
         task=ImageClassification(model="small_cnn", pixel_max=16, crop_padding=1),
         optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003, "weight_decay": 0.0001}},
         schedule={"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.01}},
-        train__strategy=strategy,
         train__epochs=12,
         checkpoint__every_epochs=2,
+        **fields,
     )
     kill = KillOnce(tmp_path / "killed", step=60, rank=0)
     stop = DieAfter(160)

@@ -73,9 +73,9 @@ def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
 
 def test_workers_leave_room_for_reading_and_evaluation() -> None:
     config = Config().replace(scaling__min_workers=2, scaling__max_workers=8, data__eval_path="x")
-    assert workers_that_fit(config, {"CPU": 64.0}) == 8
-    assert workers_that_fit(config, {"CPU": 5.0}) == 3
+    assert workers_that_fit(config, {"CPU": 64.0}, []) == 8
+    assert workers_that_fit(config, {"CPU": 5.0}, []) == 3
     with pytest.raises(ConfigError, match=r"need 4 CPU and 0 GPU; the cluster has 3 CPU and 0 GPU"):
-        workers_that_fit(config, {"CPU": 3.0})
+        workers_that_fit(config, {"CPU": 3.0}, [])
     with pytest.raises(ConfigError, match=r"2 GPU; the cluster has 16 CPU and 1 GPU"):
-        workers_that_fit(config.replace(scaling__gpus_per_worker=1), {"CPU": 16.0, "GPU": 1.0})
+        workers_that_fit(config.replace(scaling__gpus_per_worker=1), {"CPU": 16.0, "GPU": 1.0}, [])
