@@ -105,7 +105,7 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
     with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
-        max_workers = workers_that_fit(config, ray.cluster_resources())
+        max_workers = workers_that_fit(config, ray.cluster_resources() if ray.is_initialized() else {})
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             announce(console, prepared, max_workers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ray
+
 from ray_app.pipeline.nodes import NodeSampler
 from ray_app.pipeline.summary import newest_commit
 from ray_app.track.client import DataSet
@@ -22,9 +24,9 @@ def make_tracker(job: Job) -> Tracker | None:
 
 
 def make_sampler(job: Job) -> NodeSampler | None:
-    """The sampler of a run, to be entered; None if it is not wanted."""
+    """The sampler of a run, to be entered; None if it is not wanted, or there is no cluster whose nodes it could look at."""
     tracking = job.config.tracking
-    if not tracking.enabled or tracking.system_metrics_s is None:
+    if not tracking.enabled or tracking.system_metrics_s is None or not ray.is_initialized():
         return None
     commit = newest_commit(job)
     return NodeSampler(job.paths, job.fence, tracking.system_metrics_s, commit.step if commit else 0)
