@@ -35,7 +35,7 @@ def model_of_package(config: Config, model: str | None) -> Found:
         )
     wanted = model or f"models:/{name}@champion"
     found = read_export(wanted) if is_export(wanted) else fetch_package(default_tracking_uri(config), wanted)
-    called = " ".join(f"{key} {value}" for key, value in found.source.items())
+    called = found.called
     made = make_task(config)
     if class_path(made) != found.class_path:
         raise ConfigError(

@@ -25,7 +25,8 @@ class Packaged:
     """A packaged model.
 
     Args:
-        source: What it is called: name and version, or the run and the step that it was exported from.
+        called: What it is called in messages.
+        source: Name and version, or the run and the step that it was exported from.
         format: How it is stored: `torch.export` or `safetensors`.
         inputs: Name, dtype and shape of one row of every input.
         params_digest: Digest of the parameters that were registered.
@@ -34,6 +35,7 @@ class Packaged:
         weights: Content of `model.pt2` or `model.safetensors`.
     """
 
+    called: str
     source: dict[str, Any]
     format: str
     inputs: list[dict[str, Any]]
@@ -62,7 +64,7 @@ def fetch_package(uri: str, model: str) -> Packaged:
         place = str(version.source).removeprefix(root).strip("/") + "/data/model"
         folder = Path(client.download_artifacts(version.run_id, place, temporary))
         source = {"name": version.name, "version": str(version.version)}
-        return _read(folder, f"{model} (version {version.version})", source, version.tags.get(PARAMS_DIGEST, ""))
+        return _read(folder, f"{version.name} version {version.version}", source, version.tags.get(PARAMS_DIGEST, ""))
 
 
 def is_export(model: str) -> bool:
@@ -79,7 +81,7 @@ def read_export(folder: str) -> Packaged:
     """
     said = read_json(Path(folder) / EXPORT) or {}
     source = {"run": said["run"], "step": said["step"]} if said else {"folder": Path(folder).resolve().name}
-    return _read(checked(Path(folder)), f"The exported model in {folder}", source, said.get("params_digest"))
+    return _read(checked(Path(folder)), folder, source, said.get("params_digest"))
 
 
 def _read(data: Path, called: str, source: dict[str, Any], digest: str | None) -> Packaged:
@@ -91,7 +93,7 @@ def _read(data: Path, called: str, source: dict[str, Any], digest: str | None) -
             raise KeyError("the settings of its task")
         weights = (data / _FILES[form]).read_bytes()
         digest = described["params_digest"] if digest is None else digest
-        return Packaged(source, form, described["inputs"], digest, made["class_path"], made["settings"], weights)
+        return Packaged(called, source, form, described["inputs"], digest, made["class_path"], made["settings"], weights)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older version of ray_app,"

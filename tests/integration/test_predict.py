@@ -19,12 +19,14 @@ import ray
 import safetensors.torch
 import torch
 
+from ray_app import load_model
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.columns import decode, spec_of
 from ray_app.data.dataset import open_dataset
 from ray_app.data.source import Reader, fetch_here, probe, whole
 from ray_app.errors import DataError
+from ray_app.pipeline.exporting import ExportOptions, export_run
 from ray_app.pipeline.registering import register_best
 from ray_app.predict.actor import Model, PredictJob, Predictor
 from ray_app.predict.command import main
@@ -125,6 +127,22 @@ def test_a_run_predicts_what_has_no_labels(ray_cluster: None, run: Finished, dig
     said = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert said["model"] == {"run": "run", "step": 8, "config_digest": "c" * 64}
     assert [part["rows"] for part in said["parts"]] == [33] * 5 + [33 + 2, 50, 50, 20, 39]
+
+
+def test_an_export_predicts_with_the_same_bits_on_a_cluster_and_without(
+    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path, same_threads: None
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    said = export_run(ExportOptions(str(run.job.paths.root), str(folder)))
+    assert main(command(run, digits / "eval", out, "--predict.model", str(folder))) == 0
+    assert json.loads((out / "predictions.json").read_text())["model"] == {"run": "run", "step": said["step"]}
+    ids, images = images_of(digits / "eval")
+    assert whole_of(out).column("row_id").to_pylist() == ids
+    torch.set_num_threads(1)
+    predictor = load_model(folder)
+    scores = [torch.from_numpy(predictor.predict(images[first : first + 50])) for first in range(0, len(ids), 50)]
+    sure = torch.cat([part.softmax(-1).max(-1).values for part in scores])
+    assert np.array_equal(whole_of(out).column("confidence").to_numpy(), sure.numpy()), "other bits than the job's"
 
 
 def test_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
