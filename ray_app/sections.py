@@ -270,6 +270,8 @@ class TrackingSection:
         registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a new version; not
             given: none does.
         system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node; not given: none.
+        tensorboard: Whether the driver also writes event files for TensorBoard, with or without MLflow, to `tensorboard` in the run's
+            directory.
     """
 
     enabled: bool = True
@@ -278,6 +280,7 @@ class TrackingSection:
     every_steps: int = 10
     registered_model: str | None = None
     system_metrics_s: float | None = 10.0
+    tensorboard: bool = False
 
 
 SECTIONS: dict[str, type] = {
