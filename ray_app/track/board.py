@@ -1,7 +1,7 @@
 """TensorBoard event files: one thread in the driver writes a run's record as MLflow gets it, and begins anew at every start of the driver.
 
-The file is a function of the record, so nothing of it has to survive a driver that is killed: the next one removes it and writes all points
-again, each once, behind a mark that makes a TensorBoard which is open drop what it has of the run.
+The file is a function of the record, so nothing of it has to survive a driver that is killed: the next one empties it and writes all points
+again to one of its own, each once, behind a mark that makes a TensorBoard which is open drop what it has of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFIX = "events.out.tfevents."
-_LONGEST_PAUSE_S = 60.0
+_RETRY_S, _LONGEST_PAUSE_S = 0.5, 60.0
 _PAUSE_PER_SWEEP = 20
 """A sweep looks through the record, and on S3 puts the whole file again: it takes at most a twentieth of the time."""
 
@@ -93,8 +93,8 @@ class Board:
                 self._say_trouble(error)
                 self._close()
                 self._begin_again()
-            pause_s = _PAUSE_PER_SWEEP * (time.perf_counter() - began_s)
-            self._wake.wait(min(max(poll_s(self._paths.root), pause_s), _LONGEST_PAUSE_S))
+            pause_s = max(poll_s(self._paths.root), _PAUSE_PER_SWEEP * (time.perf_counter() - began_s))
+            self._wake.wait(_RETRY_S if finished is not None else min(pause_s, _LONGEST_PAUSE_S))
         self._close()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -116,12 +116,16 @@ class Board:
             self._put()
 
     def _opened(self) -> SummaryWriter:
-        """A new file, the only one of the run."""
+        """A new file, the only one of the run with anything in it."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         for name, file in listing(self._paths.tensorboard).items():
             if name.startswith(_PREFIX):
-                file.unlink(missing_ok=True)
+                put_atomic(file, b"")  # an open TensorBoard that reads it would never go on to the next if it were removed
+        if self._temporary is not None:
+            self._put_bytes = 0
+            for left in self._folder.iterdir():
+                left.unlink()
         writer = SummaryWriter(str(self._folder), purge_step=0)
         text = redacted_yaml(self._config.to_yaml())
         writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), 0)
