@@ -20,8 +20,9 @@ _READING_CPUS = 1
 
 
 def needs_cluster(config: Config) -> bool:
-    """Whether anything of the run is outside the calling process: workers, or an evaluator."""
-    return config.train.strategy != "single" or (config.data.eval_path is not None and config.evaluate.where == "actor")
+    """Whether anything of the run is outside the calling process: workers, an evaluator, or a cluster that it is told to join."""
+    evaluator = config.data.eval_path is not None and config.evaluate.where == "actor"
+    return config.train.strategy != "single" or evaluator or config.run.ray_address is not None
 
 
 @contextmanager

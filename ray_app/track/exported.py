@@ -153,7 +153,7 @@ def read_rows(task: Task, path: str) -> Batch:
     dataset, columns = open_dataset(path), task.columns()
     task.prepare(dataset.facts)
     fields = probe(dataset, columns, task.decode)
-    source = RowSource(Reader(dataset.root, columns, task.decode), dataset.manifest, fields, rows_per_task(fields, _READ_MB))
+    source = RowSource(Reader(dataset.root, columns, task.decode, fields), dataset.manifest, rows_per_task(fields, _READ_MB))
     return {name: torch.from_numpy(values) for name, values in load_all(fetch_here, source).arrays.items()}
 
 

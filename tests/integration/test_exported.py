@@ -57,7 +57,7 @@ config = load_config("conf/digits.yaml", **fields, run__name="run", train__epoch
 first = run_training(config)
 said = first.export(f"{folder}/model")
 place = f"{folder}/model/data/model/model.safetensors"
-second = run_training(config.replace(run__name="on", train__init_from=place, train__max_steps=3))
+second = run_training(config.replace(run__name="on", train__init_from=place, train__max_steps=3, data__cache="none"))
 assert not ray.is_initialized()
 losses = [record.loss for record in second.metrics()]
 print(json.dumps({"summary": first.summary, "said": said, "first": first.metrics()[0].loss, "on": second.summary, "losses": losses}))
