@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ray_app.pipeline.result import Result
     from ray_app.pipeline.run import run_training
     from ray_app.report.comparison import Comparison
+    from ray_app.track.exported import load_for_training, load_model, read_rows
 
 __all__ = [
     "Comparison",
@@ -23,6 +24,9 @@ __all__ = [
     "compare_runs",
     "kill_worker",
     "load_config",
+    "load_for_training",
+    "load_model",
+    "read_rows",
     "run_training",
     "start_training",
 ]
@@ -38,6 +42,9 @@ _PLACES = {
     "compare_runs": "pipeline.comparing",
     "kill_worker": "drill.local",
     "load_config": "pipeline.cli",
+    "load_for_training": "track.exported",
+    "load_model": "track.exported",
+    "read_rows": "track.exported",
     "run_training": "pipeline.run",
     "start_training": "pipeline.background",
 }

@@ -17,7 +17,7 @@
     ├── PreemptedError       the nodes of all workers are about to go away
     ├── RepeatedFailureError the same failure at the same step again and again
     ├── BudgetSpentError     more failures than `failure.*` allows
-    ├── RegistryError        a model cannot be packaged or registered
+    ├── RegistryError        a model cannot be packaged, registered or exported
     └── RunEndedError        a run ended before it was where somebody awaited it
 """
 
@@ -106,7 +106,7 @@ class BudgetSpentError(RayAppError):
 
 
 class RegistryError(RayAppError):
-    """A model cannot be packaged or registered; the training that made it is not touched."""
+    """A model cannot be packaged, registered, exported or loaded again; the training that made it is not touched."""
 
 
 class RunEndedError(RayAppError):

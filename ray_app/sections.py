@@ -279,7 +279,10 @@ class TrackingSection:
         every_steps: Optimizer steps that are combined into one point of each metric (the run's own record has every step).
         registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a new version; not
             given: none does.
-        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node; not given: none.
+        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node; not given, or for a run without a cluster
+            (`train.strategy: single`): none.
+        tensorboard: Whether the driver also writes event files for TensorBoard, with or without MLflow, to `tensorboard` in the run's
+            directory.
     """
 
     enabled: bool = True
@@ -288,6 +291,7 @@ class TrackingSection:
     every_steps: int = 10
     registered_model: str | None = None
     system_metrics_s: float | None = 10.0
+    tensorboard: bool = False
 
 
 SECTIONS: dict[str, type] = {

@@ -37,7 +37,8 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1:
+    nodes = ray.nodes() if ray.is_initialized() else []
+    if len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) > 1:
         console.print(
             "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how to shorten it."
         )

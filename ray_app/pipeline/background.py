@@ -188,7 +188,7 @@ class Training:
     def _ask(self, what: str) -> Any:
         """Asks the rendezvous; None if it is not there yet, or any more."""
         with self._asking, suppress(ValueError, ray.exceptions.RayError):
-            if not self._over:
+            if not self._over and ray.is_initialized():  # asking would start a cluster
                 return ray.get(getattr(ray.get_actor(self._job.rendezvous), what).remote())
         return None
 

@@ -20,17 +20,28 @@ from ray_app.train.ray_token import require_token
 _READING_CPUS = 1
 
 
+def needs_cluster(config: Config) -> bool:
+    """Whether anything of the run is outside the calling process: workers, an evaluator, or a cluster that it is told to join."""
+    evaluator = config.data.eval_path is not None and config.evaluate.where == "actor"
+    return config.train.strategy != "single" or evaluator or config.run.ray_address is not None
+
+
 @contextmanager
 def cluster(config: Config) -> Iterator[bool]:
     """Connects to Ray: the connection that is there, the configured address, `RAY_ADDRESS`, or a local cluster of our own.
 
+    A run that does not need one gets none, unless there is a connection already.
+
     Only a cluster of our own declares more logical CPUs than the machine has cores, so that a small machine can try several workers.
 
     Yields:
-        Whether the cluster is our own; then it ends with the context.
+        Whether the cluster is our own, or there is none; then what is in it ends with the context.
     """
     if ray.is_initialized():
         yield False
+        return
+    if not needs_cluster(config):
+        yield True
         return
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     address = config.run.ray_address or os.environ.get("RAY_ADDRESS")

@@ -203,6 +203,8 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], facts: Facts 
         rows.append(("report", str(job.paths.report)))
     if tracking_uri:
         rows.append(("MLflow page", _mlflow_page(tracking_uri)))
+    if job.config.tracking.tensorboard:
+        rows.append(("TensorBoard", f"tensorboard --logdir {job.paths.tensorboard}"))
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
     if not _is_utf8(console.encoding):

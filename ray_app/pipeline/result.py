@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.decoded import load_all
-from ray_app.data.source import fetch_here
 from ray_app.errors import CheckpointError
-from ray_app.pipeline.prepare import evaluation_source
+from ray_app.pipeline.exporting import ExportOptions, export_run
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import Location
 from ray_app.record.journal import MetricsReader, StepRecord
@@ -22,8 +19,7 @@ from ray_app.record.paths import RunPaths
 from ray_app.report.cells import run_cell
 from ray_app.report.facts import read_facts
 from ray_app.task.base import Batch, Task
-
-_READ_MB = 64.0
+from ray_app.track.exported import read_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,6 +75,22 @@ class Result:
         model.load_state_dict(unpack_model(CheckpointStore(RunPaths(self.path)).load(commit)))
         return model.eval()
 
+    def export(self, folder: str, which: str = "best", overwrite: bool = False) -> dict[str, Any]:
+        """Writes a model to a folder, as `jobs/export.py` does; `ray_app.load_model(folder)` loads it without Ray and MLflow.
+
+        Args:
+            folder: What it becomes.
+            which: See `ExportOptions.checkpoint`.
+            overwrite: Replace an export that is there.
+
+        Returns:
+            The content of `export.json`.
+
+        Raises:
+            RayAppError: See `export_run`.
+        """
+        return export_run(ExportOptions(str(self.path), folder, which, overwrite))
+
     def read(self, path: str) -> Batch:
         """Reads a data set as the model takes it, whole, in this process: `result.task.forward(model, result.read(path))`.
 
@@ -91,8 +103,7 @@ class Result:
         Raises:
             DataError: It is not there, or cannot be decoded.
         """
-        source = evaluation_source(self.task, path, _READ_MB)
-        return {name: torch.from_numpy(values) for name, values in load_all(fetch_here, source).arrays.items()}
+        return read_rows(self.task, path)
 
     def metrics(self) -> list[StepRecord]:
         """The record of every step, in order."""

@@ -31,11 +31,12 @@ from ray_app.pipeline.report import report_end
 from ray_app.pipeline.result import Result
 from ray_app.pipeline.signals import stopping_at_signals
 from ray_app.pipeline.summary import Status, newest_commit, summarize
-from ray_app.pipeline.tracking import make_sampler, make_tracker
+from ray_app.pipeline.tracking import make_board, make_sampler, make_tracker
 from ray_app.record.files import poll_s, put_json
 from ray_app.record.journal import put_event
 from ray_app.record.lease import Lease, acquire
 from ray_app.record.redact import redact
+from ray_app.track.board import Board, check_board
 from ray_app.track.runs import Tracker, check_available
 from ray_app.train.early_stop import early_stop
 from ray_app.train.hooks import Hooks
@@ -101,11 +102,13 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
     """
     if config.tracking.enabled:
         check_available(config)
+    check_board(config)
     prepared = prepare(config)
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
     with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
-        max_workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes())
+        there = (ray.cluster_resources(), ray.nodes()) if ray.is_initialized() else ({}, [])
+        max_workers = workers_that_fit(config, *there)
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             announce(console, prepared, max_workers)
@@ -147,9 +150,10 @@ class Run:
         job = self.job
         metric, mode = job.best_metric, job.best_mode
         put_event(job.paths, "started", job.fence, max_workers=self._max_workers, metric=metric, mode=mode, total_steps=job.total_steps)
-        tracker = make_tracker(job)
-        if tracker is not None:
-            tracker.start()
+        tracker, board = make_tracker(job), make_board(job)
+        for recording in (tracker, board):
+            if recording is not None:
+                recording.start()
         try:
             with ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
@@ -166,15 +170,16 @@ class Run:
             self._interrupted.set()
         except Exception as error:
             self._error = self._error or own_error(error)
-        return self._end(tracker)
+        return self._end(tracker, board)
 
-    def _end(self, tracker: Tracker | None) -> Result:
+    def _end(self, tracker: Tracker | None, board: Board | None) -> Result:
         """Says, in all places, what came of the run; nothing at all if it belongs to another driver by now."""
         job = self.job
         self._error = self._lease.lost or self._error
         if isinstance(self._error, LeaseLostError):
-            if tracker is not None:
-                tracker.abandon()
+            for recording in (tracker, board):
+                if recording is not None:
+                    recording.abandon()
             raise self._error
         status = self._status()
         kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
@@ -182,6 +187,8 @@ class Run:
         summary = summarize(job, status)
         put_json(job.paths.summary, summary)
         facts = report_end(job.paths)
+        if board is not None:
+            board.close(mlflow_status(status) == "FINISHED", _TRACKING_STOP_S)
         if tracker is not None:
             tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:

@@ -1,9 +1,12 @@
-"""What a run starts to be recorded outside its directory: the tracker, and the sampler of the nodes."""
+"""What a run starts to be recorded for others: the tracker, the writer of TensorBoard's files, and the sampler of the nodes."""
 
 from __future__ import annotations
 
+import ray
+
 from ray_app.pipeline.nodes import NodeSampler
 from ray_app.pipeline.summary import newest_commit
+from ray_app.track.board import Board
 from ray_app.track.client import DataSet
 from ray_app.track.runs import Tracker, run_tags
 from ray_app.train.job import Job
@@ -21,10 +24,15 @@ def make_tracker(job: Job) -> Tracker | None:
     return Tracker(job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, datasets)
 
 
+def make_board(job: Job) -> Board | None:
+    """What writes TensorBoard's event files, to be started; None if they are not wanted."""
+    return Board(job.paths, job.config) if job.config.tracking.tensorboard else None
+
+
 def make_sampler(job: Job) -> NodeSampler | None:
-    """The sampler of a run, to be entered; None if it is not wanted."""
+    """The sampler of a run, to be entered; None if it is not wanted, or there is no cluster whose nodes it could look at."""
     tracking = job.config.tracking
-    if not tracking.enabled or tracking.system_metrics_s is None:
+    if not (tracking.enabled or tracking.tensorboard) or tracking.system_metrics_s is None or not ray.is_initialized():
         return None
     commit = newest_commit(job)
     return NodeSampler(job.paths, job.fence, tracking.system_metrics_s, commit.step if commit else 0)

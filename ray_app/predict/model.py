@@ -1,4 +1,4 @@
-"""Which model predicts: a version of the registry, or the best checkpoint of a run."""
+"""Which model predicts: a version of the registry, an export, or the best checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from ray_app.pipeline.prepare import make_task
 from ray_app.predict.actor import Model
 from ray_app.record.files import location, read_json
 from ray_app.record.paths import RunPaths
-from ray_app.track.package import class_path
-from ray_app.track.packaged import fetch_package
+from ray_app.track.package_files import class_path
+from ray_app.track.packaged import fetch_package, is_export, read_export
 
 Found = tuple[Model, dict[str, Any], list[dict[str, Any]]]
 """A model, what it is called, and name, dtype and shape of the inputs that it needs, as far as they are known."""
 
 
-def model_of_registry(config: Config, uri: str | None) -> Found:
+def model_of_package(config: Config, model: str | None) -> Found:
     """The model, what it is called, and the inputs that it was trained on.
 
     Its class is the configuration's, which is trusted; its settings are those that it was trained with, as the package says.
     """
     name = config.tracking.registered_model
-    if uri is None and name is None:
-        raise ConfigError("Say which model: --predict.model models:/NAME@champion, --predict.run runs/NAME, or tracking.registered_model.")
-    found = fetch_package(default_tracking_uri(config), uri or f"models:/{name}@champion")
-    called = f"{found.name} version {found.version}"
+    if model is None and name is None:
+        raise ConfigError(
+            "Say which model: --predict.model models:/NAME@champion or the folder of an export, --predict.run runs/NAME, or"
+            " tracking.registered_model."
+        )
+    wanted = model or f"models:/{name}@champion"
+    found = read_export(wanted) if is_export(wanted) else fetch_package(default_tracking_uri(config), wanted)
+    called = found.called
     made = make_task(config)
     if class_path(made) != found.class_path:
         raise ConfigError(
@@ -46,7 +50,7 @@ def model_of_registry(config: Config, uri: str | None) -> Found:
     task = type(made).__new__(type(made))
     task.__dict__.update(found.settings)
     inputs = [spec["name"] for spec in found.inputs] if found.format == "torch.export" else None
-    return Model(task, found.weights, inputs, found.params_digest), {"name": found.name, "version": found.version}, found.inputs
+    return Model(task, found.weights, inputs, found.params_digest), found.source, found.inputs
 
 
 def model_of_run(config: Config, run: str) -> Found:

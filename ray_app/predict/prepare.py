@@ -19,10 +19,10 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.predict.actor import PredictJob
-from ray_app.predict.model import model_of_registry, model_of_run
+from ray_app.predict.model import model_of_package, model_of_run
 from ray_app.record.files import Location, folders, location, names, read_json
 from ray_app.task.base import Rows, Task
-from ray_app.track.package import class_path
+from ray_app.track.package_files import class_path
 
 MADE_FROM = "made_from.json"
 _COUNTS = ("part_rows", "batch_size", "workers", "threads")
@@ -35,8 +35,8 @@ class PredictSection:
     Args:
         data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
         out: Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`, written last.
-        model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`. Not given, and no `run` either: the champion
-            of `tracking.registered_model`.
+        model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an export. Not given, and
+            no `run` either: the champion of `tracking.registered_model`.
         run: Directory of a run, or its s3:// URI, whose best checkpoint is taken instead.
         columns: Columns of the data to carry through, separated by commas; not given: `row_id` if there is one.
         part_rows: Rows of a part at most; it also stays within `data.read_task_mb` decoded megabytes.
@@ -110,7 +110,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
     """
     _check(section)
     dataset = open_dataset(section.data)
-    model, source, inputs = model_of_run(config, section.run) if section.run else model_of_registry(config, section.model)
+    model, source, inputs = model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
     model.load(torch.device("cpu"))
     reader, carried = _reader(dataset, model.task), _carried(dataset, section.columns)
     for wanted in inputs:

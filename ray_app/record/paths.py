@@ -96,6 +96,11 @@ class RunPaths:
         return self.root / "tracking.json"
 
     @property
+    def tensorboard(self) -> Location:
+        """Folder of TensorBoard's event files, if they were asked for."""
+        return self.root / "tensorboard"
+
+    @property
     def fences(self) -> Location:
         """Folder with one file per start of the driver, its lease; the highest number may write."""
         return self.root / "fences"

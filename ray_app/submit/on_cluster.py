@@ -30,6 +30,7 @@ from ray_app.sections import ScalingSection
 from ray_app.submit.figures import Figures, cache_fits, figures
 from ray_app.submit.findings import Finding, look
 from ray_app.submit.nodes import storage
+from ray_app.track.board import check_board
 from ray_app.track.runs import check_available
 
 MARK = "RAY_APP_PREFLIGHT "
@@ -88,6 +89,8 @@ def inspect(config: Config) -> Report:
     found.append(look("storage", partial(storage, config.run.storage_path, shared)))
     found.append(look("resources", partial(_resources, config)))
     found.append(look("MLflow", partial(_mlflow, config)))
+    if config.tracking.tensorboard:
+        found.append(look("TensorBoard", partial(_board, config)))
     if not readable:
         return Report(found, versions(), None)
     made: list[Figures] = []
@@ -121,6 +124,11 @@ def _refuse_small_nodes(scaling: ScalingSection) -> None:
         most = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
         if each > most:
             raise ConfigError(f"scaling.{field} is {each:g}, but no node has more than {most:g} {name}; lower it, or add a bigger node.")
+
+
+def _board(config: Config) -> str:
+    check_board(config)
+    return "event files are written."
 
 
 def _mlflow(config: Config) -> str | Finding:

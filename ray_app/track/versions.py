@@ -95,11 +95,11 @@ def parameters(folder: Path) -> dict[str, Tensor]:
         RegistryError: They are not those that were packaged.
     """
     described = loader.describe(folder)
-    if described["format"] == "torch.export":
+    if (folder / loader.WEIGHTS).exists():
+        found = safetensors.torch.load_file(folder / loader.WEIGHTS)
+    else:
         state: Mapping[str, Tensor] = loader.load_exported(folder / loader.EXPORTED).state_dict
         found = {name.removeprefix("model."): values.detach().clone().contiguous() for name, values in state.items()}
-    else:
-        found = safetensors.torch.load_file(folder / loader.WEIGHTS)
     if params_digest(found) != described["params_digest"]:
         raise RegistryError(f"{folder} holds other parameters than it says: {params_digest(found)}, not {described['params_digest']}.")
     return found

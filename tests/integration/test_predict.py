@@ -19,12 +19,14 @@ import ray
 import safetensors.torch
 import torch
 
+from ray_app import load_model
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.columns import decode, spec_of
 from ray_app.data.dataset import open_dataset
 from ray_app.data.source import Reader, fetch_here, probe, whole
 from ray_app.errors import DataError
+from ray_app.pipeline.exporting import ExportOptions, export_run
 from ray_app.pipeline.registering import register_best
 from ray_app.predict.actor import Model, PredictJob, Predictor
 from ray_app.predict.command import main
@@ -107,7 +109,9 @@ def test_the_champion_predicts_every_row_once_in_order(
     assert set(after) - kept == {"part-00001.parquet", "part-00003.parquet", "part-00005.parquet"}
 
 
-def test_a_run_predicts_what_has_no_labels(ray_cluster: None, run: Finished, digits: Path, tmp_path: Path) -> None:
+def test_a_run_predicts_what_has_no_labels_and_an_export_with_the_same_bits_on_a_cluster_and_without(
+    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path, same_threads: None
+) -> None:
     table = pq.read_table(digits / "eval" / "part-00000.parquet")
     data = tmp_path / "unlabelled"
     data.mkdir()
@@ -115,7 +119,8 @@ def test_a_run_predicts_what_has_no_labels(ray_cluster: None, run: Finished, dig
     pq.write_table(table.drop_columns(["label"])[200:], data / "part-b.parquet", row_group_size=120)
     arguments = ["--predict.run", str(run.job.paths.root), "--predict.columns", "image,row_id"]
     assert main(command(run, data, tmp_path / "out", *arguments)) == 0
-    assert main(command(run, digits / "eval", tmp_path / "labelled", *CHAMPION)) == 0
+    exported = export_run(ExportOptions(str(run.job.paths.root), str(tmp_path / "model")))
+    assert main(command(run, digits / "eval", tmp_path / "labelled", "--predict.model", str(tmp_path / "model"))) == 0
     found, labelled = whole_of(tmp_path / "out"), whole_of(tmp_path / "labelled")
     assert found.column_names == ["image", "row_id", "position", "predicted", "predicted_index", "confidence"]
     assert found.column("image").to_pylist() == table.column("image").to_pylist()
@@ -125,6 +130,12 @@ def test_a_run_predicts_what_has_no_labels(ray_cluster: None, run: Finished, dig
     said = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert said["model"] == {"run": "run", "step": 8, "config_digest": "c" * 64}
     assert [part["rows"] for part in said["parts"]] == [33] * 5 + [33 + 2, 50, 50, 20, 39]
+    assert json.loads((tmp_path / "labelled" / "predictions.json").read_text())["model"] == {"run": "run", "step": exported["step"]}
+    torch.set_num_threads(1)
+    predictor, images = load_model(tmp_path / "model"), images_of(digits / "eval")[1]
+    scores = [torch.from_numpy(predictor.predict(images[first : first + 50])) for first in range(0, len(images), 50)]
+    sure = torch.cat([part.softmax(-1).max(-1).values for part in scores])
+    assert np.array_equal(labelled.column("confidence").to_numpy(), sure.numpy()), "other bits than the job's"
 
 
 def test_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path, tmp_path: Path) -> None:

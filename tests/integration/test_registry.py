@@ -36,7 +36,8 @@ from ray_app.task.base import Batch
 from ray_app.task.tabular import TabularClassification
 from ray_app.track import loader
 from ray_app.track.client import MlflowRun, connect
-from ray_app.track.package import make_package, read_fields
+from ray_app.track.package import make_package
+from ray_app.track.package_files import read_fields
 from ray_app.track.registry import champion_of, promote, register
 from ray_app.track.sources import sources_of
 from tests.checkpoints import commit_of

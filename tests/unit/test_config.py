@@ -207,7 +207,7 @@ def changed(**fields: Any) -> bool:
         {"evaluate__every": "latest", "evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__threads": 2},
         {"tracking__enabled": False, "tracking__every_steps": 3, "tracking__uri": "http://x", "tracking__experiment": "e"},
-        {"tracking__registered_model": "m", "tracking__system_metrics_s": None},
+        {"tracking__registered_model": "m", "tracking__system_metrics_s": None, "tracking__tensorboard": True},
         {"evaluate__where": "workers", "evaluate__budget": 0.5, "evaluate__most_waiting": 3, "evaluate__min_delta": 0.1},
         {"train__servers": 3, "train__server_cpus": 2, "train__min_shard_kb": 64},
         {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},

@@ -1,0 +1,134 @@
+"""From a checkpoint of a run to a folder with its model, for machines without Ray and registry: `jobs/export.py`, `Result.export`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.dataset import open_dataset
+from ray_app.data.source import first_rows
+from ray_app.errors import CheckpointError, ConfigError, DataError
+from ray_app.pipeline.cli import importable_from_here
+from ray_app.pipeline.closing import stored_job
+from ray_app.pipeline.prepare import evaluation_source
+from ray_app.pipeline.registering import EXAMPLE_ROWS, best_commit, load_model
+from ray_app.record.evaluations import read_evaluations
+from ray_app.record.files import location
+from ray_app.record.paths import RunPaths
+from ray_app.record.redact import guard, redact
+from ray_app.track.exported import refuse_taken, write_export
+from ray_app.train.job import Job
+
+_STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What the command exports.
+
+    Args:
+        run: Directory of a run, or its s3:// URI; it may still train.
+        out: Folder that the model becomes, on this machine.
+        checkpoint: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, such as `step-00000120-0003` or
+            `step-120`.
+        overwrite: Replace `out` if it is an export.
+    """
+
+    run: str
+    out: str
+    checkpoint: str = "best"
+    overwrite: bool = False
+
+
+def export_run(options: ExportOptions) -> dict[str, Any]:
+    """Writes the model of a checkpoint to a folder; neither Ray nor MLflow is started or asked.
+
+    Returns:
+        The content of `export.json`.
+
+    Raises:
+        ConfigError: There is no such run or checkpoint, or the folder is taken.
+        DataError: The run's data is not what it was; its task cannot be made again.
+        CheckpointError: The checkpoint is damaged.
+        RegistryError: The model cannot be stored without pickle.
+    """
+    if "://" in options.out:
+        raise ConfigError(f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there.")
+    paths, out = RunPaths(location(options.run)), Path(options.out).resolve()
+    refuse_taken(out, options.overwrite)
+    if not paths.config.exists():
+        raise ConfigError(f"{options.run!r} is no run: it holds no config.yaml. Give a folder <run.storage_path>/<run.name>.")
+    job = stored_job(paths)
+    guard(job.config.to_dict())
+    commit = _chosen(job, options.checkpoint)
+    dataset = open_dataset(job.config.data.path)
+    if dataset.manifest.digest != commit.manifest_digest:
+        raise DataError(
+            f"The data {job.config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
+            " Restore it."
+        )
+    job = replace(job, task=job.task.prepare(dataset.facts))
+    rows = evaluation_source(job.task, job.config.data.eval_path or job.config.data.path, job.config.data.read_task_mb)
+    example = first_rows(rows.reader, rows.manifest, EXAMPLE_ROWS)
+    return write_export(job.task, load_model(job, commit), example, out, _source(job, commit), options.overwrite)
+
+
+def _chosen(job: Job, checkpoint: str) -> Commit:
+    """The checkpoint that is wanted.
+
+    Raises:
+        ConfigError: There is none of this name.
+        CheckpointError: There is none at all.
+    """
+    commits = CheckpointStore(job.paths).commits()
+    if not commits:
+        raise CheckpointError(f"{job.paths.root} holds no committed checkpoint yet.")
+    if checkpoint == "best":
+        return best_commit(job)[0]
+    if checkpoint == "newest":
+        return commits[-1]
+    named = _STEP.fullmatch(checkpoint)
+    found = [c for c in commits if named and c.step == int(named[1]) and (named[2] is None or c.fence == int(named[2]))]
+    if not found:
+        valid = ", ".join(job.paths.checkpoint(c.step, c.fence).name for c in commits)
+        raise ConfigError(f"--checkpoint is {checkpoint!r}; it must be best, newest or one of {valid}.")
+    return found[-1]
+
+
+def _source(job: Job, commit: Commit) -> dict[str, Any]:
+    """Where a model comes from."""
+    digests = {"params_digest": commit.params_digest, "config_digest": commit.config_digest, "manifest_digest": commit.manifest_digest}
+    evaluations = [e for e in read_evaluations(job.paths) if (e.step, e.params_digest) == (commit.step, commit.params_digest)]
+    metrics = {name: value for e in evaluations for name, value in e.metrics.items() if isinstance(value, int | float)}
+    return {"run": job.paths.name, "step": commit.step, **digests, "metrics": metrics}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command `jobs/export.py`.
+
+    Returns:
+        Exit code: 0 done, 2 refused, 1 failed.
+    """
+    importable_from_here()
+    parser = ArgumentParser(prog="export.py", description="Writes the model of a run to a folder, for machines without Ray and MLflow.")
+    parser.add_class_arguments(ExportOptions, None)
+    options = ExportOptions(**parser.parse_args(arguments).as_dict())
+    try:
+        done = export_run(options)
+    except (ConfigError, DataError) as error:
+        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2
+    except Exception as error:
+        print(redact(f"The model was not exported: {type(error).__name__}: {error}"), file=sys.stderr)
+        return 1
+    as_program = "" if done["format"] == "torch.export" else f"; not as a torch.export program ({'; '.join(done['refused'])})"
+    print(redact(f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256 {done['params_digest']}{as_program}"))
+    print(Path(options.out).resolve())
+    return 0
