@@ -106,7 +106,7 @@ def timed(count: int, run: Callable[[], object]) -> Sample:
 def source_of(dataset: Dataset, decode: Decode) -> RowSource:
     """The data set as a run reads it."""
     fields = probe(dataset, ["image", "label"], decode)
-    return RowSource(Reader(dataset.root, ["image", "label"], decode), dataset.manifest, fields, rows_per_task(fields, READ_TASK_MB))
+    return RowSource(Reader(dataset.root, ["image", "label"], decode, fields), dataset.manifest, rows_per_task(fields, READ_TASK_MB))
 
 
 def photos_of(folder: Path) -> RowSource:
@@ -174,10 +174,7 @@ class Epochs:
         """A feed at the beginning, that streams where no windows are given."""
 
         def open_windows(cursor: Cursor, played: range) -> Windows:
-            source = self.source
-            return windows or StreamedWindows(
-                self.plan, cursor, played, self.epochs, fetch_ray, source.reader, source.fields, source.task_rows
-            )
+            return windows or StreamedWindows(self.plan, cursor, played, self.epochs, fetch_ray, self.source)
 
         feed = Feed(self.plan, open_windows, torch.device("cpu"))
         feed.play(Cursor(0, 0), range(1))

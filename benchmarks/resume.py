@@ -68,7 +68,7 @@ def first_batch_s(job: Job, fraction: float) -> float:
 
     def open_windows(at: Cursor, played: range) -> StreamedWindows:
         source = job.source
-        return StreamedWindows(job.plan, at, played, epochs, fetch_ray, source.reader, job.fields, source.task_rows, data.prefetch_windows)
+        return StreamedWindows(job.plan, at, played, epochs, fetch_ray, source, data.prefetch_windows)
 
     began = time.perf_counter()
     feed = Feed(job.plan, open_windows, torch.device("cpu"))

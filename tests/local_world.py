@@ -145,7 +145,7 @@ def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task
 
 def streamed(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process, in read tasks of a few rows."""
-    return StreamedWindows(job.plan, cursor, played, job.passes, fetch_here, job.source.reader, job.fields, task_rows=7)
+    return StreamedWindows(job.plan, cursor, played, job.passes, fetch_here, dataclasses.replace(job.source, task_rows=7))
 
 
 def cached(job: Job, cursor: Cursor, played: range) -> Windows:
@@ -157,7 +157,7 @@ def cached(job: Job, cursor: Cursor, played: range) -> Windows:
 def disk_cached(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process through the disk cache in `data.cache_dir`."""
     fetch = job.through_cache(fetch_here)
-    return StreamedWindows(job.plan, cursor, played, job.passes, fetch, job.source.reader, job.fields, task_rows=7)
+    return StreamedWindows(job.plan, cursor, played, job.passes, fetch, dataclasses.replace(job.source, task_rows=7))
 
 
 def feed_of(plan: Plan, cursor: Cursor, played: range, windows: Windows) -> Feed:

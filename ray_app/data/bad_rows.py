@@ -15,51 +15,61 @@ REASON = "__reason__"
 """Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are skipped."""
 _LONGEST = 500
 
-Decode = Callable[[dict[str, Any]], dict[str, npt.NDArray]]
+Rows = dict[str, npt.NDArray]
+Decode = Callable[[dict[str, Any]], Rows]
 
 
-def decode_around(
-    decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]
-) -> tuple[dict[str, npt.NDArray], list[str | None]]:
-    """Decodes rows of which some may be bad.
+def decode_into(decode: Decode, rows: dict[str, Any], into: Rows) -> None:
+    """Decodes rows.
+
+    Args:
+        decode: See `Task.decode`.
+        rows: What it gets.
+        into: Where each field goes, (rows, ...).
+
+    Raises:
+        ValueError: They decode to something else.
+        Exception: What `decode` raises.
+    """
+    part = decode(rows)
+    if part.keys() != into.keys() or any(_looks(part[name]) != _looks(values) for name, values in into.items()):
+        found, expected = ({name: _looks(values) for name, values in side.items()} for side in (part, into))
+        raise ValueError(f"it decodes to {found}, other rows to {expected}")
+    for name, values in part.items():
+        into[name][:] = values
+
+
+def decode_around(decode: Decode, rows: dict[str, Any], count: int, into: Rows) -> list[str | None]:
+    """Decodes rows of which some may be bad, which become zeros; see `decode_into`.
 
     Args:
         decode: See `Task.decode`.
         rows: What it gets.
         count: How many rows that is.
-        fields: What a decoded row looks like; a row that looks different is bad too.
+        into: Where each field goes, (count, ...).
 
     Returns:
-        The fields, each (count, ...), zeros for a bad row; and for each row why it is bad, or None.
+        For each row why it is bad, or None.
     """
-    found = {name: np.zeros((count, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
     reasons: list[str | None] = [None] * count
     todo = [(0, count)]
     while todo:
         low, high = todo.pop()
+        places = {name: values[low:high] for name, values in into.items()}
         try:
-            part = decode({name: values[low:high] for name, values in rows.items()})
-            _compare(part, high - low, fields)
+            decode_into(decode, {name: values[low:high] for name, values in rows.items()}, places)
         except Exception as error:
-            if high - low == 1:
-                reasons[low] = (str(error) or type(error).__name__)[:_LONGEST]
-            else:
+            if high - low > 1:
                 todo += [(low, (low + high) // 2), ((low + high) // 2, high)]
-            continue
-        for name, values in part.items():
-            found[name][low:high] = values
-    return found, reasons
+                continue
+            reasons[low] = (str(error) or type(error).__name__)[:_LONGEST]
+            for values in places.values():
+                values[:] = np.zeros((), values.dtype)
+    return reasons
 
 
-def _compare(part: dict[str, npt.NDArray], count: int, fields: dict[str, ArraySpec]) -> None:
-    """Holds decoded rows against what they should look like.
-
-    Raises:
-        ValueError: They look different.
-    """
-    looks = {name: spec_like(values) for name, values in part.items()}
-    if looks != fields or any(len(values) != count for values in part.values()):
-        raise ValueError(f"it decodes to {looks}, other rows to {fields}")
+def _looks(values: npt.NDArray) -> tuple[int, ArraySpec]:
+    return len(values), spec_like(values)
 
 
 def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:

@@ -66,7 +66,7 @@ class DiskCache:
             wanted = [spec for spec, is_missing in zip(specs, missing, strict=True) if is_missing]
             cut = Cut(fetch(reader, wanted) if wanted else iter(()))
             for spec, is_missing in zip(specs, missing, strict=True):
-                table = None if is_missing else self._load(spec, reader.skips is not None)
+                table = None if is_missing else self._load(spec, reader.skips)
                 if table is None:
                     table = pa.concat_tables(cut.take(rows_in(spec))) if is_missing else reader.read(spec)
                     self._store(spec, table)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.bad_rows import REASON, Decode, decode_around
+from ray_app.data.bad_rows import REASON, Decode, Rows, decode_around, decode_into
 from ray_app.data.columns import ArraySpec, decode, encode, spec_like, spec_of
 from ray_app.data.dataset import Dataset
 from ray_app.data.places import parquet
@@ -27,6 +27,8 @@ from ray_app.plan.order import Segment
 from ray_app.record.files import location
 
 POSITION = "__position__"
+_AT_ONCE = 4 << 20
+"""Decoded bytes of the rows that are decoded at once, so that their memory serves the next ones: fresh memory costs more than a copy."""
 logger = logging.getLogger(__name__)
 
 
@@ -53,14 +55,16 @@ class Reader:
         root: Folder (path or URI) that paths are relative to.
         columns: Columns to read.
         decode: Turns rows as read into arrays, see `Task.decode`.
-        skips: What a decoded row looks like, if rows that cannot be decoded are to be put as zeros, with the reason in a column of its own;
-            None: such a row is an error.
+        fields: What a decoded row looks like, see `probe`.
+        skips: Whether rows that cannot be decoded are put as zeros, with the reason in a column of its own; otherwise such a row is an
+            error.
     """
 
     root: str
     columns: list[str]
     decode: Decode
-    skips: dict[str, ArraySpec] | None = None
+    fields: dict[str, ArraySpec]
+    skips: bool = False
 
     def read(self, spec: ReadSpec) -> pa.Table:
         """Decodes the rows of `spec` in order to one array column per field, the column of positions and, with `skips`, that of reasons.
@@ -69,35 +73,49 @@ class Reader:
             BadRowError: A row cannot be decoded, without `skips`.
         """
         files: dict[str, pq.ParquetFile] = {}
-        parts, reasons = [], list[str | None]()
+        total = sum(piece.rows for piece in spec)
+        into = {name: np.empty((total, *field.shape), np.dtype(field.dtype)) for name, field in self.fields.items()}
+        reasons: list[str | None] = []
+        done = 0
         for piece in spec:
             if piece.path not in files:
                 files[piece.path] = parquet(location(self.root) / piece.path)
-            table = (
-                files[piece.path].read_row_group(piece.row_group, columns=self.columns, use_threads=False).slice(piece.first, piece.rows)
-            )
-            if self.skips is None:
-                parts.append(self._decode(piece, rows_of(table)))
-            else:
-                part, bad = decode_around(self.decode, rows_of(table), piece.rows, self.skips)
-                parts.append(part)
-                reasons += bad
-        fields = {name: np.concatenate([part[name] for part in parts]) if len(parts) > 1 else parts[0][name] for name in parts[0]}
-        fields[POSITION] = np.concatenate([np.arange(p.position, p.position + p.rows) for p in spec])
-        encoded = [encode(name, values) for name, values in fields.items()]
+            rows = rows_of(_stored(files[piece.path], piece, self.columns))
+            reasons += self._decode(piece, rows, {name: values[done : done + piece.rows] for name, values in into.items()})
+            done += piece.rows
+        into[POSITION] = np.concatenate([np.arange(p.position, p.position + p.rows) for p in spec])
+        encoded = [encode(name, values) for name, values in into.items()]
         table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
-        return table if self.skips is None else table.append_column(REASON, pa.array(reasons, pa.string()))
+        return table.append_column(REASON, pa.array(reasons, pa.string())) if self.skips else table
 
-    def _decode(self, piece: Piece, rows: dict[str, Any]) -> dict[str, npt.NDArray]:
+    def _decode(self, piece: Piece, rows: dict[str, Any], into: Rows) -> list[str | None]:
+        """Decodes the rows of a piece a few at a time and returns, with `skips`, why some are bad."""
+        reasons: list[str | None] = []
+        step = rows_per_task(self.fields, _AT_ONCE / 1e6)
+        for low in range(0, piece.rows, step):
+            few, places = ({name: values[low : low + step] for name, values in side.items()} for side in (rows, into))
+            if self.skips:
+                reasons += decode_around(self.decode, few, min(step, piece.rows - low), places)
+                continue
+            try:
+                decode_into(self.decode, few, places)
+            except Exception as error:
+                raise _named(self.decode, replace(piece, first=piece.first + low), few, places, error) from error
+        return reasons
+
+
+def _stored(file: pq.ParquetFile, piece: Piece, columns: list[str]) -> pa.Table:
+    return file.read_row_group(piece.row_group, columns=columns, use_threads=False).slice(piece.first, piece.rows)
+
+
+def _named(decode: Decode, piece: Piece, rows: dict[str, Any], into: Rows, error: Exception) -> DataError:
+    """The error that says which of the first rows of a piece cannot be decoded."""
+    for i in range(len(next(iter(into.values())))):
         try:
-            return self.decode(rows)
-        except Exception as error:
-            for i in range(piece.rows):
-                try:
-                    self.decode({name: values[i : i + 1] for name, values in rows.items()})
-                except Exception as row_error:
-                    raise BadRowError(piece.path, piece.row_group, piece.first + i, f"{row_error}") from row_error
-            raise DataError(f"{piece.path}, row group {piece.row_group} cannot be decoded as a whole: {error}") from error
+            decode_into(decode, *({name: values[i : i + 1] for name, values in side.items()} for side in (rows, into)))
+        except Exception as row_error:
+            return BadRowError(piece.path, piece.row_group, piece.first + i, f"{row_error}")
+    return DataError(f"{piece.path}, row group {piece.row_group} cannot be decoded as a whole: {error}")
 
 
 def rows_of(table: pa.Table) -> dict[str, Any]:
@@ -147,20 +165,21 @@ def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
     return specs_of(manifest, segments, max_rows)
 
 
-def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> dict[str, npt.NDArray]:
+def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> Rows:
     """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1, ...).
 
     Raises:
         BadRowError: More than `most_bad` rows before it cannot be decoded, or none can.
     """
-    reader, manifest = Reader(dataset.root, columns, decode_rows), dataset.manifest
+    manifest = dataset.manifest
     places = ((group, row) for group, rows in enumerate(manifest.rows) for row in range(int(rows)))
     refused: list[BadRowError] = []
     for group, row in islice(places, most_bad + 1):
+        piece = _piece(manifest, group, row, 1)
         try:
-            return rows_of(reader.read((_piece(manifest, group, row, 1),)).drop_columns([POSITION]))
-        except BadRowError as error:
-            refused.append(error)
+            return decode_rows(rows_of(_stored(parquet(location(dataset.root) / piece.path), piece, columns)))
+        except Exception as error:
+            refused.append(BadRowError(piece.path, piece.row_group, row, f"{error}"))
     raise refused[-1]
 
 
@@ -174,7 +193,7 @@ def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, npt.N
     for group, rows in enumerate(manifest.rows):
         for first in range(0, int(rows), most):
             table = reader.read((_piece(manifest, group, first, min(most, int(rows) - first)),))
-            good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips is not None else table
+            good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips else table
             if good.num_rows:
                 return rows_of(good.drop_columns([POSITION]))
     raise DataError(f"{reader.root} has no row that can be decoded.")
@@ -235,14 +254,17 @@ class RowSource:
     Args:
         reader: Reads and decodes.
         manifest: What to read.
-        fields: What a decoded row looks like.
         task_rows: Most rows of one read task.
     """
 
     reader: Reader
     manifest: Manifest
-    fields: dict[str, ArraySpec]
     task_rows: int
+
+    @property
+    def fields(self) -> dict[str, ArraySpec]:
+        """What a decoded row looks like."""
+        return self.reader.fields
 
 
 def anchor_here() -> None:

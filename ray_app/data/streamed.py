@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from ray_app.data.bad_rows import reasons_in
-from ray_app.data.columns import ArraySpec, decode
+from ray_app.data.columns import decode
 from ray_app.data.cutting import Cut
-from ray_app.data.source import Fetch, Reader, ReadSpec, check_positions, specs_of
+from ray_app.data.source import Fetch, ReadSpec, RowSource, check_positions, specs_of
 from ray_app.data.windows import Window
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import EpochOrder, Plan
 
-_TASKS_PER_EXECUTION = 64
-"""Read tasks of one Ray Data execution: starting one costs this process about half a second of CPU, whatever it reads."""
+_FEWEST_TASKS, _MOST_TASKS = 64, 1024
+"""Read tasks of the first and of a later Ray Data execution, each twice the last: between two nothing is read for a few tenths of a
+second, and the first rows come the later the more tasks there are."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,7 @@ class StreamedWindows:
         played: Logical workers to read for.
         epochs: Epochs of the run.
         fetch: How read tasks run.
-        reader: What they do.
-        fields: What a decoded row looks like.
-        task_rows: Most rows of one read task.
+        source: What they read.
         prefetch_windows: Windows per logical worker to read ahead.
     """
 
@@ -59,13 +58,11 @@ class StreamedWindows:
         played: range,
         epochs: int,
         fetch: Fetch,
-        reader: Reader,
-        fields: dict[str, ArraySpec],
-        task_rows: int,
+        source: RowSource,
         prefetch_windows: int = 1,
     ) -> None:
         self._plan, self._cursor, self._played, self._epochs = plan, cursor, played, epochs
-        self._fetch, self._reader, self._fields, self._task_rows = fetch, reader, fields, task_rows
+        self._fetch, self._source = fetch, source
         self._ready: queue.Queue[tuple[tuple[int, int, int], Window] | BaseException] = queue.Queue(prefetch_windows * len(played))
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
@@ -99,17 +96,17 @@ class StreamedWindows:
     def _executions(self) -> Iterator[list[_Wanted]]:
         """All windows from the cursor to the end of the run, in groups that are read by one execution each, across epochs."""
         group: list[_Wanted] = []
-        tasks = 0
+        tasks, most = 0, _FEWEST_TASKS
         for epoch in range(self._cursor.epoch, self._epochs):
             order = self._plan.epoch(epoch)
             first = self._cursor.step // self._plan.steps_per_window if epoch == self._cursor.epoch else 0
             for window, v in product(range(first, self._plan.windows_per_epoch), self._played):
-                specs = specs_of(self._plan.manifest, order.window_segments(v, window), self._task_rows)
+                specs = specs_of(self._plan.manifest, order.window_segments(v, window), self._source.task_rows)
                 group.append(_Wanted(order, v, window, specs))
                 tasks += len(specs)
-                if tasks >= _TASKS_PER_EXECUTION:
+                if tasks >= most:
                     yield group
-                    group, tasks = [], 0
+                    group, tasks, most = [], 0, min(2 * most, _MOST_TASKS)
         if group:
             yield group
 
@@ -124,7 +121,7 @@ class StreamedWindows:
 
     def _read(self, wanted: list[_Wanted]) -> Iterator[tuple[tuple[int, int, int], Window]]:
         """Reads a group of windows in their order."""
-        rows = Cut(self._fetch(self._reader, [spec for item in wanted for spec in item.specs]))
+        rows = Cut(self._fetch(self._source.reader, [spec for item in wanted for spec in item.specs]))
         for item in wanted:
             order, v, window = item.order, item.logical_worker, item.window
             stored = order.stored_positions(v, window)
@@ -135,10 +132,10 @@ class StreamedWindows:
     def _tensors(self, tables: list[pa.Table], stored: npt.NDArray[np.int64]) -> tuple[dict[str, Tensor], dict[int, str]]:
         """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are the planned ones."""
         if not tables:
-            return {name: torch.from_numpy(np.empty((0, *s.shape), s.dtype)) for name, s in self._fields.items()}, {}
+            return {name: torch.from_numpy(np.empty((0, *s.shape), s.dtype)) for name, s in self._source.fields.items()}, {}
         table = pa.concat_tables(tables)
         check_positions(table, stored)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            fields = {name: torch.from_numpy(decode(table.column(name), spec)) for name, spec in self._fields.items()}
+            fields = {name: torch.from_numpy(decode(table.column(name), spec)) for name, spec in self._source.fields.items()}
         return fields, reasons_in(table, stored)

@@ -258,7 +258,7 @@ def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
     dataset = open_dataset(path)
     task.prepare(dataset.facts)
     fields = probe(dataset, task.columns(), task.decode)
-    return RowSource(Reader(dataset.root, task.columns(), task.decode), dataset.manifest, fields, rows_per_task(fields, read_task_mb))
+    return RowSource(Reader(dataset.root, task.columns(), task.decode, fields), dataset.manifest, rows_per_task(fields, read_task_mb))
 
 
 def claim(prepared: Prepared, fence: int) -> Prepared:

@@ -113,16 +113,15 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
     model, source, inputs = model_of_run(config, section.run) if section.run else model_of_registry(config, section.model)
     model.load(torch.device("cpu"))
     reader, carried = _reader(dataset, model.task), _carried(dataset, section.columns)
-    fields = probe(dataset, reader.columns, reader.decode)
     for wanted in inputs:
-        got = fields.get(wanted["name"])
+        got = reader.fields.get(wanted["name"])
         if got is None or (got.dtype, list(got.shape)) != (wanted["dtype"], wanted["shape"]):
             raise DataError(
                 f"A decoded row of predict.data {section.data} has {got} as {wanted['name']!r}; the model was trained on {wanted}."
             )
     device = "cuda" if section.num_gpus else "cpu"
     manifest = dataset.manifest
-    cut = parts_of(manifest, min(section.part_rows, rows_per_task(fields, config.data.read_task_mb)))
+    cut = parts_of(manifest, min(section.part_rows, rows_per_task(reader.fields, config.data.read_task_mb)))
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut)}
     made_from = {
         "model": source,
@@ -138,7 +137,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     out = str(location(section.out))
-    job = PredictJob(model, dataset.root, fields, carried, parts, out, digest, section.batch_size, section.threads, device)
+    job = PredictJob(model, dataset.root, reader.fields, carried, parts, out, digest, section.batch_size, section.threads, device)
     prepared = Prepared(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows)
     _refuse_other(prepared)
     return prepared
@@ -164,7 +163,8 @@ def _reader(dataset: Dataset, task: Task) -> Reader:
             f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs; its columns are"
             f" {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
         )
-    return Reader(dataset.root, columns, _WithoutTargets(task, targets))
+    decode = _WithoutTargets(task, targets)
+    return Reader(dataset.root, columns, decode, probe(dataset, columns, decode))
 
 
 def _carried(dataset: Dataset, columns: str | None) -> list[str]:

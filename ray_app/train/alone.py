@@ -90,5 +90,4 @@ def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
     source, data = job.source, job.config.data
     if data.cache == "memory":
         return CachedWindows(load_all(fetch_here, source))
-    fetch, reader, rows = job.through_cache(fetch_here), source.reader, source.task_rows
-    return StreamedWindows(job.plan, cursor, played, job.passes, fetch, reader, job.fields, rows, data.prefetch_windows)
+    return StreamedWindows(job.plan, cursor, played, job.passes, job.through_cache(fetch_here), source, data.prefetch_windows)

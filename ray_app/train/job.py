@@ -59,9 +59,9 @@ class Job:
     @property
     def source(self) -> RowSource:
         """The training data."""
-        skips = self.fields if self.config.data.on_bad_row == "skip" else None
-        reader = Reader(self.data_root, self.task.columns(), self.task.decode, skips)
-        return RowSource(reader, self.plan.manifest, self.fields, rows_per_task(self.fields, self.config.data.read_task_mb))
+        skips = self.config.data.on_bad_row == "skip"
+        reader = Reader(self.data_root, self.task.columns(), self.task.decode, self.fields, skips)
+        return RowSource(reader, self.plan.manifest, rows_per_task(self.fields, self.config.data.read_task_mb))
 
     def through_cache(self, fetch: Fetch) -> Fetch:
         """`fetch`, with the disk cache of this node around it if there is to be one."""

@@ -148,7 +148,6 @@ def _open_windows(start: Start) -> OpenWindows:
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
         if start.cache is not None:
             return cached()
-        source, prefetch = job.source, job.config.data.prefetch_windows
-        return StreamedWindows(job.plan, cursor, played, job.passes, fetch(), source.reader, job.fields, source.task_rows, prefetch)
+        return StreamedWindows(job.plan, cursor, played, job.passes, fetch(), job.source, job.config.data.prefetch_windows)
 
     return open_windows

@@ -198,13 +198,12 @@ def test_what_does_not_fit_is_refused(run: Finished, digits: Path, tmp_path: Pat
 def predictor_of(task: Task, data: Path, out: Path) -> tuple[Predictor, list[pa.Table], Any]:
     """An actor's code in this process, the tables that it would get, and its model."""
     dataset = open_dataset(str(data))
-    reader = Reader(dataset.root, task.columns(), task.decode)
+    reader = Reader(dataset.root, task.columns(), task.decode, probe(dataset, task.columns(), task.decode))
     model = task.build_model().eval()
     state = dict(model.state_dict())
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(parts_of(dataset.manifest, 4))}
     made = Model(task, safetensors.torch.save(state), None, params_digest(state))
-    fields = probe(dataset, task.columns(), task.decode)
-    job = PredictJob(made, dataset.root, fields, [], parts, str(out), "digest", 3, torch.get_num_threads(), "cpu")
+    job = PredictJob(made, dataset.root, reader.fields, [], parts, str(out), "digest", 3, torch.get_num_threads(), "cpu")
     return Predictor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
 
 

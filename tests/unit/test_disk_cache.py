@@ -58,7 +58,7 @@ def opened(job: Job, gb: float = 1.0) -> DiskCache:
 
 def epoch_of(job: Job, epoch: int, fetch: Any, played: range = range(4)) -> list[MicroBatch]:
     """All micro-batches of an epoch."""
-    windows = StreamedWindows(job.plan, Cursor(epoch, 0), played, epoch + 1, fetch, job.source.reader, job.fields, task_rows=7)
+    windows = StreamedWindows(job.plan, Cursor(epoch, 0), played, epoch + 1, fetch, replace(job.source, task_rows=7))
     feed = feed_of(job.plan, Cursor(epoch, 0), played, windows)
     batches = [batch for _ in range(job.plan.steps_per_epoch) for batch in feed.next()]
     feed.close()

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_world import feed_of, write_images
 
+from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.decoded import load_all
 from ray_app.data.feed import Feed
@@ -38,18 +39,18 @@ def decode(rows: dict[str, Any]) -> dict[str, Any]:
     return {"image": rows["image"], "id": rows["id"]}
 
 
-def reader_of(dataset: Dataset) -> Reader:
-    return Reader(dataset.root, COLUMNS, decode)
+def source_of(dataset: Dataset, plan: Plan, task_rows: int, decode: Decode = decode) -> RowSource:
+    fields = probe(dataset, COLUMNS, decode)
+    return RowSource(Reader(dataset.root, COLUMNS, decode, fields), plan.manifest, task_rows)
 
 
 def streamed(dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch: Fetch = fetch_here, task_rows: int = 5) -> Windows:
-    fields = probe(dataset, COLUMNS, decode)
-    return StreamedWindows(plan, cursor, played, EPOCHS, fetch, reader_of(dataset), fields, task_rows)
+    return StreamedWindows(plan, cursor, played, EPOCHS, fetch, source_of(dataset, plan, task_rows))
 
 
 def cached(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
     del cursor, played
-    return CachedWindows(load_all(fetch_here, RowSource(reader_of(dataset), plan.manifest, probe(dataset, COLUMNS, decode), 6)))
+    return CachedWindows(load_all(fetch_here, source_of(dataset, plan, 6)))
 
 
 BOTH = [streamed, cached]
@@ -274,7 +275,7 @@ def test_a_source_that_delivers_other_rows_is_refused(
         run_epoch(feed, plan)
     feed.close()
     with pytest.raises(DataError, match=r"planned|Read \d+ rows of 103"):
-        load_all(faulty, RowSource(reader_of(dataset), plan.manifest, probe(dataset, COLUMNS, decode), 5))
+        load_all(faulty, source_of(dataset, plan, 5))
 
 
 def test_tables_of_any_size_are_cut_to_windows(datasets: dict[str, Dataset]) -> None:
@@ -304,8 +305,7 @@ def test_a_row_that_cannot_be_decoded_is_named_to_the_consumer(datasets: dict[st
             raise ValueError("unreadable")
         return decode(rows)
 
-    reader = Reader(dataset.root, COLUMNS, picky)
-    windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_here, reader, probe(dataset, COLUMNS, decode), 9)
+    windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_here, source_of(dataset, plan, 9, picky))
     feed = feed_of(plan, Cursor(), range(4), windows)
     with pytest.raises(BadRowError) as caught:
         run_epoch(feed, plan)

@@ -20,7 +20,7 @@ from PIL import Image
 from ray_app.data.dataset import open_dataset
 from ray_app.data.ingest import IngestOptions, ingest
 from ray_app.data.pieces import RECORDS
-from ray_app.data.source import Reader, fetch_here, whole
+from ray_app.data.source import Reader, fetch_here, probe, whole
 from ray_app.data.tasks import run_in_threads
 from ray_app.errors import DataError
 from ray_app.record.files import listing, names, put_atomic, read_all
@@ -193,9 +193,10 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
     assert here.manifest.digest == there.manifest.digest
     assert here.facts.columns == there.facts.columns
     assert there.facts.classes == ("u", "v", "w")
+    columns = ["a", "label"]
     [local, remote] = [
-        [table.to_pydict() for table in fetch_here(Reader(dataset.root, ["a", "label"], dict), whole(dataset.manifest, 50))]
-        for dataset in (here, there)
+        [table.to_pydict() for table in fetch_here(Reader(d.root, columns, dict, probe(d, columns, dict)), whole(d.manifest, 50))]
+        for d in (here, there)
     ]
     assert local == remote
     one = open_dataset(str(s3_folder / "data" / "part-00002.parquet"))
