@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import ray
 
 from ray_app.data.decoded import Decoded, load_all
-from ray_app.data.source import RowSource, fetch_ray
+from ray_app.data.source import Reader, ReadSpec, RowSource, fetch_here, fetch_ray, whole
 from ray_app.errors import own_error
+
+
+def is_small(source: RowSource) -> bool:
+    """Whether one read task reads all of a data set."""
+    return len(whole(source.manifest, source.task_rows)) < 2
+
+
+def fetch_at_once(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    """Reads all that is asked for: one read task in this process, since Ray Data takes seconds to start, more as Ray Data read tasks."""
+    return (fetch_here if len(specs) < 2 else fetch_ray)(reader, specs)
 
 
 class MemoryCache:
@@ -20,7 +32,7 @@ class MemoryCache:
     """
 
     def __init__(self, source: RowSource) -> None:
-        self._load = partial(load_all, fetch_ray, source)
+        self._load = partial(load_all, fetch_at_once, source)
         self._decoded: Decoded | None = None
 
     def decoded(self) -> Decoded:
