@@ -40,9 +40,9 @@ class Start:
     Args:
         job: What to train.
         rendezvous: Handle of the rendezvous actor.
-        cache: Handle of the actor that holds the decoded data, with `data.cache: memory`.
+        cache: The decoded data, with `data.cache: memory`, see `start_cache`.
         keepers: Handles of the actors that hold snapshots.
-        evaluation: Handle of the actor that holds the decoded evaluation data, if the workers evaluate.
+        evaluation: The decoded evaluation data, if the workers evaluate, likewise.
         hooks: For fault tests.
         parameters: Where the parameters are, with `train.strategy: parameter_server`.
     """
