@@ -3,7 +3,6 @@
 - JPEG images per CPU second against a bare loop that decodes, resizes and crops: the reader alone, and all of Ray Data's processes
 - small rows (28x28 bytes) in batches of 32 against stock `iter_torch_batches`
 - waiting for data, where the source alone is twice as fast as the step
-- the object store, while an epoch of a data set that is larger streams through
 
 python benchmarks/input.py                 # needs a quiet machine; about 10 minutes
 python benchmarks/input.py --tiny          # that it runs
@@ -12,15 +11,11 @@ python benchmarks/input.py --tiny          # that it runs
 from __future__ import annotations
 
 import argparse
-import functools
-import io
-import logging
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,20 +25,13 @@ import psutil
 import torch
 
 from benchmarks.harness import Sample, alternate, ingest_rows, report
-from ray_app.data.bad_rows import Decode
-from ray_app.data.dataset import Dataset, open_dataset
+from benchmarks.reading import BATCH, PIXELS, Epochs, photos_of, small_cluster, source_of
+from ray_app.data.dataset import open_dataset
 from ray_app.data.decoded import load_all
-from ray_app.data.feed import Feed
+from ray_app.data.disk_folder import cached_fetch
 from ray_app.data.ingest import IngestOptions, ingest
-from ray_app.data.source import Fetch, Reader, RowSource, fetch_here, fetch_ray, probe, rows_per_task, whole
-from ray_app.data.streamed import StreamedWindows
+from ray_app.data.source import Fetch, RowSource, fetch_here, fetch_ray, whole
 from ray_app.data.windows import CachedWindows, Windows
-from ray_app.plan.cursor import Cursor
-from ray_app.plan.order import Plan
-from ray_app.task.image import ImageClassification
-
-BATCH, PIXELS, READ_TASK_MB = 32, 224, 64.0
-STORE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -54,19 +42,17 @@ class Sizes:
         images: JPEG images of 500 x 375 pixels.
         rows: Small rows.
         wait_steps: Steps of the run that may wait for data.
-        large_rows: Rows of 150 kB of the data set that is larger than the object store.
         rounds: Rounds of each comparison.
     """
 
     images: int
     rows: int
     wait_steps: int
-    large_rows: int
     rounds: int
 
 
-FULL = Sizes(images=2000, rows=200_000, wait_steps=400, large_rows=8000, rounds=5)
-TINY = Sizes(images=40, rows=6000, wait_steps=30, large_rows=2200, rounds=1)
+FULL = Sizes(images=2000, rows=200_000, wait_steps=400, rounds=5)
+TINY = Sizes(images=40, rows=6000, wait_steps=30, rounds=1)
 
 
 def make_images(folder: Path, count: int) -> None:
@@ -103,18 +89,6 @@ def timed(count: int, run: Callable[[], object]) -> Sample:
     return Sample((time.perf_counter() - wall) / count * 1e3, (cpu_s() - cpu) / count * 1e3)
 
 
-def source_of(dataset: Dataset, decode: Decode) -> RowSource:
-    """The data set as a run reads it."""
-    fields = probe(dataset, ["image", "label"], decode)
-    return RowSource(Reader(dataset.root, ["image", "label"], decode, fields), dataset.manifest, rows_per_task(fields, READ_TASK_MB))
-
-
-def photos_of(folder: Path) -> RowSource:
-    """A data set of image files, decoded as for ResNet-18."""
-    dataset = open_dataset(str(folder))
-    return source_of(dataset, ImageClassification(model="resnet18", size=PIXELS).prepare(dataset.facts).decode)
-
-
 def measure_images(folder: Path, sizes: Sizes) -> None:
     """A step is an image."""
     import torchvision
@@ -135,56 +109,29 @@ def measure_images(folder: Path, sizes: Sizes) -> None:
         rows = sum(table.num_rows for table in fetch(source.reader, specs))
         assert rows == sizes.images
 
+    cached = on_disk(source, folder)
     read(fetch_ray)
+    read(cached)
     sides = {
         "bare decode and resize": lambda: timed(sizes.images, bare),
         "reader": lambda: timed(sizes.images, lambda: read(fetch_here)),
         "Ray Data read tasks": lambda: timed(sizes.images, lambda: read(fetch_ray)),
+        "cache: disk": lambda: timed(sizes.images, lambda: read(cached)),
     }
+    print(f"\nRay's processes at rest: {100 * at_rest():.1f} % of a CPU, which counts for Ray Data's side")
     report("JPEG images, milliseconds per image", alternate(sides, sizes.rounds), {"reader": 1 / 0.85, "Ray Data read tasks": 1 / 0.85})
+
+
+def at_rest(seconds: float = 5.0) -> float:
+    """CPU seconds per second of all processes while nothing is done."""
+    before = cpu_s()
+    time.sleep(seconds)
+    return (cpu_s() - before) / seconds
 
 
 def as_read(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Small rows need no decoding."""
     return rows
-
-
-@dataclass(frozen=True)
-class Epochs:
-    """Epochs of a data set through the feed of one worker.
-
-    Args:
-        source: The data.
-        batch: Rows of a step.
-        epochs: How many.
-        window_rows: Rows that are shuffled together.
-    """
-
-    source: RowSource
-    batch: int = BATCH
-    epochs: int = 1
-    window_rows: int = 10_000
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """The order."""
-        return Plan(self.source.manifest, 0, 1, self.batch, self.window_rows)
-
-    def feed(self, windows: Windows | None = None) -> Feed:
-        """A feed at the beginning, that streams where no windows are given."""
-
-        def open_windows(cursor: Cursor, played: range) -> Windows:
-            return windows or StreamedWindows(self.plan, cursor, played, self.epochs, fetch_ray, self.source)
-
-        feed = Feed(self.plan, open_windows, torch.device("cpu"))
-        feed.play(Cursor(0, 0), range(1))
-        return feed
-
-    def steps(self, feed: Feed) -> Iterator[int]:
-        """Rows of each step."""
-        for _ in range(self.epochs * self.plan.steps_per_epoch):
-            yield sum(batch.rows for batch in feed.next())
-        feed.close()
 
 
 def small_rows(folder: Path, rows: int) -> RowSource:
@@ -204,6 +151,7 @@ def measure_rows(folder: Path, source: RowSource, sizes: Sizes) -> None:
     import ray.data
 
     epochs = Epochs(source)
+    from_disk = replace(epochs, fetch=on_disk(source, folder))
     steps, rows = epochs.plan.steps_per_epoch, source.manifest.num_rows
     arrays = CachedWindows(load_all(fetch_here, source))
 
@@ -211,25 +159,31 @@ def measure_rows(folder: Path, source: RowSource, sizes: Sizes) -> None:
         dataset = ray.data.read_parquet(str(folder / "stock"))
         assert sum(len(batch["label"]) for batch in dataset.iter_torch_batches(batch_size=BATCH)) == rows
 
-    def ours(windows: Windows | None) -> None:
+    def ours(epochs: Epochs, windows: Windows | None = None) -> None:
         assert sum(epochs.steps(epochs.feed(windows))) == rows
 
     stock()
-    ours(None)
+    ours(epochs)
+    ours(from_disk)
     sides = {
         "stock iter_torch_batches": lambda: timed(steps, stock),
-        "cache: none": lambda: timed(steps, lambda: ours(None)),
-        "cache: memory": lambda: timed(steps, lambda: ours(arrays)),
+        "cache: none": lambda: timed(steps, lambda: ours(epochs)),
+        "cache: memory": lambda: timed(steps, lambda: ours(epochs, arrays)),
+        "cache: disk": lambda: timed(steps, lambda: ours(from_disk)),
     }
     found = alternate(sides, sizes.rounds)
-    report(f"Small rows, batch {BATCH}, milliseconds per batch", found, {"cache: none": 0.2, "cache: memory": 0.2})
+    report(f"Small rows, batch {BATCH}, milliseconds per batch", found, {"cache: none": 0.2, "cache: memory": 0.2, "cache: disk": 0.2})
 
 
-def measure_wait(source: RowSource, sizes: Sizes) -> None:
+def on_disk(source: RowSource, folder: Path) -> Fetch:
+    """Reads through a disk cache, which the first use fills."""
+    return cached_fetch(fetch_ray, source, "", str(folder / "cache"), 50)
+
+
+def measure_wait(what: str, source: RowSource, batch: int, window_rows: int, sizes: Sizes) -> None:
     """How long a step waits for data when it is on a device, so that the CPU is free, and takes twice as long as the source alone."""
-    batch = min(512, source.manifest.num_rows // 4)
     epochs = -(-sizes.wait_steps * batch // source.manifest.num_rows) + 1
-    alone = Epochs(source, batch, epochs)
+    alone = Epochs(source, batch, epochs, window_rows)
     began = time.perf_counter()
     steps = sum(1 for _ in alone.steps(alone.feed()))
     source_s = (time.perf_counter() - began) / steps
@@ -240,43 +194,8 @@ def measure_wait(source: RowSource, sizes: Sizes) -> None:
             first, began, feed.wait_s = False, time.perf_counter(), 0.0
         time.sleep(2 * source_s)
     fraction = feed.wait_s / (time.perf_counter() - began)
-    print(
-        f"\nWaiting for data: {fraction:.2%} of {steps} steps of {2e3 * source_s:.2f} ms; the source alone {1e3 * source_s:.2f} ms; bar 2 %"
-    )
-
-
-def store_peak_mb() -> float:
-    """The most megabytes that Ray's object store has held: pages of its shared memory that were ever written."""
-    for process in psutil.Process().children(recursive=True):
-        if process.name() == "raylet":
-            opened = [Path(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
-            return max(file.stat().st_blocks * 512 for file in opened if "plasma" in os.readlink(file)) / 1e6
-    raise AssertionError("this process has started no raylet")
-
-
-def megabytes(folder: Path) -> float:
-    """Size of the files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
-
-
-def measure_store(folder: Path, sizes: Sizes) -> None:
-    """The most that the store holds during an epoch of decoded images that are together larger than it."""
-    generator = np.random.default_rng(0)
-    (folder / "photos2" / "0").mkdir(parents=True)
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(generator.integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)).save(file, "jpeg")
-    for i in range(sizes.large_rows):
-        (folder / "photos2" / "0" / f"{i}.jpg").write_bytes(file.getvalue())
-    ingest(IngestOptions("images", str(folder / "large"), str(folder / "photos2"), check=False, row_group_rows=250))
-    epochs = Epochs(photos_of(folder / "large"), window_rows=500)
-    spilled = 0.0
-    for _ in epochs.steps(epochs.feed()):
-        spilled = max(spilled, megabytes(folder / "spilled"))
-    decoded_mb = sizes.large_rows * 3 * PIXELS**2 / 1e6
-    print(f"\nObject store of {STORE_BYTES / 1e6:.0f} MB: at most {store_peak_mb():.0f} MB used while {decoded_mb:.0f} MB went through")
-    print(f"At most {spilled:.0f} MB spilled to disk")
+    ms = 1e3 * source_s
+    print(f"\nWaiting for {what}: {fraction:.2%} of {steps} steps of {2 * ms:.2f} ms; the source alone {ms:.2f} ms; bar 2 %")
 
 
 def main() -> None:
@@ -284,27 +203,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="only that it runs; the figures say nothing")
     sizes = TINY if parser.parse_args().tiny else FULL
-    import ray
-
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, small_cluster(Path(name)):
         folder = Path(name)
-        (folder / "spilled").mkdir()
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=STORE_BYTES,
-            object_spilling_directory=str(folder / "spilled"),
-        )
-        measure_store(folder, sizes)  # first, since the store's peak is that of all that went before
         measure_images(folder, sizes)
         source = small_rows(folder, sizes.rows)
         measure_rows(folder, source, sizes)
-        measure_wait(source, sizes)
-        ray.shutdown()
+        measure_wait("small rows", source, min(512, sizes.rows // 4), 10_000, sizes)
+        measure_wait("images", photos_of(folder / "images"), BATCH, sizes.images // 4, sizes)
 
 
 if __name__ == "__main__":

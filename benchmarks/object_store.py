@@ -1,0 +1,66 @@
+"""The object store while an epoch of decoded images streams through that is larger than it.
+
+python benchmarks/object_store.py                 # 1.2 GB through a store of 268 MB, about two minutes
+python benchmarks/object_store.py --rows 2200     # 0.3 GB
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import psutil
+from PIL import Image
+
+from benchmarks.reading import PIXELS, STORE_BYTES, Epochs, photos_of, small_cluster
+from ray_app.data.ingest import IngestOptions, ingest
+
+
+def store_peak_mb() -> float:
+    """The most megabytes that Ray's object store has held: pages of its shared memory that were ever written."""
+    for process in psutil.Process().children(recursive=True):
+        if process.name() == "raylet":
+            opened = [Path(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
+            return max(file.stat().st_blocks * 512 for file in opened if "plasma" in os.readlink(file)) / 1e6
+    raise AssertionError("this process has started no raylet")
+
+
+def megabytes(folder: Path) -> float:
+    """Size of the files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+def make_photos(folder: Path, count: int) -> None:
+    """The data set `folder/large`: one picture of noise, again and again."""
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)).save(file, "jpeg")
+    (folder / "photos" / "0").mkdir(parents=True)
+    for i in range(count):
+        (folder / "photos" / "0" / f"{i}.jpg").write_bytes(file.getvalue())
+    ingest(IngestOptions("images", str(folder / "large"), str(folder / "photos"), check=False, row_group_rows=250))
+
+
+def main() -> None:
+    """Measures the most that the store holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8000, help="images of 150 kB decoded")
+    rows = parser.parse_args().rows
+    with tempfile.TemporaryDirectory() as name, small_cluster(Path(name)) as spilled:
+        make_photos(Path(name), rows)
+        epochs = Epochs(photos_of(Path(name) / "large"), window_rows=500)
+        spilled_mb = 0.0
+        for _ in epochs.steps(epochs.feed()):
+            spilled_mb = max(spilled_mb, megabytes(spilled))
+        print(f"Object store of {STORE_BYTES / 1e6:.0f} MB, {rows * 3 * PIXELS**2 / 1e6:.0f} MB through it:")
+        print(f"  at most {store_peak_mb():.0f} MB used, {spilled_mb:.0f} MB spilled to disk")
+
+
+if __name__ == "__main__":
+    main()
