@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 def without_compiler(optimizer: type[Optimizer]) -> None:
     """Changes the methods of a class of optimizers, before the first is made, so that they do not import the compiler."""
     for method in filter(inspect.isfunction, vars(Optimizer).values()):
-        plain = getattr(method, "__wrapped__", method)
+        plain: Any = getattr(method, "__wrapped__", method)
         plain.__dynamo_disable = plain  # what `torch._disable_dynamo` keeps of its first call
     step = optimizer.step
     if getattr(step, "__code__", _with_grad.__code__).co_name == "_use_grad":
