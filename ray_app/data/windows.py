@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ class MicroBatch:
     Args:
         logical_worker: Whose rows.
         rows: How many; may be 0 in the last step of an epoch, or where all are bad.
-        fields: Decoded fields on the device, each (rows, ...).
+        fields: Decoded fields, each (rows, ...).
         keys: Hash of (seed, epoch, row, which use of it in the epoch) per row for `Task.augment`, shape (rows,).
         row_hash: Sum of the rows' 64-bit hashes, modulo 2**64.
         positions: Manifest positions of the rows, shape (rows,).
@@ -43,6 +43,12 @@ class MicroBatch:
     positions: npt.NDArray[np.int64]
     bad: dict[int, str] = field(default_factory=dict)
     num_skipped: int = 0
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """With the fields on a device."""
+        if device.type == "cpu":
+            return self
+        return replace(self, fields={name: values.to(device, non_blocking=True) for name, values in self.fields.items()})
 
 
 class Window:
@@ -77,8 +83,8 @@ class Window:
         self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
         self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
 
-    def micro_batch(self, step: int, device: torch.device) -> MicroBatch:
-        """The micro-batch of a step of the epoch."""
+    def micro_batch(self, step: int) -> MicroBatch:
+        """The micro-batch of a step of the epoch, in host memory."""
         place = step - self._first_step
         low, high = place * self._micro, (place + 1) * self._micro
         index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
@@ -91,8 +97,6 @@ class Window:
             index, keys, positions = index[good], keys[good], positions[~bad]
             row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
         fields = {name: values.index_select(0, index) for name, values in self._fields.items()}
-        if device.type != "cpu":
-            fields = {name: values.to(device, non_blocking=True) for name, values in fields.items()}
         return MicroBatch(self._logical_worker, len(index), fields, keys, row_hash, positions, named, num_skipped)
 
 

@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_world import feed_of, write_images
 
+from ray_app.data import feed as feed_module
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.decoded import load_all
 from ray_app.data.feed import Feed
 from ray_app.data.source import Fetch, Reader, ReadSpec, RowSource, fetch_here, probe
 from ray_app.data.streamed import StreamedWindows
-from ray_app.data.windows import CachedWindows, MicroBatch, Windows
+from ray_app.data.windows import CachedWindows, MicroBatch, Window, Windows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.cursor import Cursor
@@ -202,6 +203,39 @@ def test_any_data_any_workers_any_cursor(case: tuple[list[list[int]], dict[str, 
         start = Cursor.at(data.draw(st.integers(0, EPOCHS * plan.steps_per_epoch)), plan.steps_per_epoch)
         rest = {place: batch for place, batch in first.items() if Cursor(*place[:2]) >= start}
         assert_same(rest, deliver(dataset, plan, data.draw(st.sampled_from(BOTH)), data.draw(sizes), start))
+
+
+@pytest.mark.parametrize("window", [6, 1000], ids="window{}".format)
+def test_large_steps_are_gathered_ahead_and_are_the_same(
+    datasets: dict[str, Dataset], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when every step is done twice, as after a worker was lost in it, and once by other workers."""
+    dataset = datasets["prime and ragged"]
+    plan = plan_of(dataset, window=window)
+    expected = deliver(dataset, plan, streamed, 1)
+    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", -1)
+    submitted: list[int] = []
+    gather = feed_module._gather
+
+    def noted(windows: list[Window], step: int) -> list[MicroBatch]:
+        if threading.current_thread().name.startswith("gatherer"):
+            submitted.append(step)
+        return gather(windows, step)
+
+    monkeypatch.setattr(feed_module, "_gather", noted)
+    assert_same(expected, deliver(dataset, plan, streamed, 1))
+    assert submitted, "nothing was gathered ahead"
+    assert not any(step % plan.steps_per_window == 0 for step in submitted), "it may wait for a window that nobody asked for yet"
+    feed = Feed(plan, lambda cursor, played: streamed(dataset, plan, cursor, played), CPU)
+    found: dict[Place, MicroBatch] = {}
+    cursor = Cursor()
+    while cursor < Cursor(EPOCHS, 0):
+        for played in (range(4), range(4), range(2)):
+            feed.play(cursor, played)
+            found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
+        cursor = cursor.next(plan.steps_per_epoch)
+    feed.close()
+    assert_same(expected, found)
 
 
 def test_augmentation_keys_belong_to_epoch_and_row_only(datasets: dict[str, Dataset]) -> None:
