@@ -219,7 +219,7 @@ class WaitFor:
         self.path, self.step = path, step
 
     def __call__(self, rank: int, step: int) -> None:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 45
         while step == self.step and not Path(self.path).exists() and time.monotonic() < deadline_s:
             time.sleep(0.02)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from ray_app.pipeline.cluster import python_path
+from ray_app.pipeline.cluster import environment, python_path
 from ray_app.train.ray_token import require_token
 
 _SETTLE_S = 60.0
@@ -101,19 +100,15 @@ class Nodes:
 @contextmanager
 def local_nodes(workers: int, evaluates: bool) -> Iterator[Nodes]:
     """The drill's own cluster, connected to; it ends with the context."""
-    settings = {"PYTHONPATH": python_path(), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)  # for the processes of the nodes, and their workers
     logging.getLogger("ray._private.utils").setLevel(logging.WARNING)  # that it is the newest cluster of this machine is no news
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that it has a token is no warning
     require_token()
-    nodes = Nodes(workers, evaluates)
-    try:
-        yield nodes
-    finally:
-        nodes.close()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with environment(PYTHONPATH=python_path(), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"):  # for the nodes and their workers
+        nodes = Nodes(workers, evaluates)
+        try:
+            yield nodes
+        finally:
+            nodes.close()
 
 
 def _alive() -> set[str]:

@@ -21,8 +21,9 @@ import torch
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.cache import fetch_at_once
 from ray_app.data.decoded import load_all
-from ray_app.data.source import Fetch, fetch_ray
+from ray_app.data.source import Fetch
 from ray_app.errors import CheckpointError
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
@@ -55,7 +56,7 @@ class Evaluator:
     def __init__(
         self,
         job: EvaluationJob,
-        fetch: Fetch = fetch_ray,
+        fetch: Fetch = fetch_at_once,
         before_evaluation: Callable[[Commit], None] | None = None,
         when_orphaned: Callable[[str], object] | None = None,
     ) -> None:
@@ -237,4 +238,4 @@ def start_evaluator(
     }
     if when_orphaned is not None:
         options |= {"lifetime": "detached", "name": f"evaluator-{job.paths.name}-{job.fence}", "namespace": _NAMESPACE}
-    return ray.remote(Evaluator).options(**options).remote(job, fetch_ray, before_evaluation, when_orphaned)
+    return ray.remote(Evaluator).options(**options).remote(job, fetch_at_once, before_evaluation, when_orphaned)

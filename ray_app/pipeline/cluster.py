@@ -54,18 +54,30 @@ def cluster(config: Config) -> Iterator[bool]:
         return
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that our own cluster has a token is no warning
     require_token()
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.max_workers))),
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": python_path()}},
-    )
+    with environment(PYTHONPATH=python_path()):  # with a `runtime_env` the processes that Ray starts in advance would be of no use
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.max_workers))),
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
     try:
         yield True
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def environment(**settings: str) -> Iterator[None]:
+    """Sets environment variables for processes that are started meanwhile, and theirs."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def python_path() -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config, default_tracking_uri
-from ray_app.data.cache import start_cache
+from ray_app.data.cache import end_cache, is_small, start_cache
 from ray_app.data.source import anchor_here
 from ray_app.errors import LeaseLostError, own_error
 from ray_app.pipeline.announce import announce, say_changed_environment
@@ -223,18 +223,20 @@ class Run:
         cache = None
         if self._config.data.cache == "memory":
             cache = start_cache(job.source)
-            stack.callback(_end_actor, cache)
+            stack.callback(end_cache, cache)
         evaluation = None
         if job.workers_evaluate and job.evaluation is not None:
             evaluation = start_cache(job.evaluation)
-            stack.callback(_end_actor, evaluation)
+            stack.callback(end_cache, evaluation)
         parameters = None
         if self._config.train.strategy == "parameter_server":
             parameters = start_parameters(job, keepers, self._faults.train)
             for actor in parameters.actors:
                 stack.callback(_end_actor, actor)
         start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train, parameters)
-        threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
+        held = [source for source in (job.source if cache is not None else None, job.evaluation) if source is not None]
+        if cache is None or not all(map(is_small, held)):
+            threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
         thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
         with RunConsole(job, self._config.scaling.max_workers, self._progress, following.waiting) as shown:
             thread.start()

@@ -17,8 +17,9 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from ray_app.data.cache import fetch_at_once
 from ray_app.data.columns import decode
-from ray_app.data.source import RowSource, fetch_ray, specs_of
+from ray_app.data.source import RowSource, specs_of
 from ray_app.errors import ConfigError, own_error
 from ray_app.plan.facts import DataFacts
 from ray_app.plan.keyed import hash_array, key
@@ -185,7 +186,7 @@ def _arrays(request: Request) -> dict[str, npt.NDArray]:
     """The decoded rows of a request, each field of shape (rows, ...)."""
     source = request.source
     parts: dict[str, list[npt.NDArray]] = {name: [] for name in source.fields}
-    for table in fetch_ray(source.reader, specs_of(source.manifest, request.segments, source.task_rows)):
+    for table in fetch_at_once(source.reader, specs_of(source.manifest, request.segments, source.task_rows)):
         for name, spec in source.fields.items():
             parts[name].append(decode(table.column(name), spec).copy())
     return {name: np.concatenate(found) for name, found in parts.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,7 @@ from torch.optim import Optimizer
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.keyed import hash_array, key
-
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection  # three seconds of imports that only evaluation needs
+from ray_app.task.annotations import MetricCollection
 
 _UNIT_VALUES = 100_000
 """Fewer are not worth an exchange of their own."""

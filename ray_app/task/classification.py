@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,8 @@ from torch import Tensor
 
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import DataFacts
+from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
 
 ClassWeights = list[float] | Literal["balanced"] | None
 """How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same in sum."""

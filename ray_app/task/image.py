@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
+from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column, uniform
 from ray_app.task.classification import (
     ClassWeights,
@@ -25,9 +26,6 @@ from ray_app.task.classification import (
     wrong_classes,
 )
 from ray_app.task.mixing import mix, smooth_targets
-
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional
 
@@ -63,6 +62,8 @@ def _beta(keys: Tensor, alpha: float) -> Tensor:
     """One number of Beta(alpha, alpha) per key, float64, shape (rows,); ones with `alpha` 0."""
     if not alpha:
         return torch.ones(len(keys), dtype=torch.float64)
+    from scipy.special import betaincinv
+
     return torch.from_numpy(np.asarray(betaincinv(alpha, alpha, uniform(keys, _SHARE).numpy())))
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ray_app.errors import ConfigError
+from ray_app.task.annotations import Metric
 from ray_app.task.base import Task
 from ray_app.task.scoring import Chunk, kept_metrics
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
 
 
 def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

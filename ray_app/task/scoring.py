@@ -10,17 +10,15 @@ import math
 from base64 import b64encode
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
+from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
 
 MOST_MISTAKES = 12
 _WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ray_app.errors import DataError
 from ray_app.plan.facts import DataFacts
+from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column
 from ray_app.task.classification import (
     ClassWeights,
@@ -23,9 +24,6 @@ from ray_app.task.classification import (
     weighted,
     wrong_classes,
 )
-
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
 
 _NUMBERS = ("number", "integer")
 

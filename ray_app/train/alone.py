@@ -14,6 +14,7 @@ from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import StepRecord
 from ray_app.strategy.base import World
+from ray_app.train.environment import use_deterministic_algorithms
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import train
@@ -82,7 +83,7 @@ def train_here(job: Job, membership: Alone, hooks: Hooks) -> None:
         train(job, membership, _open_windows, device, hooks, load_evaluation=load)
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        use_deterministic_algorithms(deterministic)
 
 
 def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:

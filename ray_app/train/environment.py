@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 
 import torch
 
@@ -15,12 +16,21 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     torch.set_num_threads(config.scaling.threads_per_worker)
     if config.train.reduction == "exact":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        use_deterministic_algorithms(True)
         # A guard against reading garbage, at the price of filling it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = False
+
+
+def use_deterministic_algorithms(mode: bool) -> None:
+    """As PyTorch's, which imports the compiler only to tell it; that takes two seconds."""
+    if "torch._inductor" in sys.modules:
+        torch.use_deterministic_algorithms(mode)
+    else:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(mode))
+        torch.set_deterministic_debug_mode("error" if mode else "default")
 
 
 def describe(device: torch.device) -> dict[str, str]:

@@ -21,13 +21,15 @@ from math import ceil
 from typing import Any
 
 import ray
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.backend import BackendConfig
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.controller.controller import TrainController, TrainControllerLoopIterationResult
 from ray.train.v2._internal.execution.controller.state import RunningState
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.errors import RayAppError
@@ -52,7 +54,7 @@ class _Backend(OwnGroupBackend):
     has_replica_groups = True
 
 
-class _BackendConfig(TorchConfig):
+class _BackendConfig(BackendConfig):
     @property
     def backend_cls(self) -> type[_Backend]:
         return _Backend
@@ -272,16 +274,18 @@ class _Controller(TrainController):
         return TrainControllerLoopIterationResult(self._get_run_attempt_id(), self._state, RunningState())
 
 
-class ElasticTrainer(TorchTrainer):
-    """A TorchTrainer with a controller and a scaling policy of our own."""
+class ElasticTrainer(DataParallelTrainer):
+    """Ray Train's trainer with a controller and a scaling policy of our own."""
 
     def __init__(self, control: Control, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, torch_config=_BackendConfig(), **options)
+        super().__init__(*arguments, backend_config=_BackendConfig(), **options)
         self._control = control
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         # Ray's cleaner knows one placement group per run, and waits for a dashboard that may not be there; ours go with the job.
-        arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, PlacementGroupCleanerCallback)]
+        # For data sets it starts a process each time, and we give it none.
+        unused = (PlacementGroupCleanerCallback, DatasetsCallback)
+        arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unused)]
         arguments["scaling_policy"] = _Sizes(self.scaling_config, self._control)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}

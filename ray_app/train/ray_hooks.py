@@ -1,7 +1,7 @@
-"""Ray Train's private parts (Ray 2.60) that every way of recovery needs: a backend that leaves process groups alone, and the budgets.
+"""Ray Train's parts (Ray 2.60) that every way of recovery needs: a backend that leaves process groups alone, and the budgets.
 
-- `ray.train.torch.config._TorchBackend`: the public `TorchConfig` always makes this backend, which starts a process group for the life
-  of the workers. Ours is formed in generations, so its hooks are replaced.
+- `ray.train.backend`: the public `TorchConfig` makes a backend that starts a process group for the life of the workers, and imports torch,
+  which the controller's process has no need of. Our process group is formed in generations, see `train.membership`.
 - `ray.train.v2._internal.execution.callback`: the classes of the callbacks that `RunConfig(callbacks=...)` accepts.
 """
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.train.torch import TorchConfig
-from ray.train.torch.config import _TorchBackend
+from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
 from ray_app.config import Config
@@ -40,28 +39,18 @@ class Control:
     in_place: bool
 
 
-class OwnGroupBackend(_TorchBackend):
+class OwnGroupBackend(Backend):
     """Leaves process groups to `train.membership`."""
 
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """See `Backend`."""
-        del worker_group, backend_config
-
-    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        """See `Backend`."""
-        del worker_group, backend_config
-
-    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """See `Backend`."""
-        del worker_group, backend_config
+    share_cuda_visible_devices = True
 
 
-class OwnGroupConfig(TorchConfig):
-    """Torch workers without Ray's process group."""
+class OwnGroupConfig(BackendConfig):
+    """Workers without Ray's process group."""
 
     @property
     def backend_cls(self) -> type[OwnGroupBackend]:
-        """See `TorchConfig`."""
+        """See `BackendConfig`."""
         return OwnGroupBackend
 
 

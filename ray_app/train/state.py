@@ -21,6 +21,7 @@ from ray_app.sections import ClassSpec
 from ray_app.strategy.base import World, collective, gather
 from ray_app.task.base import Task
 from ray_app.train.average import Average
+from ray_app.train.eager import without_compiler
 from ray_app.train.freeze import freeze
 from ray_app.train.initial import begin_with
 from ray_app.train.logical import seed_init
@@ -79,6 +80,8 @@ class TrainingState:
         self.train()
         self.average = Average(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.scale = LossScale() if config.train.precision == "fp16" else None
+        if not config.train.compile:
+            without_compiler(load_class(config.optimizer))
         self.optimizer = _optimizer(config.optimizer, model, self._can_fuse)
         self.schedule: LRScheduler | None = None
         if config.schedule is not None:
@@ -87,6 +90,7 @@ class TrainingState:
         if config.train.strategy == "local_sgd":
             momentum = config.train.outer_momentum
             trained = [p for p in model.parameters() if p.requires_grad]
+            without_compiler(torch.optim.SGD)
             self.outer = torch.optim.SGD(trained, config.train.outer_lr, momentum, nesterov=momentum > 0)
 
     def _can_fuse(self, optimizer: Any) -> bool:

@@ -11,7 +11,8 @@ import ray
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import get_device
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_app.config import Config
 from ray_app.data.cache import cached_rows
@@ -39,9 +40,9 @@ class Start:
     Args:
         job: What to train.
         rendezvous: Handle of the rendezvous actor.
-        cache: Handle of the actor that holds the decoded data, with `data.cache: memory`.
+        cache: The decoded data, with `data.cache: memory`, see `start_cache`.
         keepers: Handles of the actors that hold snapshots.
-        evaluation: Handle of the actor that holds the decoded evaluation data, if the workers evaluate.
+        evaluation: The decoded evaluation data, if the workers evaluate, likewise.
         hooks: For fault tests.
         parameters: Where the parameters are, with `train.strategy: parameter_server`.
     """
@@ -87,7 +88,7 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
         from ray_app.train.ray_elastic import ElasticTrainer, StoppedWaitingError
 
         sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.max_workers), **options)
-        trainer: TorchTrainer = ElasticTrainer(control, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)
+        trainer = ElasticTrainer(control, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)
         try:
             trainer.fit()
         except TrainingFailedError as error:
@@ -98,7 +99,8 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
     if elastic:
         options["elastic_resize_monitor_interval_s"] = scaling.resize_check_s
     sizes = ScalingConfig(num_workers=(scaling.min_workers, max_workers) if elastic else max_workers, **options)
-    TorchTrainer(_work, train_loop_config=arguments, torch_config=OwnGroupConfig(), scaling_config=sizes, run_config=run_config).fit()
+    backend = OwnGroupConfig()
+    DataParallelTrainer(_work, train_loop_config=arguments, backend_config=backend, scaling_config=sizes, run_config=run_config).fit()
 
 
 def _recovers_in_place(config: Config) -> bool:

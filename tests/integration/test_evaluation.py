@@ -73,14 +73,14 @@ def values(evaluations: list[Evaluation]) -> list[tuple[Any, ...]]:
 def test_workers_and_evaluator_find_the_same_to_the_last_bit(
     ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """The run has two epochs' ends: step 23, and its end at step 30."""
+    """The run has two epochs' ends: step 23, and its end at step 30. The two workers get data that is too big for one read task."""
     every = {"checkpoint__every_steps": None, "checkpoint__every_epochs": 1, "evaluate__batch_size": 16}
     proofs = KillAt(str(tmp_path / "killed"), "evaluate", 1, 23)
     runs = {
         "actor": (evaluated_run(run__name="actor", **every), Faults()),
         "one worker": (evaluated_run(run__name="one", evaluate__where="workers", scaling__max_workers=1, **every), Faults()),
         "two workers": (
-            evaluated_run(run__name="two", evaluate__where="workers", scaling__min_workers=2, **every),
+            evaluated_run(run__name="two", evaluate__where="workers", scaling__min_workers=2, data__read_task_mb=0.02, **every),
             Faults(train=Hooks(at=proofs)),
         ),
     }

@@ -282,16 +282,23 @@ def schedule(folder: Path, starts: list[list[tuple[list[str], str | None]]]) -> 
     return ended
 
 
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param(["training", "registered", "judged", "concluded", "recorded"], id="that changes something elsewhere"),
+        pytest.param(["decided", "validated", "training", *STAGES[2:]], id="of all", marks=pytest.mark.slow),
+    ],
+)
 def test_a_scheduler_killed_in_the_middle_of_each_stage_changes_nothing(
-    undisturbed: tuple[Days, dict[str, Any]], digits: Path, tmp_path: Path
+    undisturbed: tuple[Days, dict[str, Any]], digits: Path, tmp_path: Path, stages: list[str]
 ) -> None:
+    """The stages left to the slow case change nothing but their own record, whose writing is tested without Ray."""
     days = Days(tmp_path, digits)
     [both] = schedule(tmp_path, [[(days.arguments, None)] * 2])
     assert sorted(both) == [0, 75]  # two at once, one retraining
     assert (days.serves(), len(days.versions()), days.what()) == ("1", 1, ["promoted"])
 
     days.deliver("third", 150, 1400)
-    stages = ["decided", "validated", "training", *STAGES[2:]]
     ended = schedule(tmp_path, [*([(days.arguments, stage)] for stage in stages), [(days.arguments, None)]])
     assert ended == [[-signal.SIGKILL]] * len(stages) + [[0]]
     assert days.facts() == undisturbed[1]
