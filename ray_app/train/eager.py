@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 
 def without_compiler(optimizer: type[Optimizer]) -> None:
     """Changes the methods of a class of optimizers, before the first is made, so that they do not import the compiler."""
+    if "torch._dynamo" in sys.modules:  # nothing to save
+        return
     for method in filter(inspect.isfunction, vars(Optimizer).values()):
         plain: Any = getattr(method, "__wrapped__", method)
         plain.__dynamo_disable = plain  # what `torch._disable_dynamo` keeps of its first call
