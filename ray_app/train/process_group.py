@@ -32,6 +32,8 @@ class ProcessGroup:
         """Meets the other members of a generation; blocks until all are there. For `backend` see `train.backend`."""
         self._nccl = device.type == "cuda" and backend != "gloo"
         self._before = set(_sockets())
+        # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number (torch 2.15)
+        dist.distributed_c10d._world.group_count = 0
         store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self._nccl else "gloo",

@@ -21,6 +21,7 @@ from ray_app.strategy.ddp import _bucketed
 from ray_app.train.messages import Formed
 from ray_app.train.process_group import ProcessGroup, _sockets
 
+CPU = torch.device("cpu")
 SMALL_MB = 0.001
 
 
@@ -113,6 +114,29 @@ def test_the_backend_is_the_one_that_is_asked_for(pool: Pool) -> None:
     for backend in ("auto", "nccl"):
         [outcome] = pool.outcomes(1, group_of, "cuda", backend)
         assert "nccl" in str(outcome.error).lower()
-    # a group that was formed and left also resets torch's count of groups, which one that failed leaves behind
     for device, backend in (("cpu", "auto"), ("cpu", "gloo"), ("cuda", "gloo")):
         assert pool.run(1, group_of, device, backend) == ["gloo"], (device, backend)
+
+
+def formed_after_a_failure(rank: int, store: Path, port: int) -> float:
+    """Forms a group of two, which rank 0 alone has failed to form before."""
+    del store
+    group = ProcessGroup()
+    if rank == 0:
+        with suppress(Exception):
+            group.open(Formed(1, 0, 1, "127.0.0.1", port), torch.device("cuda"), "nccl")
+        assert not dist.is_initialized(), "the fault did not happen"
+        group.close()
+    group.open(Formed(2, rank, 2, "127.0.0.1", port), CPU, "auto")
+    try:
+        value = torch.tensor([rank + 1.0])
+        dist.all_reduce(value)
+        return value.item()
+    finally:
+        group.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the failure is that there is no GPU")
+def test_a_rank_that_failed_to_form_a_group_meets_the_others_in_the_next(pool: Pool) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert pool.run(2, formed_after_a_failure, server.port) == [3.0, 3.0]
