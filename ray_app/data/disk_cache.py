@@ -68,7 +68,7 @@ class DiskCache:
             for spec, is_missing in zip(specs, missing, strict=True):
                 table = None if is_missing else self._load(spec, reader.skips)
                 if table is None:
-                    table = pa.concat_tables(cut.take(rows_in(spec))) if is_missing else reader.read(spec)
+                    table = pa.concat_tables(cut.take(rows_in(spec))) if is_missing else pa.concat_tables(reader.read(spec))
                     self._store(spec, table)
                 yield table
 

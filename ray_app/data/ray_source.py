@@ -45,7 +45,7 @@ class PlannedSource(Datasource):
 
 def _read(reader: Reader, spec: ReadSpec) -> Callable[[], Iterable[pa.Table]]:
     def run() -> Iterable[pa.Table]:
-        return [reader.read(spec)]
+        return reader.read(spec)
 
     return run
 

@@ -27,8 +27,8 @@ from ray_app.plan.order import Segment
 from ray_app.record.files import location
 
 POSITION = "__position__"
-_AT_ONCE = 4 << 20
-"""Decoded bytes of the rows that are decoded at once, so that their memory serves the next ones: fresh memory costs more than a copy."""
+AT_ONCE = 8 << 20
+"""Decoded bytes of the rows that are decoded at once, and of a block in the object store."""
 logger = logging.getLogger(__name__)
 
 
@@ -66,42 +66,39 @@ class Reader:
     fields: dict[str, ArraySpec]
     skips: bool = False
 
-    def read(self, spec: ReadSpec) -> pa.Table:
-        """Decodes the rows of `spec` in order to one array column per field, the column of positions and, with `skips`, that of reasons.
+    def read(self, spec: ReadSpec) -> Iterator[pa.Table]:
+        """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh memory costs more.
+
+        Yields:
+            Tables with an array column per field, the column of positions and, with `skips`, that of reasons.
 
         Raises:
             BadRowError: A row cannot be decoded, without `skips`.
         """
         files: dict[str, pq.ParquetFile] = {}
-        total = sum(piece.rows for piece in spec)
-        into = {name: np.empty((total, *field.shape), np.dtype(field.dtype)) for name, field in self.fields.items()}
-        reasons: list[str | None] = []
-        done = 0
+        step = rows_per_task(self.fields, AT_ONCE / 1e6)
         for piece in spec:
             if piece.path not in files:
                 files[piece.path] = parquet(location(self.root) / piece.path)
             rows = rows_of(_stored(files[piece.path], piece, self.columns))
-            reasons += self._decode(piece, rows, {name: values[done : done + piece.rows] for name, values in into.items()})
-            done += piece.rows
-        into[POSITION] = np.concatenate([np.arange(p.position, p.position + p.rows) for p in spec])
+            for low in range(0, piece.rows, step):
+                few = replace(piece, first=piece.first + low, rows=min(step, piece.rows - low), position=piece.position + low)
+                yield self._decoded(few, {name: values[low : low + step] for name, values in rows.items()})
+
+    def _decoded(self, piece: Piece, rows: dict[str, Any]) -> pa.Table:
+        into = {name: np.empty((piece.rows, *field.shape), np.dtype(field.dtype)) for name, field in self.fields.items()}
+        reasons: list[str | None] = []
+        if self.skips:
+            reasons = decode_around(self.decode, rows, piece.rows, into)
+        else:
+            try:
+                decode_into(self.decode, rows, into)
+            except Exception as error:
+                raise _named(self.decode, piece, rows, into, error) from error
+        into[POSITION] = np.arange(piece.position, piece.position + piece.rows)
         encoded = [encode(name, values) for name, values in into.items()]
         table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
         return table.append_column(REASON, pa.array(reasons, pa.string())) if self.skips else table
-
-    def _decode(self, piece: Piece, rows: dict[str, Any], into: Rows) -> list[str | None]:
-        """Decodes the rows of a piece a few at a time and returns, with `skips`, why some are bad."""
-        reasons: list[str | None] = []
-        step = rows_per_task(self.fields, _AT_ONCE / 1e6)
-        for low in range(0, piece.rows, step):
-            few, places = ({name: values[low : low + step] for name, values in side.items()} for side in (rows, into))
-            if self.skips:
-                reasons += decode_around(self.decode, few, min(step, piece.rows - low), places)
-                continue
-            try:
-                decode_into(self.decode, few, places)
-            except Exception as error:
-                raise _named(self.decode, replace(piece, first=piece.first + low), few, places, error) from error
-        return reasons
 
 
 def _stored(file: pq.ParquetFile, piece: Piece, columns: list[str]) -> pa.Table:
@@ -109,8 +106,8 @@ def _stored(file: pq.ParquetFile, piece: Piece, columns: list[str]) -> pa.Table:
 
 
 def _named(decode: Decode, piece: Piece, rows: dict[str, Any], into: Rows, error: Exception) -> DataError:
-    """The error that says which of the first rows of a piece cannot be decoded."""
-    for i in range(len(next(iter(into.values())))):
+    """The error that says which row of a piece cannot be decoded."""
+    for i in range(piece.rows):
         try:
             decode_into(decode, *({name: values[i : i + 1] for name, values in side.items()} for side in (rows, into)))
         except Exception as row_error:
@@ -192,7 +189,7 @@ def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, npt.N
     """
     for group, rows in enumerate(manifest.rows):
         for first in range(0, int(rows), most):
-            table = reader.read((_piece(manifest, group, first, min(most, int(rows) - first)),))
+            table = pa.concat_tables(reader.read((_piece(manifest, group, first, min(most, int(rows) - first)),)))
             good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips else table
             if good.num_rows:
                 return rows_of(good.drop_columns([POSITION]))
@@ -216,7 +213,7 @@ Fetch = Callable[[Reader, Sequence[ReadSpec]], Iterator[pa.Table]]
 def fetch_here(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     """Reads in this process, one task after the other."""
     for spec in specs:
-        yield reader.read(spec)
+        yield from reader.read(spec)
 
 
 def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
@@ -229,6 +226,7 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
 
     quieten().execution_options.preserve_order = True
     dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
+    dataset.context.target_max_block_size = AT_ONCE
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
     except Exception as error:

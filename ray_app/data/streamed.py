@@ -6,6 +6,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 
@@ -23,9 +24,9 @@ from ray_app.data.windows import Window
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import EpochOrder, Plan
 
-_FEWEST_TASKS, _MOST_TASKS = 64, 1024
-"""Read tasks of the first and of a later Ray Data execution, each twice the last: between two nothing is read for a few tenths of a
-second, and the first rows come the later the more tasks there are."""
+_TASKS_PER_EXECUTION = 64
+_EARLY = 4
+"""Windows per logical worker before the end of a Ray Data execution at which the next is started, which takes a few tenths of a second."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,40 @@ class StreamedWindows:
             self._thread.join(0.01)
 
     def _run(self) -> None:
+        groups = self._executions()
         try:
-            for wanted in self._executions():
-                for item in self._read(wanted):
-                    if not self._put(item):
-                        return
+            with ThreadPoolExecutor(1, "next-execution") as starter:
+                under_way = self._started(next(groups, None), starter)
+                while under_way is not None:
+                    wanted, tables = under_way
+                    early = max(0, len(wanted) - _EARLY * len(self._played))
+                    for i, item in enumerate(self._read(wanted, tables)):
+                        if i == early:
+                            under_way = self._started(next(groups, None), starter)
+                        if not self._put(item):
+                            return
         except BaseException as error:  # handed to the consumer, who raises it
             self._put(error)
+
+    def _started(self, wanted: list[_Wanted] | None, starter: ThreadPoolExecutor) -> tuple[list[_Wanted], Iterator[pa.Table]] | None:
+        """Starts reading a group of windows, and returns the tables to come."""
+        if wanted is None:
+            return None
+        tables = self._fetch(self._source.reader, [spec for item in wanted for spec in item.specs])
+        first = starter.submit(next, tables, None)
+
+        def all_tables() -> Iterator[pa.Table]:
+            table = first.result()
+            if table is not None:
+                yield table
+                yield from tables
+
+        return wanted, all_tables()
 
     def _executions(self) -> Iterator[list[_Wanted]]:
         """All windows from the cursor to the end of the run, in groups that are read by one execution each, across epochs."""
         group: list[_Wanted] = []
-        tasks, most = 0, _FEWEST_TASKS
+        tasks = 0
         for epoch in range(self._cursor.epoch, self._epochs):
             order = self._plan.epoch(epoch)
             first = self._cursor.step // self._plan.steps_per_window if epoch == self._cursor.epoch else 0
@@ -104,9 +127,9 @@ class StreamedWindows:
                 specs = specs_of(self._plan.manifest, order.window_segments(v, window), self._source.task_rows)
                 group.append(_Wanted(order, v, window, specs))
                 tasks += len(specs)
-                if tasks >= most:
+                if tasks >= _TASKS_PER_EXECUTION:
                     yield group
-                    group, tasks, most = [], 0, min(2 * most, _MOST_TASKS)
+                    group, tasks = [], 0
         if group:
             yield group
 
@@ -119,9 +142,9 @@ class StreamedWindows:
             return True
         return False
 
-    def _read(self, wanted: list[_Wanted]) -> Iterator[tuple[tuple[int, int, int], Window]]:
-        """Reads a group of windows in their order."""
-        rows = Cut(self._fetch(self._source.reader, [spec for item in wanted for spec in item.specs]))
+    def _read(self, wanted: list[_Wanted], tables: Iterator[pa.Table]) -> Iterator[tuple[tuple[int, int, int], Window]]:
+        """A group of windows in their order."""
+        rows = Cut(tables)
         for item in wanted:
             order, v, window = item.order, item.logical_worker, item.window
             stored = order.stored_positions(v, window)

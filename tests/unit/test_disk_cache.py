@@ -49,7 +49,7 @@ class Counting:
     def __call__(self, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         for spec in specs:
             self.rows += sum(piece.rows for piece in spec)
-            yield reader.read(spec)
+            yield from reader.read(spec)
 
 
 def opened(job: Job, gb: float = 1.0) -> DiskCache:

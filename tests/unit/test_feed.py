@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from local_world import feed_of, write_images
 
 from ray_app.data import feed as feed_module
+from ray_app.data import streamed as streamed_module
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.decoded import load_all
@@ -358,7 +359,7 @@ def test_it_reads_only_a_little_ahead_and_closes_in_the_middle(datasets: dict[st
             read.append(spec)
             if len(read) == 1 + 2 * 4:  # queue of 4 windows, 4 taken, one in hand
                 blocked.set()
-            yield reader.read(spec)
+            yield from reader.read(spec)
 
     windows = streamed(dataset, plan, Cursor(), range(4), counting, task_rows=3)
     feed = feed_of(plan, Cursor(), range(4), windows)
@@ -368,3 +369,28 @@ def test_it_reads_only_a_little_ahead_and_closes_in_the_middle(datasets: dict[st
     assert sum(p.rows for spec in read for p in spec) <= 3 * (4 + 4 + 1 + 1), "it reads too far ahead"
     assert not [t for t in threading.enumerate() if t.name == "feed"]
     assert feed.wait_s > 0
+
+
+def test_the_next_execution_is_started_before_the_last_windows_of_one_are_taken(
+    datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_module, "_TASKS_PER_EXECUTION", 8)
+    dataset = datasets["prime and ragged"]
+    plan = plan_of(dataset, logical_workers=1, batch=3, window=3)  # a window per step, a read task per window
+    second = threading.Event()
+    executions: list[int] = []
+
+    def noted(reader: Reader, specs: Any) -> Iterator[pa.Table]:
+        executions.append(len(specs))
+        if len(executions) == 2:
+            second.set()
+        yield from fetch_here(reader, specs)
+
+    windows = streamed(dataset, plan, Cursor(), range(1), noted, task_rows=3)
+    feed = feed_of(plan, Cursor(), range(1), windows)
+    for _ in range(4):
+        feed.next()
+    assert second.wait(10), "nothing is read between two executions"
+    feed.close()
+    assert executions[:2] == [8, 8]
+    assert not [t for t in threading.enumerate() if t.name.startswith(("feed", "next-execution"))]
