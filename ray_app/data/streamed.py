@@ -150,7 +150,7 @@ class StreamedWindows:
             stored = order.stored_positions(v, window)
             fields, reasons = self._tensors(rows.take(len(stored)), stored)
             index = order.window_order(v, window)
-            yield (order.epoch, window, v), Window(order, v, window, fields, index, stored[index], reasons)
+            yield (order.epoch, window, v), Window(order, v, window, fields, index, stored[index], reasons).prepare()
 
     def _tensors(self, tables: list[pa.Table], stored: npt.NDArray[np.int64]) -> tuple[dict[str, Tensor], dict[int, str]]:
         """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are the planned ones."""
