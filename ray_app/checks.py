@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from ray_app.config import Config, flatten
+from ray_app.config import SECTIONS, Config, flatten
 from ray_app.errors import ConfigError
-from ray_app.sections import SECTIONS, TrainSection
+from ray_app.sections import TrainSection
 
 _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

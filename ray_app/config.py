@@ -18,7 +18,6 @@ import yaml
 
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.sections import (
-    SECTIONS,
     CheckpointSection,
     ClassSpec,
     DataSection,
@@ -30,6 +29,17 @@ from ray_app.sections import (
     TrainSection,
     result,
 )
+
+SECTIONS: dict[str, type] = {
+    "run": RunSection,
+    "scaling": ScalingSection,
+    "data": DataSection,
+    "train": TrainSection,
+    "checkpoint": CheckpointSection,
+    "failure": FailureSection,
+    "evaluate": EvaluateSection,
+    "tracking": TrackingSection,
+}
 
 
 @dataclass(frozen=True)

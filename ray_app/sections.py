@@ -292,15 +292,3 @@ class TrackingSection:
     registered_model: str | None = None
     system_metrics_s: float | None = 10.0
     tensorboard: bool = False
-
-
-SECTIONS: dict[str, type] = {
-    "run": RunSection,
-    "scaling": ScalingSection,
-    "data": DataSection,
-    "train": TrainSection,
-    "checkpoint": CheckpointSection,
-    "failure": FailureSection,
-    "evaluate": EvaluateSection,
-    "tracking": TrackingSection,
-}

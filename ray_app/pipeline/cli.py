@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.checks import check
-from ray_app.config import Config, from_dict
+from ray_app.config import SECTIONS, Config, from_dict
 from ray_app.errors import ConfigError
-from ray_app.sections import SECTIONS
 from ray_app.task.base import Task
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_app.checks import check
-from ray_app.config import Config, default_tracking_uri, digest, flatten, from_dict, from_yaml, refuse_other_config, result_fields
+from ray_app.config import SECTIONS, Config, default_tracking_uri, digest, flatten, from_dict, from_yaml, refuse_other_config, result_fields
 from ray_app.errors import ConfigError, RunExistsError
-from ray_app.sections import SECTIONS, ClassSpec
+from ray_app.sections import ClassSpec
 
 VALID = Config(
     task=ClassSpec("ray_app.task.image.ImageClassification", {"model_args": {"dropout": 0.2}}),
