@@ -23,8 +23,8 @@ def snapshot_of(step: int, values: int = 3) -> Snapshot:
 
 
 def until(true: Callable[[], Any], what: str) -> None:
-    """Waits until something is true; `what` is said if it is not within a minute."""
-    deadline_s = time.monotonic() + 60
+    """Waits until something is true; `what` is said if it is not within three minutes."""
+    deadline_s = time.monotonic() + 180
     while not true():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.02)

@@ -30,14 +30,18 @@ from tests.s3_server import S3Server
 
 KILLED = """
 import os, signal, sys, time
+from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from ray_app import run_training
 from ray_app.config import from_yaml
 from ray_app.pipeline.run import Faults
+from ray_app.record.journal import newest_record
+from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
 
 config = from_yaml(open(sys.argv[1]).read())
-folder = f"{config.run.storage_path}/{config.run.name}/tensorboard"
+paths = RunPaths(Path(config.run.storage_path) / config.run.name)
+folder = str(paths.tensorboard)
 
 def shown():
     if not os.path.isdir(folder):
@@ -48,7 +52,7 @@ def shown():
 
 def kill(rank, step):
     if step == 20:
-        while 15 not in shown():
+        while 15 not in shown() or newest_record(paths).step <= 16:  # of more than the last checkpoint, so that steps are done again
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
 
