@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from ray_app.config import default_tracking_uri, from_yaml
+from ray_app.record.evaluations import read_evaluations
 from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
 from tests.head import RAY, Head, started_head
@@ -216,6 +217,7 @@ def over_rest(ground: Ground) -> dict[str, Any]:
     body["runtime_env"] = {"working_dir": "gcs://_ray_pkg_rest.zip"}
     ground.head.ask("/api/jobs/", body=body | {"submission_id": "rest-1"})
     ground.wait_for_checkpoint("rest", lambda: not ground.is_over("rest-1"))
+    until(lambda: read_evaluations(ground.paths("rest")), _JOB_S)  # the evaluator is there, which closes the run when the driver is gone
     assert ground.head.ask("/api/jobs/rest-1/stop", body={})["stopped"]
     until(lambda: ground.head.job("rest-1")["status"] == "STOPPED", _JOB_S)
     until(lambda: ground.mlflow_status("rest") == "KILLED", _JOB_S)
