@@ -252,12 +252,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="only that it runs; the figures say nothing")
     parser.add_argument("--gpu", action="store_true", help="one GPU per worker")
+    parser.add_argument("--models", nargs="+", choices=[m.name for m in FULL], default=[m.name for m in FULL])
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="the first one is the base")
     options = parser.parse_args()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(Path(folder), options.gpu)
-        for model in TINY if options.tiny else FULL:
+        for model in (m for m in (TINY if options.tiny else FULL) if m.name in options.models):
             sides: dict[str, Callable[[], Sample]] = {side: partial(measured.run, side, model) for side in options.sides}
             found = alternate(sides, 1 if options.tiny else options.rounds)
             report(f"Time per step, {model.name} model, {WORKERS} workers of one thread", found, {})
