@@ -28,6 +28,7 @@ from tests.cluster import ROOT
 from tests.integration.test_track import Run
 from tests.s3_server import S3Server
 
+_DRIVER_S = 300
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -98,7 +99,8 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
     config = short_run(tracking__tensorboard=True, tracking__every_steps=5, **fields)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
-    driver = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "config.yaml")], cwd=ROOT, env=environment, check=False)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml")]
+    driver = subprocess.run(command, cwd=ROOT, env=environment, timeout=_DRIVER_S, check=False)
     assert driver.returncode == -signal.SIGKILL
     paths = RunPaths(tmp_path / "runs" / "run")
     folder = paths.root / "tensorboard"
