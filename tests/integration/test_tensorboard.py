@@ -112,7 +112,8 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
     assert summary["redone_steps"] > 0, "no step was done again"
     backlog = Backlog(paths, 5)
     backlog.read(Sent())
-    expected = [(p.step, p.time_ms / 1e3, float(np.float32(p.metrics["loss"]))) for p in backlog.points(Sent(), finished=True)]
+    blocks = [point for point in backlog.points(Sent(), finished=True) if point.look is None]  # Ray, if up, adds looks
+    expected = [(p.step, p.time_ms / 1e3, float(np.float32(p.metrics["loss"]))) for p in blocks]
     assert [step for step, *_ in expected] == [5, 10, 15, 20, 25, 30]
     assert shown(folder)["loss"] == expected
     assert len(full_files(paths)) == 1
