@@ -1,13 +1,14 @@
 """The feed: one micro-batch per logical worker per step, as a function of (plan, cursor, logical workers to play).
 
 Two sources of windows, siblings of one shape: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from a data set
-that is decoded in memory. Within a window the rows of a large next step are gathered while the present one is computed. Nothing of a
-feed is saved: at another cursor or for other logical workers a new one is made.
+that is decoded in memory. Within a window the rows of the next steps are gathered while the present one is computed, if they are large.
+Nothing of a feed is saved: at another cursor or for other logical workers a new one is made.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ray_app.plan.order import Plan
 
 _WORTH_A_THREAD = 256 << 10
 """Bytes of a step that take longer to gather than another thread takes to begin."""
+_MOST_AHEAD, _MOST_AHEAD_BYTES = 4, 64 << 20
+"""Steps that are gathered ahead, and their bytes: a thread that reads may keep the one that gathers waiting for several milliseconds."""
 
 
 @dataclass
@@ -45,29 +48,32 @@ class Feed:
         self._streams: list[_Stream] = []
         self._current: dict[int, tuple[tuple[int, int], Window]] = {}
         self._gatherer = ThreadPoolExecutor(1, "gatherer")
-        self._ahead: Future[list[MicroBatch]] | None = None
+        self._ahead: deque[Future[list[MicroBatch]]] = deque()
+        self._most_ahead = 0
         self._order = plan.epoch(0)
         self.wait_s = 0.0
 
     def play(self, cursor: Cursor, played: range) -> None:
-        """Goes on at a cursor, not before the present one, with these logical workers; what is read already for them is kept."""
-        kept = [s for s in self._streams if s.played[0] in played and s.played[-1] in played]
+        """Goes on at a cursor with these logical workers; what is read already for them is kept, if the cursor is not before it."""
+        wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
+        gone = {v for v, (window, _) in self._current.items() if window > wanted}
+        kept = [s for s in self._streams if s.played[0] in played and s.played[-1] in played and gone.isdisjoint(s.played)]
         for stream in self._streams:
             if stream not in kept:
                 stream.windows.close()
         have = {v for s in kept for v in s.played}
         self._current = {v: held for v, held in self._current.items() if v in have}
         self._streams = kept + [_Stream(part, self._open(cursor, part)) for part in _runs([v for v in played if v not in have])]
-        self._cursor, self._played, self._ahead = cursor, played, None
+        self._cursor, self._played = cursor, played
+        self._ahead.clear()
 
     def next(self) -> list[MicroBatch]:
         """The micro-batches of the next step, one per played logical worker; `wait_s` grows by the time it took."""
         began = time.perf_counter()
-        batches = [batch.to(self._device) for batch in (self._ahead.result() if self._ahead is not None else self._take())]
+        batches = self._ahead.popleft().result() if self._ahead else self._take()
         self._cursor = self._cursor.next(self._plan.steps_per_epoch)
-        is_in_window = self._cursor.step % self._plan.steps_per_window
-        is_large = sum(values.nbytes for batch in batches for values in batch.fields.values()) > _WORTH_A_THREAD
-        self._ahead = self._gatherer.submit(_gather, self._windows(), self._cursor.step) if is_in_window and is_large else None
+        if self._most_ahead:
+            self._gather_ahead()
         self.wait_s += time.perf_counter() - began
         return batches
 
@@ -79,7 +85,15 @@ class Feed:
         wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
         for stream in self._streams:
             self._advance(stream, wanted)
-        return _gather(self._windows(), cursor.step)
+        return _gather(self._windows(), cursor.step, self._device)
+
+    def _gather_ahead(self) -> None:
+        """Lets the next steps of these windows be gathered."""
+        windows = self._windows()
+        step = self._cursor.step + len(self._ahead)
+        while len(self._ahead) < self._most_ahead and step % self._plan.steps_per_window and step < self._plan.steps_per_epoch:
+            self._ahead.append(self._gatherer.submit(_gather, windows, step, self._device))
+            step += 1
 
     def _windows(self) -> list[Window]:
         return [self._current[v][1] for v in self._played]
@@ -92,17 +106,20 @@ class Feed:
             self._current.pop(v, None)  # frees the old windows before the new ones are waited for
         for v in stream.played:
             self._current[v] = wanted, stream.windows.take(self._order, v, wanted[1])
+        step_bytes = sum(window.step_bytes for _, window in self._current.values())
+        self._most_ahead = max(1, min(_MOST_AHEAD, _MOST_AHEAD_BYTES // step_bytes)) if step_bytes > _WORTH_A_THREAD else 0
 
     def close(self) -> None:
         """Frees threads and memory."""
         self._gatherer.shutdown()
         for stream in self._streams:
             stream.windows.close()
-        self._streams, self._current, self._ahead = [], {}, None
+        self._streams, self._current = [], {}
+        self._ahead.clear()
 
 
-def _gather(windows: list[Window], step: int) -> list[MicroBatch]:
-    return [window.micro_batch(step) for window in windows]
+def _gather(windows: list[Window], step: int, device: torch.device) -> list[MicroBatch]:
+    return [window.micro_batch(step).to(device) for window in windows]
 
 
 def _runs(numbers: list[int]) -> list[range]:

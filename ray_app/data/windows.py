@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -62,6 +63,9 @@ class Window:
         index: Where the window's rows are in the storage, in the order of consumption, shape (rows,).
         positions: Their manifest positions, shape (rows,).
         reasons: Why rows cannot be decoded, by manifest position; may have those of other windows.
+
+    Attributes:
+        step_bytes: Bytes of a micro-batch, all of whose rows are there.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Window:
     ) -> None:
         self._micro, self._logical_worker = order.plan.micro_batch, logical_worker
         self._first_step = window * order.plan.steps_per_window
+        self.step_bytes = self._micro * sum(math.prod(values.shape[1:]) * values.element_size() for values in fields.values())
         self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
         uses = positions + (order.window_repeats(logical_worker, window) << _REPEAT_BITS)
         self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64))

@@ -218,10 +218,10 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     submitted: list[int] = []
     gather = feed_module._gather
 
-    def noted(windows: list[Window], step: int) -> list[MicroBatch]:
+    def noted(windows: list[Window], step: int, device: torch.device) -> list[MicroBatch]:
         if threading.current_thread().name.startswith("gatherer"):
             submitted.append(step)
-        return gather(windows, step)
+        return gather(windows, step, device)
 
     monkeypatch.setattr(feed_module, "_gather", noted)
     assert_same(expected, deliver(dataset, plan, streamed, 1))
@@ -237,6 +237,24 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
         cursor = cursor.next(plan.steps_per_epoch)
     feed.close()
     assert_same(expected, found)
+
+
+@pytest.mark.parametrize("open_windows", BOTH)
+def test_going_back_to_a_window_that_was_left(datasets: dict[str, Dataset], open_windows: Open) -> None:
+    """As local steps do, which a lost worker takes back to the last average, in the epoch before at times."""
+    dataset = datasets["prime and ragged"]
+    plan = plan_of(dataset)
+    assert plan.steps_per_window < 5
+    expected = deliver(dataset, plan, open_windows, 1)
+    feed = Feed(plan, lambda cursor, played: open_windows(dataset, plan, cursor, played), CPU)
+    found: dict[Place, MicroBatch] = {}
+    places = [Cursor.at(step, plan.steps_per_epoch) for step in range(EPOCHS * plan.steps_per_epoch)]
+    for done in range(5, len(places), 3):
+        feed.play(places[done - 5], range(4))
+        for cursor in places[done - 5 : done]:
+            found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
+    feed.close()
+    assert_same({place: expected[place] for place in found}, found)
 
 
 def test_augmentation_keys_belong_to_epoch_and_row_only(datasets: dict[str, Dataset]) -> None:
