@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 
@@ -86,29 +87,33 @@ class StreamedWindows:
             self._thread.join(0.01)
 
     def _run(self) -> None:
-        groups = self._executions()
-        try:
-            with ThreadPoolExecutor(1, "next-execution") as starter:
-                under_way = self._started(next(groups, None), starter)
-                while under_way is not None:
-                    wanted, tables = under_way
-                    early = max(0, len(wanted) - _EARLY * len(self._played))
-                    for i, item in enumerate(self._read(wanted, tables)):
-                        if i == early:
-                            under_way = self._started(next(groups, None), starter)
-                        if not self._put(item):
-                            return
-        except BaseException as error:  # handed to the consumer, who raises it
-            self._put(error)
+        with ThreadPoolExecutor(1, "next-execution") as starter:
+            try:
+                self._run_executions(starter)
+            except BaseException as error:  # handed to the consumer, who raises it
+                self._put(error)
 
-    def _started(self, wanted: list[_Wanted] | None, starter: ThreadPoolExecutor) -> tuple[list[_Wanted], Iterator[pa.Table]] | None:
+    def _run_executions(self, starter: ThreadPoolExecutor) -> None:
+        groups = self._executions()
+        under_way = self._started(next(groups, None), starter)
+        while under_way is not None:
+            wanted, tables = under_way
+            early = max(0, len(wanted) - _EARLY * len(self._played))
+            with closing(tables):  # the next one, which is waited for at the end, may need its CPUs
+                for i, item in enumerate(self._read(wanted, tables)):
+                    if i == early:
+                        under_way = self._started(next(groups, None), starter)
+                    if not self._put(item):
+                        return
+
+    def _started(self, wanted: list[_Wanted] | None, starter: ThreadPoolExecutor) -> tuple[list[_Wanted], Generator[pa.Table]] | None:
         """Starts reading a group of windows, and returns the tables to come."""
         if wanted is None:
             return None
         tables = self._fetch(self._source.reader, [spec for item in wanted for spec in item.specs])
         first = starter.submit(next, tables, None)
 
-        def all_tables() -> Iterator[pa.Table]:
+        def all_tables() -> Generator[pa.Table]:
             table = first.result()
             if table is not None:
                 yield table

@@ -412,3 +412,30 @@ def test_the_next_execution_is_started_before_the_last_windows_of_one_are_taken(
     feed.close()
     assert executions[:2] == [8, 8]
     assert not [t for t in threading.enumerate() if t.name.startswith(("feed", "next-execution"))]
+
+
+def test_it_closes_while_the_next_execution_waits_for_the_cpu_of_the_present_one(
+    datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_module, "_TASKS_PER_EXECUTION", 8)
+    dataset = datasets["prime and ragged"]
+    plan = plan_of(dataset, logical_workers=1, batch=3, window=3)
+    cpu, waits = threading.Semaphore(), threading.Event()
+
+    def on_one_cpu(reader: Reader, specs: Any) -> Iterator[pa.Table]:
+        if not cpu.acquire(blocking=False):
+            waits.set()
+            cpu.acquire()
+        try:
+            yield from fetch_here(reader, specs)
+        finally:
+            cpu.release()
+
+    feed = feed_of(plan, Cursor(), range(1), streamed(dataset, plan, Cursor(), range(1), on_one_cpu, task_rows=3))
+    for _ in range(4):
+        feed.next()
+    assert waits.wait(10), "the next execution was not started"
+    closer = threading.Thread(target=feed.close, daemon=True)
+    closer.start()
+    closer.join(10)
+    assert not closer.is_alive(), "closing waits for an execution that waits for the present one"
