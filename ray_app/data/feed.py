@@ -21,8 +21,8 @@ from ray_app.plan.order import Plan
 
 _WORTH_A_THREAD = 256 << 10
 """Bytes of a step that take longer to gather than another thread takes to begin."""
-_MOST_AHEAD, _MOST_AHEAD_BYTES = 4, 64 << 20
-"""Steps that are gathered ahead, and their bytes: a thread that reads may keep the one that gathers waiting for several milliseconds."""
+_AT_ONCE, _AT_ONCE_BYTES = 4, 32 << 20
+"""Steps that are gathered at once, and their bytes; twice as many are in memory, so that a thread that reads may keep this one waiting."""
 
 
 @dataclass
@@ -48,8 +48,9 @@ class Feed:
         self._streams: list[_Stream] = []
         self._current: dict[int, tuple[tuple[int, int], Window]] = {}
         self._gatherer = ThreadPoolExecutor(1, "gatherer")
-        self._ahead: deque[Future[list[MicroBatch]]] = deque()
-        self._most_ahead = 0
+        self._gathered: deque[list[MicroBatch]] = deque()
+        self._ahead: Future[list[list[MicroBatch]]] | None = None
+        self._at_once = 0
         self._order = plan.epoch(0)
         self.wait_s = 0.0
 
@@ -65,14 +66,17 @@ class Feed:
         self._current = {v: held for v, held in self._current.items() if v in have}
         self._streams = kept + [_Stream(part, self._open(cursor, part)) for part in _runs([v for v in played if v not in have])]
         self._cursor, self._played = cursor, played
-        self._ahead.clear()
+        self._forget_gathered()
 
     def next(self) -> list[MicroBatch]:
         """The micro-batches of the next step, one per played logical worker; `wait_s` grows by the time it took."""
         began = time.perf_counter()
-        batches = self._ahead.popleft().result() if self._ahead else self._take()
+        if self._ahead is not None and not self._gathered:
+            self._gathered.extend(self._ahead.result())
+            self._ahead = None
+        batches = self._gathered.popleft() if self._gathered else self._take()
         self._cursor = self._cursor.next(self._plan.steps_per_epoch)
-        if self._most_ahead:
+        if self._at_once and self._ahead is None:
             self._gather_ahead()
         self.wait_s += time.perf_counter() - began
         return batches
@@ -88,12 +92,15 @@ class Feed:
         return _gather(self._windows(), cursor.step, self._device)
 
     def _gather_ahead(self) -> None:
-        """Lets the next steps of these windows be gathered."""
-        windows = self._windows()
-        step = self._cursor.step + len(self._ahead)
-        while len(self._ahead) < self._most_ahead and step % self._plan.steps_per_window and step < self._plan.steps_per_epoch:
-            self._ahead.append(self._gatherer.submit(_gather, windows, step, self._device))
-            step += 1
+        """Lets the steps behind the gathered ones be gathered, up to the end of these windows."""
+        first, size = self._cursor.step + len(self._gathered), self._plan.steps_per_window
+        steps = range(first, min(first + self._at_once, -(-first // size) * size, self._plan.steps_per_epoch))
+        if steps:
+            self._ahead = self._gatherer.submit(lambda windows: [_gather(windows, step, self._device) for step in steps], self._windows())
+
+    def _forget_gathered(self) -> None:
+        self._gathered.clear()
+        self._ahead = None
 
     def _windows(self) -> list[Window]:
         return [self._current[v][1] for v in self._played]
@@ -107,7 +114,7 @@ class Feed:
         for v in stream.played:
             self._current[v] = wanted, stream.windows.take(self._order, v, wanted[1])
         step_bytes = sum(window.step_bytes for _, window in self._current.values())
-        self._most_ahead = max(1, min(_MOST_AHEAD, _MOST_AHEAD_BYTES // step_bytes)) if step_bytes > _WORTH_A_THREAD else 0
+        self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // step_bytes)) if step_bytes > _WORTH_A_THREAD else 0
 
     def close(self) -> None:
         """Frees threads and memory."""
@@ -115,7 +122,7 @@ class Feed:
         for stream in self._streams:
             stream.windows.close()
         self._streams, self._current = [], {}
-        self._ahead.clear()
+        self._forget_gathered()
 
 
 def _gather(windows: list[Window], step: int, device: torch.device) -> list[MicroBatch]:

@@ -87,18 +87,17 @@ class Window:
         starts = np.arange(0, len(positions), self._micro)
         self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
         self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
-        self._prepared: MicroBatch | None = None
+        self._prepared: dict[int, MicroBatch] = {}
 
-    def prepare(self) -> Window:
-        """Gathers the rows of the first step, in the thread that reads, which at that step would be busy with the next window."""
-        self._prepared = self.micro_batch(self._first_step)
+    def prepare(self, steps: int) -> Window:
+        """Gathers the rows of the first steps, in the thread that reads, which at those steps would be busy with the next window."""
+        self._prepared = {step: self.micro_batch(step) for step in range(self._first_step, self._first_step + steps)}
         return self
 
     def micro_batch(self, step: int) -> MicroBatch:
         """The micro-batch of a step of the epoch, in host memory."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and step == self._first_step:
-            return prepared
+        if step in self._prepared:
+            return self._prepared.pop(step)
         place = step - self._first_step
         low, high = place * self._micro, (place + 1) * self._micro
         index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
