@@ -96,8 +96,9 @@ class Window:
 
     def micro_batch(self, step: int) -> MicroBatch:
         """The micro-batch of a step of the epoch, in host memory."""
-        if step in self._prepared:
-            return self._prepared.pop(step)
+        prepared = self._prepared.pop(step, None)
+        if prepared is not None:
+            return prepared
         place = step - self._first_step
         low, high = place * self._micro, (place + 1) * self._micro
         index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
