@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any, cast
@@ -166,18 +166,19 @@ class CheckpointStore:
             if COMMIT not in files and key_of(name)[1] < fence:
                 remove_tree(self._paths.checkpoints / name)
 
-    def retain(self, keep_last: int, best: list[int]) -> list[int]:
+    def retain(self, keep_last: int, best: list[int], holds: Sequence[Hold] = ()) -> list[int]:
         """Removes checkpoints that nobody needs any more; the newest intact ones stay.
 
         Args:
             keep_last: Newest checkpoints to keep.
             best: Steps of the best ones, which stay too.
+            holds: Holds that are respected besides those of now.
 
         Returns:
             Steps of the removed ones.
         """
         commits = self.commits()
-        gone = removable([c.step for c in commits], keep_last, best, self.holds(), time.time())
+        gone = removable([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
         for commit in commits:
             if commit.step in gone:
                 folder = self._paths.checkpoint(commit.step, commit.fence)

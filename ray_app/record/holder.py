@@ -69,7 +69,7 @@ class Record:
         if self.released:
             return "free"
         if self.holder.machine == here.machine:
-            return "free" if self.holder.is_gone() or overdue_s > 0 else "held"
+            return "free" if self.holder.is_gone() else "unclear" if overdue_s > 0 else "held"
         return "free" if overdue_s > _CLOCKS_DIFFER_S else "unclear"
 
 

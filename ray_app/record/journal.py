@@ -84,18 +84,18 @@ class MetricsWriter:
         self._pending.append(record)
 
     def flush(self) -> None:
-        """Writes what was added so far; a failed write is kept and tried again with the next."""
+        """Writes what was added so far.
+
+        Raises:
+            OSError: The storage refuses; it is kept, and tried again with the next.
+        """
         with self._lock:
             records = self._pending[:]
             if not records:
                 return
             columns = {name: [getattr(record, name) for record in records] for name in _COLUMNS}
             name = f"{records[0].step:010d}-{self._fence:04d}-{time.time_ns()}.json"
-            try:
-                put_atomic(self._paths.metrics / name, json.dumps(columns).encode())
-            except OSError as error:
-                logger.warning("The metrics of %d steps could not be written, will try again: %s", len(records), error)
-                return
+            put_atomic(self._paths.metrics / name, json.dumps(columns).encode())
             del self._pending[: len(records)]
             self.written_step = max(self.written_step, records[-1].step)
 
@@ -103,11 +103,17 @@ class MetricsWriter:
         """Writes the rest and ends the thread."""
         self._closed.set()
         self._thread.join()
-        self.flush()
+        self._try_flush()
 
     def _run(self) -> None:
         while not self._closed.wait(self._flush_s):
+            self._try_flush()
+
+    def _try_flush(self) -> None:
+        try:
             self.flush()
+        except OSError as error:
+            logger.warning("The metrics of %d steps could not be written, will try again: %s", len(self._pending), error)
 
 
 class MetricsReader:

@@ -113,15 +113,19 @@ class Observer:
         """Looks once; to be called several times in the life of a lease.
 
         Returns:
-            `unclear`: the holder is on another machine and has not been seen to renew its lease yet; within a life of it that becomes
-            `held` or `over`. `superseded`: a later start has taken the run over.
+            `unclear`: the holder is on another machine, or lives and is overdue, and has not been seen to renew its lease yet; within a
+            life of it that becomes `held` or `over`. `superseded`: a later start has taken the run over.
 
         Raises:
             OSError: The storage does not answer.
         """
-        if newest_fence(self._paths) > self._fence:
-            return "superseded"
-        record = _read(self._paths.fence(self._fence))
+        try:
+            if newest_fence(self._paths) > self._fence:
+                return "superseded"
+            record = _read(self._paths.fence(self._fence))
+        except OSError:
+            self._changed_s = time.monotonic()  # nor could the holder renew its lease
+            raise
         if record is None:
             return "over"
         state = record.state(Holder.here(), time.time())

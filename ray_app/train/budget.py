@@ -15,7 +15,8 @@ from ray_app.sections import FailureSection
 
 _DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _SAME = 3
-"""Times that the same error may follow one another at the same step before the run gives up."""
+"""Times that the same error may follow one another at the same step before the run gives up; with many workers, as often as all are lost
+one after the other, and once more."""
 
 
 class Budget:
@@ -31,7 +32,7 @@ class Budget:
         self._run_root, self._fence, self._limits = run_root, fence, limits
         self._failures = self._preemptions = 0
         self._last: tuple[int, str] | None = None
-        self._repeated = 0
+        self._repeated = self._most_repeated = 0
 
     @property
     def paths(self) -> RunPaths:
@@ -58,7 +59,7 @@ class Budget:
         put_event(self.paths, "failed", self._fence, number=self._failures, errors=reasons, step=step, left=left, final=final is not None)
         if final is not None:
             raise final
-        self._note_repetition(step, next(iter(sorted(reasons.values()))))
+        self._note_repetition(step, next(iter(sorted(reasons.values()))), len(errors) + left)
         allowed = self._limits.max_failures
         if 0 <= allowed < self._failures:
             raise BudgetSpentError(
@@ -86,14 +87,15 @@ class Budget:
         """Records something else."""
         put_event(self.paths, kind, self._fence, **details)
 
-    def _note_repetition(self, step: int, reason: str) -> None:
+    def _note_repetition(self, step: int, reason: str, workers: int) -> None:
         found = step, reason.splitlines()[0]
-        self._repeated = self._repeated + 1 if found == self._last else 1
-        self._last = found
-        if self._repeated == _SAME:
+        if found != self._last:
+            self._last, self._repeated, self._most_repeated = found, 0, max(_SAME, workers + 1)
+        self._repeated += 1
+        if self._repeated == self._most_repeated:
             raise RepeatedFailureError(
-                f"The same failure {_SAME} times in a row after step {step}, so starting again is pointless: {reason}. Look at the step's"
-                " rows and at the workers' memory; the same run continues from its newest checkpoint once the cause is gone."
+                f"The same failure {self._repeated} times in a row after step {step}, so starting again is pointless: {reason}. Look at the"
+                " step's rows and at the workers' memory; the same run continues from its newest checkpoint once the cause is gone."
             )
 
 

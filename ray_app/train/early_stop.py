@@ -15,9 +15,8 @@ def early_stop(job: Job) -> Verdict | None:
         return None
     evaluations = read_evaluations(job.paths)
     last = max((e.step for e in evaluations), default=0)
-    values: dict[int, float | None] = {
-        e.details["step"]: None for e in read_events(job.paths, "evaluation_skipped") if "by" not in e.details
-    }
+    never = read_events(job.paths, "evaluation_skipped", "write_failed")
+    values: dict[int, float | None] = {e.details["step"]: None for e in never if "by" not in e.details}
     values |= {e.step: e.metrics.get(job.best_metric, float("nan")) for e in evaluations}
     return verdict(values, job.planned_evaluations(last), section.patience, section.min_delta, job.best_mode)
 

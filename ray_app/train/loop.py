@@ -106,7 +106,7 @@ class _Worker:
                 broken_at = self._done
                 if not self._membership.recovers or broken == _MOST_BROKEN:
                     raise
-                lost_s = lost_s or time.time()
+                lost_s = lost_s if broken and lost_s else time.time()
                 logger.warning("Generation broken at step %d, forming another: %s", self._done, error)
                 continue
             except LeavingError:

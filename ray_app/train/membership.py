@@ -29,7 +29,7 @@ from ray_app.train.process_group import ProcessGroup, use_interface_of
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.25
-_LOOK_S = 0.1
+_LOOK_S, _STACKS_S = 0.1, 2.0
 
 
 class LeavingError(Exception):
@@ -239,7 +239,10 @@ class RayMembership:
     def _obey(self, orders: Orders) -> None:
         self._orders = orders
         if orders.dump:
-            put_event(self._paths, "stacks", self._fence, rank=self._rank, step=self._step, doing=self._phase, stacks=_stacks())
+            details = {"rank": self._rank, "step": self._step, "doing": self._phase, "stacks": _stacks()}
+            writer = threading.Thread(target=put_event, args=(self._paths, "stacks", self._fence), kwargs=details, daemon=True)
+            writer.start()
+            writer.join(_STACKS_S)  # a slow storage must not keep this thread from its next sign of life
         if orders.exit:
             logger.error("The rendezvous ends this process: it holds the others up, or was given up")
             os._exit(1)

@@ -8,8 +8,9 @@ from typing import Literal
 
 from ray_app.record.journal import StepRecord
 
-Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "evaluate", "done"]
-"""What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up."""
+Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
+"""What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up; who is `saving`
+waits for the storage, which ending a worker would not make faster."""
 
 
 class Flags(IntFlag):

@@ -135,6 +135,8 @@ class _Sizes(ElasticScalingPolicy):
 
     def make_decision_for_non_running_worker_group(self) -> Any:
         """Starts all workers as soon as enough are possible."""
+        if ray.get(self._control.rendezvous.status.remote()).stopping:
+            raise StoppedWaitingError("stopped while there were no workers")
         self._maybe_send_resource_request()
         possible, scaling = self.possible(), self.scaling_config
         if possible >= scaling.min_workers:
@@ -142,8 +144,6 @@ class _Sizes(ElasticScalingPolicy):
             self.changed_s = time.monotonic()
             return self._get_resize_decision(min(possible, scaling.max_workers))
         self.wait(f"room for {possible} of at least {scaling.min_workers} workers; waiting for capacity")
-        if ray.get(self._control.rendezvous.status.remote()).stopping:
-            raise StoppedWaitingError("stopped while there were no workers")
         time.sleep(_LOOK_S / 4)
         return NoopDecision()
 

@@ -77,6 +77,8 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
         """Remembers why workers failed."""
         self._errors = dict(worker_group_status.errors) or self._errors
         self._workers = len(worker_group_status.worker_statuses)
+        if not self._control.in_place:  # again and again: the rendezvous may have been started anew
+            self._control.rendezvous.expect.remote(self._workers)
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
         """Ends the run if it must end; otherwise Ray Train goes on."""

@@ -6,6 +6,7 @@ and neither the record of a step nor a planned checkpoint depends on who died wh
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from functools import partial
@@ -24,10 +25,13 @@ from ray_app.train.early_stop import best_first
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.membership import Membership
+from ray_app.train.messages import Phase
 from ray_app.train.saver import Saver
 from ray_app.train.snapshots import SnapshotSender
 from ray_app.train.state import TrainingState
 from ray_app.train.step import StepResult
+
+logger = logging.getLogger(__name__)
 
 _MOST_KEPT = 100_000
 _MOST_HELD = 2
@@ -82,10 +86,12 @@ class Recorder:
                 self._write(merged[step])
         self._added_step = min(self._added_step, self._state.step)  # steps that are done again are recorded again
         if world.rank == 0:
+            committed = self._committed()
             for commit, snapshot in self._held:
-                if not self._is_committed(commit):
+                if (commit.step, commit.fence) not in committed:
+                    self._wait_for_storage("forming")
                     self._saver.save(partial(_same, snapshot), commit)
-            self._make_up()
+            self._make_up({step for step, _ in committed})
         self._report()
 
     def finished(self, cursor: Cursor, done: int, result: StepResult, lr: float, wait_s: float, workers: int | None = None) -> None:
@@ -140,18 +146,16 @@ class Recorder:
             self._held.append((commit, snapshot))
             return snapshot
 
-        if self._world.rank == 0 and self._writer is not None:
+        if self._world.rank == 0:
+            self._wait_for_storage("exchange")
             self._saver.save(take, commit)
         else:
             take()
 
-    def _make_up(self) -> None:
-        """Makes the checkpoint that is due now, if rank 0 was lost while all took their copies for it."""
+    def _make_up(self, committed: set[int]) -> None:
+        """Makes the checkpoint that is due now: all were lost before it was written, or rank 0 while all took their copies for it."""
         step = self._state.step
-        if not (self._state.is_spread and step and self._job.is_checkpoint_due(step)):
-            return
-        known = [commit for commit, _ in self._held] + CheckpointStore(self._job.paths).commits()
-        if step not in [commit.step for commit in known]:
+        if step and self._job.is_checkpoint_due(step) and step not in committed | {commit.step for commit, _ in self._held}:
             self.checkpoint(Cursor.at(step, self._job.plan.steps_per_epoch), "cadence")
 
     def snapshot(self) -> None:
@@ -176,7 +180,8 @@ class Recorder:
 
     def check(self) -> None:
         """Raises if the last checkpoint, which is the run's result, could not be written."""
-        if self._writer is not None:
+        if self._world.rank == 0:
+            self._wait_for_storage("exchange")
             self._saver.check()
 
     def close(self) -> None:
@@ -215,8 +220,19 @@ class Recorder:
         if self._hook is not None:
             self._hook(commit)
 
-    def _is_committed(self, commit: Commit) -> bool:
-        return any((c.step, c.fence) == (commit.step, commit.fence) for c in CheckpointStore(self._job.paths).commits())
+    def _committed(self) -> set[tuple[int, int]]:
+        """Step and fence of every checkpoint that is known to be on storage; one that is there and not known of is not written again."""
+        try:
+            return {(commit.step, commit.fence) for commit in CheckpointStore(self._job.paths).commits()}
+        except OSError as error:
+            logger.warning("The checkpoints could not be listed, so those at hand are offered to the storage again: %s", error)
+            return set()
+
+    def _wait_for_storage(self, then: Phase) -> None:
+        """Waits until nothing is being written, for which nobody is ended."""
+        self._membership.enter("saving")
+        self._saver.wait()
+        self._membership.enter(then)
 
     def _best_steps(self) -> list[int]:
         keep = self._job.config.checkpoint.keep_best

@@ -274,6 +274,9 @@ class Rendezvous:
         stepping = self._stepping()
         if not stepping or all(m.beat.phase == "done" for m in stepping):
             return
+        if any(m.beat.phase == "saving" for m in stepping):
+            self._progress.moved_s = now
+            return
         limit = self._step_timeout_s
         if limit is None:
             limit = max(_LEAST_STEP_TIMEOUT_S, _MEDIAN_STEPS * median(self._step_s)) if self._step_s else 10 * _LEAST_STEP_TIMEOUT_S

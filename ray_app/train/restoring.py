@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ray_app.checkpoint.store import CheckpointStore, Fallback
+from ray_app.errors import CheckpointError
 from ray_app.record.journal import put_event
 from ray_app.train import environment
 from ray_app.train.job import Job
 from ray_app.train.recorder import Recorder
 from ray_app.train.snapshots import SnapshotSender
 from ray_app.train.state import TrainingState
+
+logger = logging.getLogger(__name__)
 
 
 def restore(job: Job, state: TrainingState, recorder: Recorder, sender: SnapshotSender, device: torch.device) -> None:
@@ -24,14 +29,20 @@ def restore(job: Job, state: TrainingState, recorder: Recorder, sender: Snapshot
         device: Where it is computed.
 
     Raises:
-        CheckpointError: There are checkpoints, but not one is intact.
+        CheckpointError: There are checkpoints, but not one is intact, and no snapshot.
     """
 
     def passed_over(fallback: Fallback) -> None:
         put_event(job.paths, "fallback", job.fence, checkpoint=fallback.name, reason=fallback.reason)
 
     kept = sender.newest()
-    found = CheckpointStore(job.paths).load_newest(passed_over)
+    try:
+        found = CheckpointStore(job.paths).load_newest(passed_over)
+    except (OSError, CheckpointError) as error:
+        if kept is None:
+            raise
+        logger.warning("Going on from the snapshot in memory, since no checkpoint can be read: %s", error)
+        found = None
     if kept is not None and (found is None or kept[0].step > found[0].step):
         snapshot, records = kept
         state.load(snapshot)

@@ -137,8 +137,8 @@ class Saver:
             while self._abandoned:
                 self._store.discard(self._abandoned[-1])
                 self._abandoned.pop()
-            holds = self._store.holds()
-            gone = self._store.retain(self._section.keep_last, self._best_steps())
+            holds = self._store.holds()  # before the best steps: what is evaluated and let go meanwhile is in one of the two
+            gone = self._store.retain(self._section.keep_last, self._best_steps(), holds)
             for step in skipped(gone, holds, time.time()):
                 put_event(self._paths, "evaluation_skipped", fence, step=step, reason="the evaluator lags too far behind")
         except Exception as error:

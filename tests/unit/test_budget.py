@@ -45,6 +45,14 @@ def test_only_the_same_failure_at_the_same_step_counts_as_repeated(tmp_path: Pat
         ours.failed({1: OSError("a")}, 4, left=1)
 
 
+def test_workers_that_are_lost_one_after_the_other_in_one_step_are_no_repetition(tmp_path: Path) -> None:
+    ours = budget(tmp_path, max_failures=-1)
+    for left in (4, 3, 2, 1, 0):
+        ours.failed({0: ConnectionError("no sign of life for 5 s")}, step=3, left=left)
+    with pytest.raises(RepeatedFailureError, match="6 times in a row after step 3"):
+        ours.failed({0: ConnectionError("no sign of life for 5 s")}, step=3, left=4)
+
+
 def test_of_a_dead_process_only_how_it_died_is_said(tmp_path: Path) -> None:
     ours = budget(tmp_path)
     ours.failed({1: RuntimeError(DIED)}, step=3, left=1)

@@ -88,7 +88,7 @@ def driver(paths: RunPaths) -> Iterator[Callable[[float], Driver]]:
     ("holder", "age_s", "released", "state"),
     [
         (HERE, 10, False, "held"),
-        (HERE, 31, False, "free"),
+        (HERE, 31, False, "unclear"),
         (HERE, 10, True, "free"),
         (replace(HERE, pid=2**22 + 1), 10, False, "free"),
         (replace(HERE, pid_ticks=1), 10, False, "free"),

@@ -274,6 +274,29 @@ def test_a_standstill_ends_who_holds_the_others_up(clock: Clock) -> None:
     play(story, step_timeout_s=8.0)
 
 
+def test_nobody_is_ended_for_a_slow_storage(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock, step=3)
+        for step in (4, 5):
+            for name, phase in (("a", "saving"), ("b", "exchange")):
+                group.beats[name] = replace(group.beats[name], step=step, phase=phase)
+                await group.beat(name)
+        for _ in range(20):
+            clock.now += 4
+            orders = [await group.beat(name) for name in "ab"]
+            group.rendezvous.look(clock.now)
+            assert not any(order.abort or order.exit or order.dump for order in orders)
+        group.beats["a"] = replace(group.beats["a"], phase="data")
+        for _ in range(3):
+            clock.now += 4
+            for name in "ab":
+                await group.beat(name)
+            group.rendezvous.look(clock.now)
+        assert (await group.beat("a")).exit
+
+    play(story, step_timeout_s=8.0)
+
+
 def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "ab", clock, step=3)

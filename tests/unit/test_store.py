@@ -565,7 +565,8 @@ def test_metrics_that_could_not_be_written_are_kept(paths: RunPaths, monkeypatch
     with monkeypatch.context() as broken:
         broken.setattr(files_module.os, "fsync", fail)
         writer.add(record_of(1))
-        writer.flush()
+        with pytest.raises(OSError, match="disk full"):
+            writer.flush()
         put_event(paths, "failed", 1)  # is not an error either
     assert reader.poll() == []
     writer.add(record_of(2))
@@ -591,6 +592,24 @@ def test_events_come_back_in_order(paths: RunPaths) -> None:
         ("started", 0, {"step": 0}), ("checkpointed", 1, {"step": 10}), ("resumed", 2, {"step": 20}), ("checkpointed", 3, {"step": 30}),
     ]  # fmt: skip
     assert [e.details["step"] for e in read_events(paths, "checkpointed", "started")] == [0, 10, 30]
+
+
+def test_what_is_evaluated_and_let_go_while_old_checkpoints_are_removed_stays(paths: RunPaths) -> None:
+    """The evaluator finds the best one after the best ones were looked up, and before the holds are."""
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(1, time.time() + 1000))
+
+    def best_then_evaluated() -> list[int]:
+        store.hold("evaluator", Hold(2, time.time() + 1000))
+        return []
+
+    saver = Saver(paths, CheckpointSection(keep_last=1), best_then_evaluated)
+    for step in (1, 2, 3):
+        store.hold("evaluator", Hold(1, time.time() + 1000))
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+        saver.wait()
+    assert [c.step for c in store.commits()] == [2, 3]
+    assert read_events(paths, "evaluation_skipped") == []
 
 
 def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths: RunPaths) -> None:
