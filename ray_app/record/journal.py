@@ -180,14 +180,15 @@ class Event:
     details: dict[str, Any]
 
 
-def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> None:
-    """Records an event, without secrets; a failure to write it is logged and never stops the caller."""
+def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
+    """Records an event, without secrets; a failure to write it is logged and never stops the caller. Returns whether it was written."""
     guard_run(paths.config)
     event = Event(kind, time.time(), fence, redacted(details))
     try:
-        put_json(paths.events / f"{time.time_ns():020d}-{kind}-{os.getpid()}.json", asdict(event))
+        return put_json(paths.events / f"{time.time_ns():020d}-{kind}-{os.getpid()}.json", asdict(event))
     except OSError as error:
         logger.warning("The event %r could not be recorded: %s", kind, error)
+        return False
 
 
 def read_events(paths: RunPaths, *kinds: str) -> list[Event]:

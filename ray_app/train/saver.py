@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot, params_digest, writers
@@ -52,6 +53,7 @@ class Saver:
         self._failed: str | None = None
         self._lost: LeaseLostError | None = None
         self._abandoned: list[Commit] = []
+        self._untold: list[tuple[int, dict[str, Any]]] = []
         self.stall_s: list[float] = []
 
     def save(self, take: Callable[[], Snapshot], commit: Commit) -> None:
@@ -119,7 +121,8 @@ class Saver:
             if attempt < _ATTEMPTS:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
         self._abandoned.append(commit)
-        put_event(self._paths, "write_failed", commit.fence, step=commit.step, attempts=_ATTEMPTS, reason=reason)
+        self._untold.append((commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason}))
+        self._tell()
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
         began = time.perf_counter()
@@ -131,8 +134,14 @@ class Saver:
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
         self._tidy(commit.fence)
 
+    def _tell(self) -> None:
+        """Records what could not be written, as soon as the storage takes that: early stopping waits for it."""
+        while self._untold and put_event(self._paths, "write_failed", self._untold[0][0], **self._untold[0][1]):
+            self._untold.pop(0)
+
     def _tidy(self, fence: int) -> None:
         """Removes what nobody needs or what failed writes left; what goes wrong here is no failed write, and is tried again later."""
+        self._tell()
         try:
             while self._abandoned:
                 self._store.discard(self._abandoned[-1])

@@ -5,6 +5,7 @@ A run that goes on from such a checkpoint evaluates it first, if that was not do
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -20,7 +21,10 @@ from ray_app.task.scoring import combine, score
 from ray_app.train.job import Job
 from ray_app.train.state import TrainingState
 
+logger = logging.getLogger(__name__)
+
 Arrays = dict[str, npt.NDArray]
+_ATTEMPTS, _FIRST_PAUSE_S = 6, 0.5
 
 
 class Validation:
@@ -45,7 +49,7 @@ class Validation:
             PeerLostError: A peer left meanwhile; the next generation does it again.
         """
         job, step, began = self._job, self._state.step, time.perf_counter()
-        if gather(world.rank == 0 and step in evaluated_steps(job.paths), world)[0]:
+        if gather(world.rank == 0 and self._is_done(step), world)[0]:
             return
         arrays = self._arrays = self._arrays if self._arrays is not None else self._load()
         size, mine = job.config.evaluate.batch_size, []
@@ -70,5 +74,28 @@ class Validation:
             data_digest=manifest.digest,
             **scores.record(job.task.classes),
         )
-        if put_evaluation(job.paths, made):
-            put_event(job.paths, "evaluated", job.fence, step=step, metrics=made.metrics, duration_s=made.duration_s)
+        self._put(made)
+
+    def _is_done(self, step: int) -> bool:
+        try:
+            return step in evaluated_steps(self._job.paths)
+        except OSError as error:  # then it is done again, and the first one stays
+            logger.warning("The evaluations could not be listed: %s", error)
+            return False
+
+    def _put(self, made: Evaluation) -> None:
+        """Writes an evaluation; if the storage refuses for as long as a checkpoint is tried, training goes on without it."""
+        paths, fence, reason = self._job.paths, self._job.fence, ""
+        for attempt in range(_ATTEMPTS):
+            try:
+                if put_evaluation(paths, made):
+                    put_event(paths, "evaluated", fence, step=made.step, metrics=made.metrics, duration_s=made.duration_s)
+                return
+            except OSError as error:
+                reason = f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "The evaluation of step %d, attempt %d of %d to write it failed: %s", made.step, attempt + 1, _ATTEMPTS, reason
+                )
+            self._moved()
+            time.sleep(_FIRST_PAUSE_S * 2**attempt)
+        put_event(paths, "evaluation_skipped", fence, step=made.step, reason=reason)

@@ -15,12 +15,15 @@ from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, PeerLostError
+from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import Location, listing
 from ray_app.record.history import recoveries
-from ray_app.record.journal import MetricsReader, StepRecord, read_events
+from ray_app.record.journal import MetricsReader, StepRecord, put_event, read_events
+from ray_app.record.verdict import Verdict
 from ray_app.strategy.base import World
 from ray_app.train import saver as saver_module
 from ray_app.train.alone import Alone
+from ray_app.train.early_stop import early_stop
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import train
@@ -189,3 +192,13 @@ def test_who_waits_for_the_storage_says_so(new_job: Callable[..., Job]) -> None:
     assert len(waits) == 3, "before either checkpoint, and for the last one"
     assert all(membership.phases[i + 1] != "saving" for i in waits)
     assert membership.phases[-1] == "done"
+
+
+def test_a_checkpoint_that_could_not_be_written_does_not_keep_training_from_stopping_early(new_job: Callable[..., Job]) -> None:
+    job = new_job(evaluate__patience=1, checkpoint__every_steps=2, data__eval_path="somewhere")
+    for step, value in ((2, 0.9), (6, 0.5)):
+        metrics = {job.best_metric: value}
+        put_evaluation(job.paths, Evaluation(step, epoch=0, params_digest="", metrics=metrics, rows=1, duration_s=0.0, time_s=0.0))
+    assert early_stop(job) is None
+    put_event(job.paths, "write_failed", 1, step=4, attempts=6, reason="503")
+    assert early_stop(job) == Verdict(6, 2)

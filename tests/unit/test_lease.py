@@ -18,10 +18,11 @@ from ray_app.checkpoint.format import pack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.record import files as files_module
+from ray_app.record import lease as lease_module
 from ray_app.record.files import put_json, read_json
 from ray_app.record.holder import Holder, Record
 from ray_app.record.journal import read_events
-from ray_app.record.lease import Lease, acquire, newest_fence
+from ray_app.record.lease import Lease, Observer, acquire, newest_fence
 from ray_app.record.paths import RunPaths
 from ray_app.sections import CheckpointSection
 from ray_app.train.saver import Saver
@@ -211,6 +212,38 @@ def test_another_machines_lease_is_watched(paths: RunPaths, clock_s: float, rele
             acquire(paths)
     renewal.join()
     assert newest_fence(paths) == 1 + released
+
+
+@pytest.mark.parametrize("holder", [HERE, AWAY], ids=["here", "away"])
+def test_who_could_not_renew_while_nobody_could_look_is_watched_again(
+    paths: RunPaths, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life_s = 0.4
+    put_json(paths.fence(1), asdict(Record(holder, 0.0, time.time(), life_s)))
+    observer = Observer(paths, 1)
+    assert observer.look() in ("held", "unclear")
+    ends_s = time.monotonic() + 3 * life_s
+
+    def fail(*_: Any) -> None:
+        raise OSError("503")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(lease_module, "names", fail)
+        while time.monotonic() < ends_s:
+            with pytest.raises(OSError, match="503"):
+                observer.look()
+    assert observer.look() == "unclear", "it had no time to renew"
+    put_json(paths.fence(1), asdict(Record(holder, 0.0, time.time(), 60.0)))
+    assert observer.look() == "held"
+
+
+def test_a_driver_that_lives_is_watched_before_its_lease_counts_as_lost(paths: RunPaths) -> None:
+    """Its clock was set, or its machine slept."""
+    put_json(paths.fence(1), asdict(Record(HERE, 0.0, time.time() - 40.0, 0.5)))
+    observer, began_s = Observer(paths, 1), time.monotonic()
+    assert observer.look() == "unclear"
+    until(lambda: observer.look() == "over", "it is never followed")
+    assert time.monotonic() - began_s >= 0.5
 
 
 # --- while it is held
