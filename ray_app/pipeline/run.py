@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -45,6 +46,7 @@ from ray_app.train.messages import Flags
 from ray_app.train.messages import Status as Gathering
 from ray_app.train.parameter_actors import start_parameters
 from ray_app.train.rendezvous import start_rendezvous
+from ray_app.train.restoring import note_fallback
 from ray_app.train.snapshots import start_keepers
 from ray_app.train.trainer import Start, fit
 
@@ -160,7 +162,7 @@ class Run:
                 if self._sampler is not None:
                     stack.enter_context(self._sampler)
                 following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
-                if not self._is_complete() and not self._interrupted.is_set():
+                if not self._is_over_and_intact() and not self._interrupted.is_set():
                     if self._config.train.strategy == "single":
                         train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
                     else:
@@ -204,6 +206,13 @@ class Run:
     def _is_complete(self) -> bool:
         newest = newest_commit(self.job)
         return (newest is not None and newest.step >= self.job.total_steps) or self._is_over()
+
+    def _is_over_and_intact(self) -> bool:
+        """Whether there is nothing to train, and the newest checkpoint is what was committed: nobody else would look."""
+        if not self._is_complete():
+            return False
+        CheckpointStore(self.job.paths).load_newest(partial(note_fallback, self.job))
+        return self._is_complete()
 
     def _is_over(self) -> bool:
         """Whether the evaluations say that training is over; looks again until they do."""

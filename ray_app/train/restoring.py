@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -31,13 +32,9 @@ def restore(job: Job, state: TrainingState, recorder: Recorder, sender: Snapshot
     Raises:
         CheckpointError: There are checkpoints, but not one is intact, and no snapshot.
     """
-
-    def passed_over(fallback: Fallback) -> None:
-        put_event(job.paths, "fallback", job.fence, checkpoint=fallback.name, reason=fallback.reason)
-
     kept = sender.newest()
     try:
-        found = CheckpointStore(job.paths).load_newest(passed_over)
+        found = CheckpointStore(job.paths).load_newest(partial(note_fallback, job))
     except (OSError, CheckpointError) as error:
         if kept is None:
             raise
@@ -58,3 +55,8 @@ def restore(job: Job, state: TrainingState, recorder: Recorder, sender: Snapshot
     now = environment.describe(device)
     if now != commit.environment:
         put_event(job.paths, "environment_changed", job.fence, step=state.step, before=commit.environment, now=now)
+
+
+def note_fallback(job: Job, fallback: Fallback) -> None:
+    """Records that a checkpoint was passed over."""
+    put_event(job.paths, "fallback", job.fence, checkpoint=fallback.name, reason=fallback.reason)

@@ -94,6 +94,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_result_is_the_same(
     assert record_of(paths.root) == reference["record"]
 
 
+def test_a_damaged_last_checkpoint_is_made_again_by_starting_the_finished_run(short_run: ShortRun) -> None:
+    config = short_run(train__strategy="single", scaling__min_workers=1, scaling__max_workers=1)
+    finished = run_training(config)
+    paths = RunPaths(finished.path)
+    model = paths.checkpoint(30, 1) / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:100])
+    again = run_training(config)
+    [fallback] = read_events(paths, "fallback")
+    assert fallback.details["checkpoint"] == "step-00000030-0001"
+    assert "has 100 bytes" in fallback.details["reason"]
+    assert again.status == "finished"
+    assert again.summary["params_digest"] == finished.summary["params_digest"]
+    assert (paths.checkpoint(30, 2) / "model.safetensors").stat().st_size > 100
+
+
 def test_another_configuration_under_the_same_name_is_refused(short_run: ShortRun, tmp_path: Path) -> None:
     run_training(short_run(train__max_steps=2))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
