@@ -23,6 +23,8 @@ from ray_app.record.files import Location, read_json
 SUFFIXES = (".arrow", ".parquet")
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}.*$")
 _BATCH_ROWS = 1000
+_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
+"""What ends an Arrow stream; the second one until Arrow 0.15."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +151,24 @@ def _read(file: File) -> Iterator[pa.Table]:
             source = pa.memory_map(str(file.place)) if isinstance(file.place, Path) else pa.PythonFile(file.open(), "r")
             reader = pa.ipc.open_stream(source)
             yield reader.schema.empty_table()
-            batches = iter(reader)
+            batches = _to_the_end(reader, source)
         for batch in batches:
             step = max(1, raw.BLOCK_BYTES * len(batch) // max(1, batch.nbytes))
             for start in range(0, len(batch), step):
                 yield pa.Table.from_batches([batch.slice(start, step)])
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{file}: {error}. The file is damaged or not of Arrow's stream format; save it again.") from error
+
+
+def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """The batches of a stream, which must have the mark of its end; the reader itself takes the end of the file for it, too."""
+    end = source.tell()
+    for batch in reader:
+        yield batch
+        end = source.tell()
+    source.seek(end)
+    if source.read(8) not in _ENDS:
+        raise pa.ArrowInvalid("it was cut off behind one of its record batches")
 
 
 def _features(file: File, schema: pa.Schema) -> dict[str, Any]:

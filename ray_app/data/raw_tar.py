@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import PurePosixPath
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import pyarrow as pa
@@ -29,8 +29,6 @@ MAX_MEMBER_BYTES = 1 << 30
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
-_END = 1024
-"""Bytes of zeros that end a tar file; without them the file was cut off."""
 
 Members = dict[str, bytes]
 """The members of a row by their extension in lower case."""
@@ -227,9 +225,8 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
     Raises:
         DataError: The file is damaged, or has members that no WebDataset has.
     """
-    _check_end(file)
     try:
-        with file.open() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*") as archive:
+        with file.open() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*", tarinfo=_Header) as archive:
             for key, group in itertools.groupby(_members(file, archive), key=lambda member: member[0]):
                 row: Members = {}
                 for _, extension, data in group:
@@ -239,6 +236,19 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
                 yield key, row
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(f"{file}: {error}. The file is damaged or no tar file; make it again.") from error
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
+                raise  # zeros: the end
+            raise tarfile.ReadError(f"{error} where the next member or the end of the archive is expected") from error
 
 
 def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
@@ -259,12 +269,3 @@ def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, b
         assert content is not None
         yield str(path.parent / stem), extension.lower(), content.read()
 
-
-def _check_end(file: File) -> None:
-    """Refuses a file that was cut off between two members, which `tarfile` takes for its end."""
-    if not file.place.name.endswith(".tar"):
-        return  # gzip has a mark of its own
-    with file.open() as stream:
-        stream.seek(max(0, file.size - _END))
-        if file.size < _END or stream.read().strip(b"\0"):
-            raise DataError(f"{file}: it does not end as tar files do; it was cut off, or is no tar file. Make it again.")

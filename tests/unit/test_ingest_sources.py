@@ -333,7 +333,23 @@ def test_a_tar_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
     write_tar(tmp_path / "in" / "x.tar", sample(0) | sample(1))
     data = (tmp_path / "in" / "x.tar").read_bytes()
     (tmp_path / "in" / "x.tar").write_bytes(data[:size])
-    assert "it was cut off, or is no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
+@pytest.mark.parametrize("fault", ["cut off", "flipped bit"])
+def test_a_tar_is_read_to_its_end_or_not_at_all(tmp_path: Path, name: str, fault: str) -> None:
+    """The members end in zeros, as the archive does; what follows them is gone, or its header is damaged."""
+    write_tar(tmp_path / "in" / "x.tar", {f"{i}.npy": npy(np.zeros(1000)) for i in range(6)})
+    data = bytearray((tmp_path / "in" / "x.tar").read_bytes())
+    third = data.index(b"3.npy")
+    if fault == "cut off":
+        del data[third:]
+    else:
+        data[third] ^= 1
+    (tmp_path / "in" / "x.tar").unlink()
+    (tmp_path / "in" / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
 
 def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
@@ -408,6 +424,21 @@ def test_hugging_face_folders_that_are_not_whole_are_refused(tmp_path: Path) -> 
     assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in refusal(tmp_path, "hf", given)
     (given / "state.json").unlink()
     assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", given)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_arrow_stream_is_read_to_its_end_or_not_at_all(tmp_path: Path, old: bool) -> None:
+    """Cut off between two batches: the last value is the mark of the end, so the file ends as a whole one does."""
+    sink, table, ends = io.BytesIO(), pa.table({"a": [1, 2**32 - 1]}), []
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=old)) as writer:
+        for _ in range(3):
+            writer.write_table(table)
+            ends.append(sink.tell())
+    given = tmp_path / "data.arrow"
+    given.write_bytes(sink.getvalue()[: ends[1]])
+    assert "it was cut off" in refusal(tmp_path, "hf", given)
+    given.write_bytes(sink.getvalue())
+    assert done(tmp_path, "hf", given)["a"] == [1, 2**32 - 1] * 3
 
 
 def test_parquet_is_described_and_left_alone(tmp_path: Path) -> None:
