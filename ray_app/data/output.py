@@ -134,7 +134,7 @@ def _remove_unless_used(folder: Path) -> None:
 
 
 def discard(folder: Location) -> None:
-    """Removes what was written: the options or the source are refused, so nothing of it can be used."""
+    """Removes what was written: the options or what is in the source are refused, so nothing of it can be used."""
     remove_tree(folder)
 
 

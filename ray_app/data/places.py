@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from ray_app.errors import DataError
+from ray_app.errors import DataError, StorageError
 from ray_app.record.files import Location
 from ray_app.record.s3 import S3Path
 
@@ -182,9 +182,19 @@ def _file(place: Location, info: Any) -> File | None:
     return File(place, int(info.size), int(info.mtime_ns or 0))
 
 
+def unusable(file: File, error: Exception, advice: str) -> DataError:
+    """What to raise where a file cannot be read: a StorageError, or a DataError with advice if what is in it is to blame.
+
+    Python and pyarrow call both OSError; only one of the system has a number, and only one of S3 says so.
+    """
+    if isinstance(error, OSError) and (error.errno is not None or "AWS Error" in str(error)):
+        return StorageError(f"{file} cannot be read: {error}.")
+    return DataError(f"{file}: {error}. {advice}")
+
+
 @contextmanager
 def _reading(place: Location) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{place} cannot be read: {error}. Check the address, the bucket and the credentials (AWS_*).") from error
+        raise StorageError(f"{place} cannot be read: {error}. Check the address, the bucket and the credentials (AWS_*).") from error

@@ -13,7 +13,7 @@ from pyarrow import csv
 
 from ray_app.data import raw
 from ray_app.data.class_names import sorted_classes
-from ray_app.data.places import File, files_in, find, is_folder
+from ray_app.data.places import File, files_in, find, is_folder, unusable
 from ray_app.errors import DataError
 from ray_app.record.files import Location
 
@@ -179,10 +179,10 @@ def _string_blocks(file: File, bad: list[Any] | None) -> Iterator[pa.RecordBatch
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in reader.schema], schema=reader.schema)
             yield from reader
     except (pa.ArrowInvalid, OSError, EOFError) as error:
-        raise DataError(
-            f"{file}: {error}. Expected UTF-8 text with one header line and the same number of comma-separated values in "
-            "every row (row 1 is the header). Correct the file."
-        ) from error
+        advice = (
+            "Expected UTF-8 text with one header line and the same number of comma-separated values in every row (row 1 is the header)."
+        )
+        raise unusable(file, error, f"{advice} Correct the file.") from error
 
 
 def _converted(values: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data import nested, raw
-from ray_app.data.places import File, files_in, find, is_folder, parquet
+from ray_app.data.places import File, files_in, find, is_folder, parquet, unusable
 from ray_app.data.raw_images import NOT_AN_IMAGE
 from ray_app.errors import DataError
 from ray_app.record.files import Location, read_json
@@ -157,7 +157,7 @@ def _read(file: File) -> Iterator[pa.Table]:
             for start in range(0, len(batch), step):
                 yield pa.Table.from_batches([batch.slice(start, step)])
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file}: {error}. The file is damaged or not of Arrow's stream format; save it again.") from error
+        raise unusable(file, error, "The file is damaged or not of Arrow's stream format; save it again.") from error
 
 
 def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:

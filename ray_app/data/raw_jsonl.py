@@ -16,7 +16,7 @@ import pyarrow.json as pj
 
 from ray_app.data import nested, raw
 from ray_app.data.class_names import sorted_classes
-from ray_app.data.places import File
+from ray_app.data.places import File, unusable
 from ray_app.data.raw_csv import text_files
 from ray_app.errors import DataError
 from ray_app.record.files import Location
@@ -190,7 +190,7 @@ def _lines(file: File) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except (OSError, EOFError) as error:
-        raise DataError(f"{file}: {error}. The file is damaged; make it again.") from error
+        raise unusable(file, error, "The file is damaged; make it again.") from error
 
 
 def _parsed(block: _Block, schema: pa.Schema | None) -> tuple[pa.Table, list[tuple[int, str]]]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from ray_app.data import raw
 from ray_app.data.columns import Array
-from ray_app.data.places import File, files_in, find, is_folder
+from ray_app.data.places import File, files_in, find, is_folder, unusable
 from ray_app.data.raw_images import NOT_AN_IMAGE
 from ray_app.errors import DataError
 from ray_app.record.files import location
@@ -235,7 +235,7 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
                     row[extension] = data
                 yield key, row
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{file}: {error}. The file is damaged or no tar file; make it again.") from error
+        raise unusable(file, error, "The file is damaged or no tar file; make it again.") from error
 
 
 class _Header(tarfile.TarInfo):
@@ -268,4 +268,3 @@ def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, b
         content = archive.extractfile(member)
         assert content is not None
         yield str(path.parent / stem), extension.lower(), content.read()
-
