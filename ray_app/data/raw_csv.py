@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from ray_app.errors import DataError
 from ray_app.record.files import Location
 
 NULLS = pa.array(csv.ConvertOptions().null_values)
-KINDS = (pa.int64(), pa.float64(), pa.bool_(), pa.string())
+KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
 """Types of CSV columns, the narrowest first."""
 
 
@@ -198,4 +199,10 @@ def _fits(values: pa.Array, kind: pa.DataType) -> bool:
         _converted(values, kind)
     except pa.ArrowInvalid:
         return False
-    return True
+    return not pa.types.is_floating(kind) or _are_exact(values)
+
+
+def _are_exact(values: pa.Array) -> bool:
+    """Whether whole numbers that may not fit into 64 bits, such as long identifiers, are the same as float64."""
+    whole = values.filter(pc.match_substring_regex(values, r"^\s*[+-]?\d{19,}\s*$")).to_pylist()
+    return all(Decimal(float(value)) == Decimal(value.strip()) for value in whole)

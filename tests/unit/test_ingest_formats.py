@@ -60,6 +60,24 @@ def test_csv_with_an_integer_label_keeps_its_numbers(tmp_path: Path) -> None:
     assert (summary.parts[""].classes, summary.parts[""].class_counts) == (None, {"-1": 1, "5": 1})
 
 
+def test_csv_whole_numbers_beyond_64_bits_lose_no_digit(tmp_path: Path) -> None:
+    columns = {
+        "unsigned": ["12345678901234567890", "12345678901234567891", "7"],
+        "long": ["12345678901234567890", "12345678901234567891", "-7"],
+        "mixed": ["12345678901234567891", "0.5", "NA"],
+        "exact": ["100000000000000000000", "0.5", "1e300"],
+    }
+    rows = "\n".join(",".join(values) for values in zip(*columns.values(), strict=True))
+    (tmp_path / "f.csv").write_text(",".join(columns) + "\n" + rows)
+    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
+    got = read(tmp_path / "out")
+    assert got["unsigned"] == [int(value) for value in columns["unsigned"]]
+    assert (got["long"], got["mixed"]) == (columns["long"], columns["mixed"])
+    assert got["exact"] == [1e20, 0.5, 1e300]
+    types = [column["type"] for column in summary.parts[""].columns.values()]
+    assert types == ["string", "uint64", "string", "string", "double"]
+
+
 def test_csv_space_around_a_value_changes_no_type(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("a, b, c\n1, true, 2\nNA , False , NA\n")
     ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
@@ -147,6 +165,7 @@ def assert_refused(tmp_path: Path, expected: list[str], **options: Any) -> None:
         ([b"label,y\n1,2\n"], {"label": "y"}, ["'y' is to become 'label'", "['label', 'y']", "Rename"]),
         ([b"a,y\n1,0.5\n"], {"label": "y"}, ["'y'", "not integers", "'target'"]),
         ([b"a,y\n1,0\n2,\n"], {"label": "y"}, ["0.csv:3", "no label"]),
+        ([b"a,y\n1,0\n2,9223372036854775808\n"], {"label": "y"}, ["0.csv:3", "label 9223372036854775808", "64 bits"]),
         ([b"a,y\n1,u\n2,\n"], {"label": "y"}, ["'y' has rows without a value"]),
         ([b"a,label\n1,u\n"], {}, ["`label` is of type string", "option label"]),
         ([b"a,y\n1,2\n"], {"rename": {"b": "c"}}, ["['b']", "['a', 'y']"]),
