@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from ray_app.data import raw
 from ray_app.data.columns import Array
-from ray_app.data.places import File, files_in, find, is_folder, unusable
+from ray_app.data.places import File, files_in, find, is_folder, text, unusable
 from ray_app.data.raw_images import NOT_AN_IMAGE
 from ray_app.errors import DataError
 from ray_app.record.files import location
@@ -147,7 +147,7 @@ def _usable(form: _Form, file: File, refuse: raw.Refuse) -> Iterator[tuple[str, 
         row_id = f"{file.name}:{key}"
         try:
             values = _values(form, members)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             refuse(row_id, str(error))
         else:
             yield row_id, values, sum(map(len, members.values()))
@@ -157,7 +157,7 @@ def _values(form: _Form, members: Members) -> dict[str, Any]:
     """A row's values by column, in one order for all rows.
 
     Raises:
-        ValueError: It cannot be used.
+        ValueError, RecursionError: It cannot be used.
     """
     if kinds := {_column(name) for name in members} ^ {_column(name) for name in form.members}:
         raise ValueError(f"the members are {sorted(members)}, of the first row {sorted(form.members)} ({sorted(map(str, kinds))} differ)")
@@ -167,10 +167,10 @@ def _values(form: _Form, members: Members) -> dict[str, Any]:
         column = cast(str, _column(name))
         values[column] = _value(*by_column[column], expected, form.check)
     if form.label:
-        label = json.loads(values["json"]).get(form.label)
-        if not isinstance(label, int):
-            raise ValueError(f"{form.label!r} in .json is {label!r}; expected an integer")
-        values["label"] = label
+        values["label"] = json.loads(values["json"]).get(form.label)
+    label = values.get("label", 0)
+    if type(label) is not int or not -(2**63) <= label < 2**63:
+        raise ValueError(f"label {label!r}; expected an integer of 64 bits")
     return values
 
 
@@ -178,7 +178,7 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
     """The value of a member; `expected` is dtype and shape of an array.
 
     Raises:
-        ValueError: It cannot be used.
+        ValueError, RecursionError: It cannot be used.
     """
     kind = extension.rpartition(".")[2]
     if kind in IMAGES:
@@ -190,20 +190,24 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
         if (array.dtype, array.shape) != expected:
             raise ValueError(f".{extension} is {array.dtype} {array.shape}, in the first row {expected}")
         return array
-    text = data.decode()
+    written = data.decode()
     if kind == "cls":
-        return int(text)
-    if kind == "json" and not isinstance(json.loads(text), dict):
+        return int(written)
+    if kind == "json" and not isinstance(json.loads(written), dict):
         raise ValueError(".json is no object")
-    return text
+    return written
 
 
 def _array(data: bytes) -> Array:
-    """The array of a .npy file; objects are refused, since reading them would run code."""
+    """The array of a .npy file; objects are refused, since reading them would run code.
+
+    Raises:
+        ValueError: There is none.
+    """
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
-    except EOFError as error:
-        raise ValueError(".npy is empty") from error
+    except Exception as error:  # of many kinds, as NumPy parses the header as Python
+        raise ValueError(f".npy cannot be read: {error}") from error
     if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.kind not in "biuf":
         raise ValueError(".npy holds no array of numbers")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -267,4 +271,4 @@ def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, b
             continue  # hidden files, and what has no extension, belong to no row
         content = archive.extractfile(member)
         assert content is not None
-        yield str(path.parent / stem), extension.lower(), content.read()
+        yield text(str(path.parent / stem)), text(extension.lower()), content.read()

@@ -301,6 +301,41 @@ def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
     assert done(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
 
 
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "reason"),
+    [
+        ({"b.npy": npy(np.ones(2)), "b.cls": b"9" * 20}, {}, "label 99999999999999999999; expected an integer of 64 bits"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %d}' % 2**64}, {"label": "y"}, "label 18446744073709551616; expected an integer"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": true}'}, {"label": "y"}, "label True; expected an integer"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %s' % DEEP}, {}, "maximum recursion depth exceeded"),
+        ({"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(2305843009213693951,)"), "b.cls": b"1"}, {}, ".npy cannot be read"),
+        ({"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(%s)" % DEEP), "b.cls": b"1"}, {}, ".npy cannot be read"),
+    ],
+)
+def test_webdataset_rows_that_cannot_be_used_are_skipped(
+    tmp_path: Path, bad: dict[str, bytes], options: dict[str, Any], reason: str
+) -> None:
+    other = {"json": b'{"y": 1}'} if "b.json" in bad else {"cls": b"1"}
+    good = [{f"{name}.npy": npy(np.ones(2))} | {f"{name}.{kind}": data for kind, data in other.items()} for name in "ac"]
+    write_tar(tmp_path / "in" / "x.tar", good[0] | bad | good[1])
+    got = done(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
+    assert got["row_id"] == ["x.tar:a", "x.tar:c"]
+    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(refused)["row_id"] == "x.tar:b"
+    assert reason in json.loads(refused)["reason"]
+
+
+def test_member_names_need_not_be_utf8(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as archive:
+        member = tarfile.TarInfo("\xff.txt")
+        archive.addfile(member)
+    assert done(tmp_path, "webdataset", tmp_path / "in")["row_id"] == ["x.tar:\\xff"]
+
+
 def test_braces_expand_as_the_shell_does() -> None:
     assert expanded("s3://b/x-{08..10}-{a,b}") == [f"s3://b/x-{n}-{c}" for n in ("08", "09", "10") for c in "ab"]
 
@@ -315,10 +350,10 @@ def test_braces_expand_as_the_shell_does() -> None:
         ({"0.png": png(0), "0.cls": b"1", "1.png": png(1)}, {}, "row x.tar:1: the members are ['png'], of the first row ['cls', 'png']"),
         ({"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))}, {}, "row x.tar:1: .npy is float64 (3,), in the first row"),
         ({"0.npy": npy(np.array([{}], dtype=object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
-        ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy is empty"),
+        ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy cannot be read: No data left in file"),
         ({"0.mp4": b"x"}, {}, "a member .mp4; allowed are"),
         ({"0.png": png(0), "0.jpg": png(0)}, {}, "two would be the same column"),
-        ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "row x.tar:0: 'kind' in .json is None"),
+        ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "row x.tar:0: label None; expected an integer of 64 bits"),
         ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "label='kind' is for rows with a .json"),
         ({"plain": b"x"}, {}, "no member in these tar files"),
     ],
