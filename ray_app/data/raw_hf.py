@@ -153,10 +153,11 @@ def _read(file: File) -> Iterator[pa.Table]:
             yield reader.schema.empty_table()
             batches = _to_the_end(reader, source)
         for batch in batches:
+            batch.validate(full=True)  # unchecked, a damaged batch can refer to memory outside itself
             step = max(1, raw.BLOCK_BYTES * len(batch) // max(1, batch.nbytes))
             for start in range(0, len(batch), step):
                 yield pa.Table.from_batches([batch.slice(start, step)])
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise unusable(file, error, "The file is damaged or not of Arrow's stream format; save it again.") from error
 
 
@@ -235,14 +236,21 @@ def _converted(form: _Form, file: File, table: pa.Table, ids: Any, refuse: raw.R
             fits = nested.of_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
             reason = f"{name!r} is no list of shape {list(form.shapes[name])} as in the first row"
             faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
-        elif name == form.label:  # -1 is how `datasets` writes that there is none
-            columns[name] = pc.if_else(pc.less(column, 0), None, column)
+        elif name == form.label:
+            columns[name] = pc.if_else(pc.less(column, 0), None, column)  # -1 is how `datasets` writes that there is none
+            faults |= {i: reason for i, reason in _beyond(columns[name], len(form.classes or ())).items() if i not in faults}
     for i, reason in sorted(faults.items()):
         refuse(str(ids[i]), reason)
     good = np.ones(len(ids), np.bool_)
     good[list(faults)] = False
     chosen = {"label" if name == form.label else name: _filtered(column, good, form.shapes.get(name)) for name, column in columns.items()}
     return raw.table(ids[good].tolist(), chosen)
+
+
+def _beyond(labels: pa.Array, classes: int) -> dict[int, str]:
+    """Which labels are none of the classes, by row; 0 classes: any number is one."""
+    beyond = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
+    return {int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}" for i in np.flatnonzero(beyond)}
 
 
 def _bad_images(name: str, images: pa.Array, check: bool, known: dict[int, str]) -> dict[int, str]:

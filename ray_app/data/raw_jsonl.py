@@ -225,7 +225,7 @@ def _fault(line: bytes, schema: pa.Schema | None) -> str | None:
     """What is wrong with a line."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     if not isinstance(value, dict):
         return f"a JSON {type(value).__name__} where an object is expected"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import shutil
+import struct
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,43 @@ def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any] | None, e
     else:
         np.savez(path, **arrays)
     assert_refused(tmp_path, expected, source="numpy", input=str(path))
+
+
+def header(shape: str) -> bytes:
+    """The beginning of a .npy file that says that it holds float64 of a shape."""
+    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (f"({2**60},)", "ends before row"),
+        (f"(3, {2**60})", "ends before row 1 of 3"),
+        (f"(3, {2**63})", "ends before row 1 of 3"),
+        (f"({2**60}, 0)", "hold nothing"),
+        ("(" + "[" * 50, "cannot be read"),
+    ],
+)
+def test_a_header_that_promises_too_much_is_refused(tmp_path: Path, packed: bool, shape: str, expected: str) -> None:
+    (tmp_path / "in").mkdir()
+    if packed:
+        with zipfile.ZipFile(tmp_path / "in" / "x.npz", "w") as archive:
+            archive.writestr("x.npy", header(shape) + bytes(64))
+    else:
+        (tmp_path / "in" / "x.npy").write_bytes(header(shape) + bytes(64))
+    [source] = (tmp_path / "in").iterdir()
+    assert_refused(tmp_path, ["x.npz:x", "damaged"] if packed else ["x.npy", expected], source="numpy", input=str(source))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_idx_dimensions_that_promise_too_much_are_refused(tmp_path: Path, packed: bool) -> None:
+    write_idx(tmp_path / "in", "train", 3, packed)
+    data = struct.pack(">4I", 2051, 3, 2**32 - 1, 2**32 - 1) + bytes(64)
+    images = tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}"
+    images.write_bytes(gzip.compress(data) if packed else data)
+    assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
 
 
 def animate(path: Path) -> None:

@@ -41,6 +41,7 @@ def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> s
     return str(caught.value)
 
 
+DEEP = b"[" * 100_000
 LINES = [
     {"x": 1, "kind": "wasp", "when": "2020-01-01", "vector": [1, 2.5], "on": True, "grid": [[1, 2], [3, 4]]},
     {"x": 2.5, "kind": "ant", "when": "never", "vector": [3, 4], "grid": [[5, 6], [7, 8]]},
@@ -89,6 +90,11 @@ def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_pa
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
     got = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
     assert (got["row_id"], got["label"], got["a"].tolist()) == (["f.jsonl:1", "f.jsonl:5"], [0, 1], [[1, 2], [5, 6]])
+
+
+def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n{"a": ' + DEEP + b'\n{"a": 2}\n')
+    assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
 
 
 CIFAR_NAMES = ("ant", "bee", "cat", "dog")
@@ -241,11 +247,34 @@ def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
         (lambda folder: (folder / "data_batch_2.bin").write_bytes(bytes(3000)), "3000 bytes are not a whole number of records of 3073"),
         (lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\x09" + bytes(3072)), "row data_batch_2.bin:0: label 9; the 4 classes"),
         (shutil.rmtree, "no CIFAR files; expected the unpacked folder"),
+        (lambda folder: (folder / "batches.meta.txt").write_bytes(b"\xff"), "batches.meta.txt: 'utf-8' codec can't decode"),
     ],
 )
 def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
     write_cifar(tmp_path / "in", "binary10")
     change(tmp_path / "in")
+    assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("batch", "meta", "expected"),
+    [
+        ({"labels": ["x", "y"]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [2**70, 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [0.5, 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [[0], [1]]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [[0], 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [0]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({}, {"label_names": 5}, "batches.meta: no list `label_names`"),
+        ({}, {"label_names": None}, "batches.meta: no list `label_names`"),
+    ],
+)
+def test_cifar_pickles_of_other_content_are_refused(tmp_path: Path, batch: dict[str, Any], meta: dict[str, Any], expected: str) -> None:
+    (tmp_path / "in").mkdir()
+    whole = {"data": np.zeros((2, 3072), np.uint8), "labels": [0, 1]} | batch
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        (tmp_path / "in" / name).write_bytes(pickle.dumps(whole, protocol=2))
+    (tmp_path / "in" / "batches.meta").write_bytes(pickle.dumps({"label_names": ["a", "b"]} | meta, protocol=2))
     assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
 
 
@@ -299,9 +328,6 @@ def test_webdataset_tars_are_read_in_order(tmp_path: Path, given: str) -> None:
 def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
     write_tar(tmp_path / "in" / "x.tar", {"0.png": png(0), "0.json": b'{"kind": 4}', "1.png": png(1), "1.json": b'{"kind": 2}'})
     assert done(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
-
-
-DEEP = b"[" * 100_000
 
 
 @pytest.mark.parametrize(
@@ -459,6 +485,24 @@ def test_hugging_face_folders_that_are_not_whole_are_refused(tmp_path: Path) -> 
     assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in refusal(tmp_path, "hf", given)
     (given / "state.json").unlink()
     assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", given)
+
+
+@pytest.mark.parametrize("end", [400, 2_000_000_000, 2])
+def test_an_arrow_stream_that_points_outside_itself_is_refused(tmp_path: Path, end: int) -> None:
+    """Unchecked, rows would hold bytes of this process's memory, or end it."""
+    given = saved(tmp_path / "in", pa.table({"a": [{"bytes": b"abc", "path": None}] * 3}), {})
+    file = given / "data-00000-of-00001.arrow"
+    data = file.read_bytes()
+    assert data.count(struct.pack("<4i", 0, 3, 6, 9)) == 1
+    file.write_bytes(data.replace(struct.pack("<4i", 0, 3, 6, 9), struct.pack("<4i", 0, 3, 6, end)))
+    assert "The file is damaged" in refusal(tmp_path, "hf", given, check=False)
+
+
+def test_hugging_face_labels_are_held_against_the_classes(tmp_path: Path) -> None:
+    given = saved(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, 7, 0]}), CLASSES)
+    assert done(tmp_path, "hf", given, label="y", on_bad_row="skip")["label"] == [1, 0]
+    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(refused)["reason"] == "label 7; the 2 classes allow 0 to 1"
 
 
 @pytest.mark.parametrize("old", [False, True])
