@@ -184,9 +184,10 @@ def _blocks(files: list[File]) -> Iterator[_Block]:
 def _lines(file: File) -> Iterator[tuple[int, bytes]]:
     try:
         with file.open_unpacked() as stream:
-            for number, line in enumerate(io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20), 1):
+            buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
+            for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):
                 if len(line) > MAX_LINE_BYTES:
-                    raise DataError(f"{file}: line {number} has {len(line)} bytes; at most {MAX_LINE_BYTES} are allowed. Is it JSON lines?")
+                    raise DataError(f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?")
                 if line.strip():
                     yield number, line
     except (OSError, EOFError) as error:

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -25,7 +25,8 @@ from ray_app.errors import DataError
 from ray_app.record.files import location
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
-MAX_MEMBER_BYTES = 1 << 30
+MAX_ROW_BYTES = 512 << 20
+"""Of all members of a row, unpacked."""
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
@@ -233,10 +234,14 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
         with file.open() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*", tarinfo=_Header) as archive:
             for key, group in itertools.groupby(_members(file, archive), key=lambda member: member[0]):
                 row: Members = {}
-                for _, extension, data in group:
+                room = MAX_ROW_BYTES
+                for _, extension, size, read in group:
+                    room -= size
+                    if room < 0:
+                        raise DataError(f"{file}: the row {key!r} has more than {MAX_ROW_BYTES} bytes, which are allowed. Make it smaller.")
                     if extension in row:
                         raise DataError(f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file again.")
-                    row[extension] = data
+                    row[extension] = read()
                 yield key, row
     except (tarfile.TarError, OSError, EOFError) as error:
         raise unusable(file, error, "The file is damaged or no tar file; make it again.") from error
@@ -255,20 +260,20 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError(f"{error} where the next member or the end of the archive is expected") from error
 
 
-def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
-    """Row, extension and content of each member."""
+def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, int, Callable[[], bytes]]]:
+    """Row, extension and size of each member, and what reads its content."""
     for member in archive:
         if member.isdir():
             continue
         path = PurePosixPath(member.name)
-        if path.is_absolute() or ".." in path.parts or not member.isfile() or member.size > MAX_MEMBER_BYTES:
+        if path.is_absolute() or ".." in path.parts or not member.isfile():
             raise DataError(
-                f"{file}: the member {member.name!r} is refused: allowed are plain files of at most {MAX_MEMBER_BYTES} bytes below the"
-                " archive's own root (no link, no '..', no absolute path). Do not trust this file; make it again."
+                f"{file}: the member {member.name!r} is refused: allowed are plain files below the archive's own root (no link, no '..', no"
+                " absolute path). Do not trust this file; make it again."
             )
         stem, dot, extension = path.name.partition(".")
         if not stem or not dot:
             continue  # hidden files, and what has no extension, belong to no row
         content = archive.extractfile(member)
         assert content is not None
-        yield text(str(path.parent / stem)), text(extension.lower()), content.read()
+        yield text(str(path.parent / stem)), text(extension.lower()), member.size, content.read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import shutil
 import struct
 import zipfile
@@ -20,6 +21,7 @@ from sklearn.datasets import load_digits
 from ray_app.data import raw
 from ray_app.data.ingest import IngestOptions, ingest
 from ray_app.errors import ConfigError, DataError
+from ray_app.task.image import ImageClassification
 
 
 def test_images_keep_their_bytes(tmp_path: Path) -> None:
@@ -272,6 +274,28 @@ def test_idx_dimensions_that_promise_too_much_are_refused(tmp_path: Path, packed
 def animate(path: Path) -> None:
     frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (0, 200)]
     frames[0].save(path / "dog" / "2.gif", save_all=True, append_images=frames[1:])
+
+
+def enormous(kind: str) -> bytes:
+    """An image of 31 KB that says that it has 256 million pixels, or 200 frames of one million."""
+    file = io.BytesIO()
+    if kind == "gif":
+        frames = [Image.new("L", (1000, 1000), i) for i in range(200)]
+        frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+    else:
+        Image.new("1", (16000, 16000)).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["png", "gif"])
+def test_an_enormous_image_is_refused_before_it_is_decoded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchvision.io.decode_image", lambda *_, **__: pytest.fail("decoded"))
+    (tmp_path / "in" / "cat").mkdir(parents=True)
+    (tmp_path / "in" / "cat" / f"1.{kind}").write_bytes(enormous(kind))
+    assert_refused(tmp_path, [f"cat/1.{kind}", "not an image that can be decoded", "pixels"], source="images", input=str(tmp_path / "in"))
+    task = ImageClassification(size=8)
+    with pytest.raises(ValueError, match="pixels"):
+        task.decode({"image": [enormous(kind)], "label": [0]})
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 from ingest_inputs import RNG, read
 from PIL import Image
 
+from ray_app.data import raw_jsonl, raw_tar
 from ray_app.data.ingest import IngestOptions, ingest
 from ray_app.data.raw_tar import expanded
 from ray_app.data.unpickled import unpickled
@@ -90,6 +91,14 @@ def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_pa
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
     got = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
     assert (got["row_id"], got["label"], got["a"].tolist()) == (["f.jsonl:1", "f.jsonl:5"], [0, 1], [[1, 2], [5, 6]])
+
+
+def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is cut off behind what is read of the line."""
+    monkeypatch.setattr(raw_jsonl, "MAX_LINE_BYTES", 1 << 20)
+    line = b'{"a": "' + RNG.bytes(2 << 20).hex().encode()
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line)[:-1_000_000])
+    assert "line 1 has more than 1048576 bytes" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
 
 
 def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
@@ -411,6 +420,13 @@ def test_a_tar_is_read_to_its_end_or_not_at_all(tmp_path: Path, name: str, fault
     (tmp_path / "in" / "x.tar").unlink()
     (tmp_path / "in" / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("size", [300, 100])
+def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(raw_tar, "MAX_ROW_BYTES", 250)
+    write_tar(tmp_path / "in" / "x.tar.gz", {f"0.{i}.npy": bytes(size) for i in range(3)}, "w:gz")
+    assert "the row '0' has more than 250 bytes" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
 
 def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
