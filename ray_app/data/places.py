@@ -142,11 +142,13 @@ def folders_in(folder: Location) -> list[Location]:
 
 
 def files_below(folder: Location, suffix: str) -> list[Location]:
-    """All files below a folder whose name ends so, sorted by path."""
+    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders."""
     if isinstance(folder, Path):
-        return [*sorted(folder.rglob(f"*{suffix}"))]
-    with _reading(folder):
-        return [place for name, place in sorted(folder.listing().items()) if name.endswith(suffix)]
+        found: list[tuple[str, Location]] = [(relative(place, folder), place) for place in sorted(folder.rglob(f"*{suffix}"))]
+    else:
+        with _reading(folder):
+            found = [(name, place) for name, place in sorted(folder.listing().items()) if name.endswith(suffix)]
+    return [place for name, place in found if not any(part.startswith(".") for part in name.split("/"))]
 
 
 def versions(root: Location, paths: Iterable[str]) -> list[Any]:

@@ -212,6 +212,9 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
     folder = write_csvs(tmp_path / "in")
     ingest(options_for(folder, tmp_path / "out", row_group_rows=7))
     upload(tmp_path / "out", s3_folder / "data")
+    for hidden in ("._part-00000.parquet", ".ipynb_checkpoints/part-00000.parquet"):
+        put_atomic(tmp_path / "out" / hidden, b"no Parquet")
+        put_atomic(s3_folder / "data" / hidden, b"no Parquet")
     here, there = open_dataset(str(tmp_path / "out")), open_dataset(str(s3_folder / "data"))
     assert here.manifest.digest == there.manifest.digest
     assert here.facts.columns == there.facts.columns
