@@ -93,6 +93,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     assert len(names(left / RECORDS)) == 3
     before = {path.name: path.stat().st_mtime_ns for path in left.glob("*.parquet")}
     assert sorted(before) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    (left / ".dataset.json.0123.tmp").write_bytes(b"half")  # as a kill while it is written leaves it
     (left / "part-00001.parquet").write_bytes(b"damaged")  # a finished piece whose file is not as it was is done again
     ingest(options_for(folder, out))
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
@@ -101,6 +102,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     ingest(options_for(folder, tmp_path / "undisturbed"))
     assert content(out) == content(tmp_path / "undisturbed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "undisturbed"]
+    assert [path for path in out.rglob(".*")] == []
 
 
 def test_rows_in_are_rows_out_and_rows_refused(tmp_path: Path) -> None:
