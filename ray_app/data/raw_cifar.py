@@ -63,8 +63,10 @@ class Cifar:
     root: Location
 
     def files(self) -> list[File]:
-        """The files with images, the training data first."""
-        return [file for files in self._found()[1].values() for file in files]
+        """The files with images, the training data first, and that with the names of the classes."""
+        version, found = self._found()
+        names = self._names(version)
+        return [*(file for files in found.values() for file in files), *([names] if names else [])]
 
     def parts(self, run: raw.Run) -> list[raw.Part]:
         """`train` and `eval`, a piece a file."""
@@ -96,16 +98,21 @@ class Cifar:
             " and test_batch, or cifar-100-binary with train.bin and test.bin. Give that folder as input."
         )
 
+    def _names(self, version: _Version) -> File | None:
+        """The file with the names of the classes, if it is there."""
+        [(first, second)] = version.meta.items()
+        return find(self.root / (second if version in _BINARY else first))
+
     def _classes(self, version: _Version) -> tuple[str, ...] | None:
         """Names of the classes, if the file with them is there."""
-        [(first, second)] = version.meta.items()
-        file = find(self.root / (second if version in _BINARY else first))
+        file = self._names(version)
         if file is None:
             return None
         if version not in _BINARY:
-            names = _dictionary(file).get(second)
+            [key] = version.meta.values()
+            names = _dictionary(file).get(key)
             if not isinstance(names, list):
-                raise DataError(f"{file}: no list `{second}` of the names of the classes. Download it again.")
+                raise DataError(f"{file}: no list `{key}` of the names of the classes. Download it again.")
             return tuple(_text(name) for name in names)
         try:
             return tuple(file.place.read_text().split())

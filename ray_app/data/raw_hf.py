@@ -46,8 +46,11 @@ class HuggingFace:
     piece_bytes: int
 
     def files(self) -> list[File]:
-        """The files, split by split."""
-        return [file for files in self._splits.values() for file in files]
+        """The files, split by split, and what is said about them beside them."""
+        rows = [file for files in self._splits.values() for file in files]
+        folders = dict.fromkeys(file.place.parent for file in rows)
+        about = [find(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
+        return rows + [file for file in about if file]
 
     def parts(self, run: raw.Run) -> list[raw.Part]:
         """One part a split, by the split's name; a single one has no name."""

@@ -503,6 +503,21 @@ def test_hugging_face_folders_that_are_not_whole_are_refused(tmp_path: Path) -> 
     assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", given)
 
 
+@pytest.mark.parametrize("source", ["hf", "cifar"])
+def test_other_names_of_the_classes_are_another_source(tmp_path: Path, source: Any) -> None:
+    if source == "hf":
+        names = saved(tmp_path / "in", pa.table({"a": [1], "y": [1]}), CLASSES) / "dataset_info.json"
+    else:
+        write_cifar(tmp_path / "in", "binary10")
+        names = tmp_path / "in" / "batches.meta.txt"
+    options = IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "in"), label="y" if source == "hf" else None)
+    ingest(options)
+    assert ingest(options).reused
+    names.write_text(names.read_text().replace('"u"', '"other"').replace("ant", "other"))
+    with pytest.raises(ConfigError, match="its source has changed since"):
+        ingest(options)
+
+
 @pytest.mark.parametrize("end", [400, 2_000_000_000, 2])
 def test_an_arrow_stream_that_points_outside_itself_is_refused(tmp_path: Path, end: int) -> None:
     """Unchecked, rows would hold bytes of this process's memory, or end it."""
