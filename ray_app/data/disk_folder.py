@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import inspect
@@ -38,17 +39,19 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     Args:
         source: The data set, and how it is decoded.
         settings: Whatever else decides how a decoded row looks.
-        folder: Where the node's caches are; None: `ray_app/cache` in its temporary folder.
+        folder: Where the node's caches are; None: `ray_app-UID/cache` in its temporary folder.
         limit_gb: Most gigabytes of all of them.
 
     Raises:
-        OSError: The folder cannot be used, or nobody can say which code decodes.
+        OSError: The folder cannot be used or belongs to another user, or nobody can say which code decodes.
     """
-    root = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / "ray_app" / "cache"
+    root = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
     own = root / identity(source, settings)
     root.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(root)
     with _locked(root / "lock"):
         own.mkdir(exist_ok=True, mode=0o700)
+        _refuse_foreign(own)
         sums = os.open(own / SUMS, os.O_RDWR | os.O_CREAT, 0o600)
         if not _is_open(own):
             row_bytes = 8 + sum(spec.row_bytes for spec in source.fields.values())
@@ -110,6 +113,14 @@ def _code(decode: Decode) -> list[str]:
             raise OSError(f"there is no source file of {part}, which decodes, so a change of it would not be seen") from error
         digests.append(hashlib.sha256(Path(file or "").read_bytes()).hexdigest())
     return digests
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Refuses a folder of another user than this one or root, who could change what is read from it."""
+    if (owner := folder.stat().st_uid) not in (os.getuid(), 0):
+        raise PermissionError(
+            errno.EPERM, f"It belongs to another user (uid {owner}); give data.cache_dir a folder of your own", str(folder)
+        )
 
 
 def _make_room(own: Path, wanted: int, limit_gb: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -269,6 +270,23 @@ def test_on_a_full_disk_the_rest_is_read(
     assert 2000 < counting.rows < 4000, "nothing of what fits is held"
     assert (os.statvfs(small_disk).f_bfree > 0) == (leave_free > 0)
     cache.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
+@pytest.mark.parametrize("folder", [".", "own"])
+def test_a_folder_of_another_user_is_not_used(job: Job, caplog: pytest.LogCaptureFixture, folder: str) -> None:
+    root = Path(str(job.config.data.cache_dir))
+    foreign = root / (identity(job.source, "") if folder == "own" else ".")
+    foreign.mkdir(parents=True)
+    os.chown(foreign, 12345, 12345)
+    assert cached_fetch(fetch_here, job.source, "", str(root), 1.0) is fetch_here
+    assert "belongs to another user" in caplog.text
+
+
+def test_every_user_has_a_default_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    open_cache(job.source, "", None, 1.0).close()
+    assert (tmp_path / f"ray_app-{os.getuid()}" / "cache" / identity(job.source, "") / SUMS).exists()
 
 
 def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
