@@ -32,7 +32,8 @@ class JsonLines:
         path: The file or folder.
         label: Key that becomes `label`.
         columns: Keys to keep; None: all.
-        skip: Whether lines that are no object of the right types may be left out.
+        skip: Whether lines that are no JSON object, have lists of another shape or no label may be left out. A value of another type than
+            in other lines is refused in any case: nothing says which of them is the wrong one.
         piece_bytes: Most bytes of files that one task reads.
     """
 
