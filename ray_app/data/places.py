@@ -53,8 +53,8 @@ class File:
         return opened(self.place)
 
     def open_unpacked(self) -> IO[bytes]:
-        """Opens what is in it if it is a `.gz`, or itself."""
-        if not self.place.name.endswith(".gz"):
+        """Opens what is in it if it is a `.gz` or `.tgz`, or itself."""
+        if not self.place.name.endswith((".gz", ".tgz")):
             return self.open()
         return cast(IO[bytes], gzip.open(self.place if isinstance(self.place, Path) else self.open()))
 

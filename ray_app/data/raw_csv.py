@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -179,7 +180,7 @@ def _string_blocks(file: File, bad: list[Any] | None) -> Iterator[pa.RecordBatch
             reader = csv.open_csv(stream, read, parse, convert)
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in reader.schema], schema=reader.schema)
             yield from reader
-    except (pa.ArrowInvalid, OSError, EOFError) as error:
+    except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
         advice = (
             "Expected UTF-8 text with one header line and the same number of comma-separated values in every row (row 1 is the header)."
         )
@@ -204,5 +205,7 @@ def _fits(values: pa.Array, kind: pa.DataType) -> bool:
 
 def _are_exact(values: pa.Array) -> bool:
     """Whether whole numbers that may not fit into 64 bits, such as long identifiers, are the same as float64."""
-    whole = values.filter(pc.match_substring_regex(values, r"^\s*[+-]?\d{19,}\s*$")).to_pylist()
+    candidates = pc.and_not(pc.greater_equal(pc.binary_length(values), 19), pc.match_substring(values, "."))
+    long = values.filter(candidates)
+    whole = long.filter(pc.match_substring_regex(long, r"^\s*[+-]?\d+\s*$")).to_pylist()
     return all(Decimal(float(value)) == Decimal(value.strip()) for value in whole)

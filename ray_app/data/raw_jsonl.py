@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,7 +192,7 @@ def _lines(file: File) -> Iterator[tuple[int, bytes]]:
                     raise DataError(f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?")
                 if line.strip():
                     yield number, line
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise unusable(file, error, "The file is damaged; make it again.") from error
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -231,7 +232,7 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
         DataError: The file is damaged, or has members that no WebDataset has.
     """
     try:
-        with file.open() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*", tarinfo=_Header) as archive:
+        with file.open_unpacked() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*", tarinfo=_Header) as archive:
             for key, group in itertools.groupby(_members(file, archive), key=lambda member: member[0]):
                 row: Members = {}
                 room = MAX_ROW_BYTES
@@ -243,7 +244,9 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
                         raise DataError(f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file again.")
                     row[extension] = read()
                 yield key, row
-    except (tarfile.TarError, OSError, EOFError) as error:
+            while stream.read(1 << 20):
+                pass  # gzip holds all against its checksum at its end
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise unusable(file, error, "The file is damaged or no tar file; make it again.") from error
 
 

@@ -101,6 +101,13 @@ def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypat
     assert "line 1 has more than 1048576 bytes" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
 
 
+def test_damaged_gzip_of_json_lines_is_refused(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress(b'{"a": 1}'))
+    data[10] = 0xFF  # behind the header
+    (tmp_path / "f.jsonl.gz").write_bytes(data)
+    assert "invalid block type" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
+
+
 def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n{"a": ' + DEEP + b'\n{"a": 2}\n')
     assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
@@ -420,6 +427,16 @@ def test_a_tar_is_read_to_its_end_or_not_at_all(tmp_path: Path, name: str, fault
     (tmp_path / "in" / "x.tar").unlink()
     (tmp_path / "in" / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz"])
+def test_what_a_packed_tar_holds_is_held_against_its_checksum(tmp_path: Path, name: str) -> None:
+    write_tar(tmp_path / "x.tar", {"0.txt": b"first", "1.txt": b"second"})
+    data = bytearray(gzip.compress((tmp_path / "x.tar").read_bytes(), 0))  # stored as it is
+    data[data.index(b"second")] ^= 1
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    assert "CRC check failed" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
 
 @pytest.mark.parametrize("size", [300, 100])
