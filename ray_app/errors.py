@@ -7,7 +7,8 @@
     │   ├── RunExistsError   the run name is taken by another configuration
     │   └── RunHeldError     another driver writes this run
     ├── DataError            the data set cannot be used (exit code 2 before the start)
-    │   └── BadRowError      one row cannot be used: file, row group and row
+    │   ├── BadRowError      one row cannot be used: file, row group and row
+    │   └── StorageError     a disk, the network or S3 failed; what is in the files is not to blame
     ├── CheckpointError      no checkpoint can be returned to
     ├── TrackingError        MLflow did not take what it was sent
     ├── EvaluationError      an evaluator gave up
@@ -61,6 +62,10 @@ class BadRowError(DataError):
 
     def __str__(self) -> str:
         return f"{self.path}, row group {self.row_group}, row {self.row}: {self.reason}"
+
+
+class StorageError(DataError):
+    """A disk, the network or S3 failed while data was read or written; it may work the next time."""
 
 
 class CheckpointError(RayAppError):

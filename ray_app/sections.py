@@ -90,8 +90,8 @@ class DataSection:
         last_batch: `keep` consumes every row, the last step of an epoch may be smaller; `drop` drops what does not fill a step.
         cache: `none` reads and decodes in every epoch; `memory` decodes once into Ray's object store, one copy per node; `disk` keeps what
             is decoded in the first epoch on the disks of the nodes whose workers use it, also for later runs with the same data and task.
-        cache_dir: Folder of the disk caches on every node; not given: `ray_app/cache` in its temporary folder. It can be removed when no
-            run is using it.
+        cache_dir: Folder of the disk caches on every node; not given: `ray_app-UID/cache` in its temporary folder, for the UID of
+            the user. It can be removed when no run is using it.
         cache_gb: Most gigabytes (10^9 bytes) of all disk caches of a node; rows for which there is no room are read in every epoch.
         prefetch_windows: Windows per logical worker that are read ahead.
         read_task_mb: Most decoded megabytes of one read task.

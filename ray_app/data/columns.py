@@ -53,6 +53,11 @@ def spec_of(field: pa.Field) -> ArraySpec | None:
     return ArraySpec(found["dtype"], tuple(found["shape"]))
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values are text, in any of Arrow's layouts."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
 def decode(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
     """The rows of an encoded column as one array of shape (rows, ...); a view of the column where it is one chunk."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]

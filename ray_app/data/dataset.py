@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.columns import spec_of
+from ray_app.data.columns import is_text, spec_of
 from ray_app.data.labels import count_labels
 from ray_app.data.places import files_below, find, is_folder, parquet, relative
 from ray_app.errors import DataError
@@ -21,6 +21,8 @@ from ray_app.record.files import Location, folders, location, read_json
 _FOOTER_THREADS = 8
 UNFINISHED = "_ingest.json"
 """File in a data set on S3 that an ingest is writing; its `dataset.json` comes last."""
+_Placed = tuple[pq.FileMetaData, dict[str, int]]
+"""A footer, and the place of each column in its row groups."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,14 @@ def _footer(file: Location) -> pq.FileMetaData:
 
 
 def _facts(path: str, rows: int, schema: pa.Schema, footers: list[pq.FileMetaData], root: Location) -> DataFacts:
-    columns = {field.name: _column_facts(field, footers) for field in schema}
+    placed = [(footer, {footer.schema.column(i).path: i for i in range(footer.num_columns)}) for footer in footers]
+    columns = {field.name: _column_facts(field, placed) for field in schema}
     described: dict[str, Any] = read_json(root / "dataset.json") or {}
     classes = described.get("classes")
     return DataFacts(path, rows, columns, tuple(classes) if classes else None)
 
 
-def _column_facts(field: pa.Field, footers: list[pq.FileMetaData]) -> ColumnFacts:
+def _column_facts(field: pa.Field, footers: list[_Placed]) -> ColumnFacts:
     spec = spec_of(field)
     if spec is not None:
         return ColumnFacts("array", spec.dtype, spec.shape)
@@ -104,21 +107,20 @@ def _column_facts(field: pa.Field, footers: list[pq.FileMetaData]) -> ColumnFact
         return ColumnFacts("number" if pa.types.is_floating(kind) else "integer", dtype, (), *_range(field.name, footers))
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return ColumnFacts("bytes")
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if is_text(kind):
         return ColumnFacts("text")
     return ColumnFacts("other", str(kind))
 
 
-def _range(name: str, footers: list[pq.FileMetaData]) -> tuple[float | None, float | None, int | None]:
+def _range(name: str, footers: list[_Placed]) -> tuple[float | None, float | None, int | None]:
     """Least and greatest value and missing values of a column from the row groups' statistics; None where one does not say."""
     low: list[float | None] = []
     high: list[float | None] = []
     nulls = 0
-    for footer in footers:
+    for footer, places in footers:
         for i in range(footer.num_row_groups):
             group = footer.row_group(i)
-            place = next((c for c in range(group.num_columns) if group.column(c).path_in_schema == name), None)
-            statistics = group.column(place).statistics if place is not None else None
+            statistics = group.column(places[name]).statistics if name in places else None
             if not group.num_rows:
                 continue
             if statistics is not None:

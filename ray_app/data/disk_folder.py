@@ -1,7 +1,8 @@
-"""The folder of a node's disk caches: which belongs to which data, what may be removed, and how much room a new one gets."""
+"""The folder of a node's disk caches: which belongs to which data, what may be removed, and how much room one gets."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import inspect
@@ -19,7 +20,9 @@ from pathlib import Path
 
 from ray_app.data.bad_rows import Decode
 from ray_app.data.disk_cache import SUMS, DiskCache, field_file
+from ray_app.data.places import versions
 from ray_app.data.source import Fetch, RowSource
+from ray_app.record.files import location
 
 logger = logging.getLogger(__name__)
 
@@ -30,39 +33,43 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     """Opens the cache of a data set on this node, empty if there is none yet.
 
     Caches of other data that nobody has open are removed, those that were opened longest ago first, until there is room for all rows
-    within the limit; if there is still too little, the cache has room for the first rows only.
+    within the limit; if there is still too little, the cache has room for the first rows only. Who opens it while nobody else has it open
+    decides anew how much room it has; rows that it holds are lost only where there is less than before.
 
     Args:
         source: The data set, and how it is decoded.
         settings: Whatever else decides how a decoded row looks.
-        folder: Where the node's caches are; None: `ray_app/cache` in its temporary folder.
+        folder: Where the node's caches are; None: `ray_app-UID/cache` in its temporary folder.
         limit_gb: Most gigabytes of all of them.
 
     Raises:
-        OSError: The folder cannot be used, or nobody can say which code decodes.
+        OSError: The folder cannot be used or belongs to another user, or nobody can say which code decodes.
     """
-    root = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / "ray_app" / "cache"
+    root = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
     own = root / identity(source, settings)
     root.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(root)
     with _locked(root / "lock"):
         own.mkdir(exist_ok=True, mode=0o700)
+        _refuse_foreign(own)
         sums = os.open(own / SUMS, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(sums, fcntl.LOCK_SH)  # in use, until this process closes it or ends
-        os.utime(own)
-        if not os.fstat(sums).st_size:
+        if not _is_open(own):
             row_bytes = 8 + sum(spec.row_bytes for spec in source.fields.values())
             room = min(source.manifest.num_rows, _make_room(own, source.manifest.num_rows * row_bytes, limit_gb) // row_bytes)
             for i, spec in enumerate(source.fields.values()):
-                _grow(own / field_file(i), room * spec.row_bytes)
+                _resize(own / field_file(i), room * spec.row_bytes)
             os.ftruncate(sums, room * 8)
-            if room < source.manifest.num_rows:
-                logger.warning(
-                    "The disk cache %s has room for %d of %d rows within data.cache_gb = %g; the others are read in every epoch.",
-                    own,
-                    room,
-                    source.manifest.num_rows,
-                    limit_gb,
-                )
+        fcntl.flock(sums, fcntl.LOCK_SH)  # in use, until this process closes it or ends
+        os.utime(own)
+        room = os.fstat(sums).st_size // 8
+        if room < source.manifest.num_rows:
+            logger.warning(
+                "The disk cache %s has room for %d of %d rows within data.cache_gb = %g; the others are read in every epoch.",
+                own,
+                room,
+                source.manifest.num_rows,
+                limit_gb,
+            )
     return DiskCache(own, source.fields, sums)
 
 
@@ -79,12 +86,12 @@ def identity(source: RowSource, settings: str) -> str:
     """SHA-256 of all that decides what the decoded rows are: the files as they are now, the task's settings and code, the libraries.
 
     Raises:
-        OSError: A file of the data is gone, or there is no source file of the code.
+        OSError: A file of the data is gone, S3 does not answer, or there is no source file of the code.
     """
     manifest, reader = source.manifest, source.reader
     facts = {
         "manifest": manifest.digest,
-        "files": [(stat.st_size, stat.st_mtime_ns) for stat in ((Path(reader.root) / path).stat() for path in manifest.paths)],
+        "files": versions(location(reader.root), manifest.paths),
         "fields": {name: asdict(spec) for name, spec in source.fields.items()},
         "columns": reader.columns,
         "settings": settings,
@@ -106,6 +113,14 @@ def _code(decode: Decode) -> list[str]:
             raise OSError(f"there is no source file of {part}, which decodes, so a change of it would not be seen") from error
         digests.append(hashlib.sha256(Path(file or "").read_bytes()).hexdigest())
     return digests
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Refuses a folder of another user than this one or root, who could change what is read from it."""
+    if (owner := folder.stat().st_uid) not in (os.getuid(), 0):
+        raise PermissionError(
+            errno.EPERM, f"It belongs to another user (uid {owner}); give data.cache_dir a folder of your own", str(folder)
+        )
 
 
 def _make_room(own: Path, wanted: int, limit_gb: float) -> int:
@@ -135,8 +150,8 @@ def _is_open(folder: Path) -> bool:
     return False
 
 
-def _grow(path: Path, size: int) -> None:
-    """Makes a file of so many zeros, which take no room before they are written."""
+def _resize(path: Path, size: int) -> None:
+    """Gives a file its size; zeros are added, which take no room before they are written."""
     with path.open("ab") as file:
         file.truncate(size)
 

@@ -28,7 +28,7 @@ from ray_app.data.raw_images import Images
 from ray_app.data.raw_jsonl import JsonLines
 from ray_app.data.raw_tar import WebDataset
 from ray_app.data.tasks import run_in_threads
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.record.files import Location, location, put_atomic, put_json
 
 __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"]
@@ -102,7 +102,8 @@ def ingest(options: IngestOptions, run: raw.Run = run_in_threads) -> DatasetSumm
 
     Raises:
         ConfigError: The options are refused, or the target folder holds something else.
-        DataError: The input is missing, empty, damaged or inconsistent.
+        DataError: The input is missing, empty, damaged or inconsistent; then nothing is left of what was made.
+        StorageError: A disk, the network or S3 failed; what is finished is kept.
     """
     checks.check(options, [*READERS, "parquet"])
     if options.source == "parquet":
@@ -118,6 +119,8 @@ def ingest(options: IngestOptions, run: raw.Run = run_in_threads) -> DatasetSumm
             return _summary(str(out), found, reused=True)
         try:
             _write_all(parts, sides, options, made_from, folder, run)
+        except (StorageError, OSError) as error:
+            raise StorageError(f"{str(error).rstrip('.')}. Once that is mended, start the same again: it does what is left.") from error
         except (ConfigError, DataError):
             output.discard(folder)
             raise

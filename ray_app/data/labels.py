@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ray_app.data.columns import is_text
 from ray_app.data.places import parquet
 from ray_app.errors import DataError
 from ray_app.plan.manifest import Manifest
@@ -45,7 +46,7 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
             )
         values = file.read([column], use_threads=False).column(0)
         kind = values.type
-        if values.null_count or not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind)):
+        if values.null_count or not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind)):
             raise DataError(
                 f"Column {column!r} of {root} holds {kind} with {values.null_count} missing values; classes are integers or text without"
                 " missing values. Name another column (data.balance_by, or task.init_args.label), or convert it."

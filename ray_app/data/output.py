@@ -24,7 +24,7 @@ from ray_app.data.options import IngestOptions
 from ray_app.data.pieces import RECORDS, SCRATCH, side_folder
 from ray_app.data.places import find
 from ray_app.errors import ConfigError
-from ray_app.record.files import Location, folders, names, put_json, read_json, remove_tree
+from ray_app.record.files import Location, folders, names, put_json, read_json, remove_temporary, remove_tree
 from ray_app.record.s3 import S3Path
 
 
@@ -134,7 +134,7 @@ def _remove_unless_used(folder: Path) -> None:
 
 
 def discard(folder: Location) -> None:
-    """Removes what was written: the options or the source are refused, so nothing of it can be used."""
+    """Removes what was written: the options or what is in the source are refused, so nothing of it can be used."""
     remove_tree(folder)
 
 
@@ -144,6 +144,7 @@ def finish(folder: Location, out: Location, sides: list[str]) -> None:
     if isinstance(folder, Path):
         for left in folder.glob(f"{SCRATCH}*"):
             shutil.rmtree(left)
+        remove_temporary(folder)
         folder.rename(str(out))
         return
     for side in sides:

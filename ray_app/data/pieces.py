@@ -179,6 +179,11 @@ def _finished(table: pa.Table, rename: dict[str, str], refuse: raw.Refuse) -> pa
         for row_id in table["row_id"].filter(missing).to_pylist():
             refuse(row_id, "no label; every row needs an integer")
         table = table.filter(pc.invert(missing))
+    if pa.types.is_uint64(kind):
+        beyond = pc.greater(table["label"], pa.scalar(2**63 - 1, kind))
+        for row_id, label in zip(*table.filter(beyond).select(["row_id", "label"]).to_pydict().values(), strict=True):
+            refuse(row_id, f"label {label}; it is too large for an integer of 64 bits")
+        table = table.filter(pc.invert(beyond))
     final = pa.field("label", pa.int64(), nullable=False)
     return table.set_column(names.index("label"), final, table["label"].cast(pa.int64()))
 

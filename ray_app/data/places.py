@@ -5,11 +5,12 @@ S3 is read through pyarrow, so that Parquet is fetched by ranges; where it is an
 
 from __future__ import annotations
 
+import errno
 import functools
 import gzip
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from ray_app.errors import DataError
+from ray_app.errors import DataError, StorageError
 from ray_app.record.files import Location
 from ray_app.record.s3 import S3Path
 
@@ -52,8 +53,8 @@ class File:
         return opened(self.place)
 
     def open_unpacked(self) -> IO[bytes]:
-        """Opens what is in it if it is a `.gz`, or itself."""
-        if not self.place.name.endswith(".gz"):
+        """Opens what is in it if it is a `.gz` or `.tgz`, or itself."""
+        if not self.place.name.endswith((".gz", ".tgz")):
             return self.open()
         return cast(IO[bytes], gzip.open(self.place if isinstance(self.place, Path) else self.open()))
 
@@ -141,11 +142,28 @@ def folders_in(folder: Location) -> list[Location]:
 
 
 def files_below(folder: Location, suffix: str) -> list[Location]:
-    """All files below a folder whose name ends so, sorted by path."""
+    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders."""
     if isinstance(folder, Path):
-        return [*sorted(folder.rglob(f"*{suffix}"))]
-    with _reading(folder):
-        return [place for name, place in sorted(folder.listing().items()) if name.endswith(suffix)]
+        found: list[tuple[str, Location]] = [(relative(place, folder), place) for place in sorted(folder.rglob(f"*{suffix}"))]
+    else:
+        with _reading(folder):
+            found = [(name, place) for name, place in sorted(folder.listing().items()) if name.endswith(suffix)]
+    return [place for name, place in found if not any(part.startswith(".") for part in name.split("/"))]
+
+
+def versions(root: Location, paths: Iterable[str]) -> list[Any]:
+    """What changes with the content of files below a folder: sizes and times on a disk, ETags on S3, by one listing.
+
+    Raises:
+        OSError: One is gone, or S3 does not answer.
+    """
+    if isinstance(root, Path):
+        return [(stat.st_size, stat.st_mtime_ns) for stat in ((root / path).stat() for path in paths)]
+    there = root.listing()
+    try:
+        return [there[path].etag for path in paths]
+    except KeyError as error:
+        raise FileNotFoundError(errno.ENOENT, "No such object", str(root / error.args[0])) from error
 
 
 def opened(place: Location) -> IO[bytes]:
@@ -182,9 +200,19 @@ def _file(place: Location, info: Any) -> File | None:
     return File(place, int(info.size), int(info.mtime_ns or 0))
 
 
+def unusable(file: File, error: Exception, advice: str) -> DataError:
+    """What to raise where a file cannot be read: a StorageError, or a DataError with advice if what is in it is to blame.
+
+    Python and pyarrow call both OSError; only one of the system has a number, and only one of S3 says so.
+    """
+    if isinstance(error, OSError) and (error.errno is not None or "AWS Error" in str(error)):
+        return StorageError(f"{file} cannot be read: {error}.")
+    return DataError(f"{file}: {error}. {advice}")
+
+
 @contextmanager
 def _reading(place: Location) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{place} cannot be read: {error}. Check the address, the bucket and the credentials (AWS_*).") from error
+        raise StorageError(f"{place} cannot be read: {error}. Check the address, the bucket and the credentials (AWS_*).") from error

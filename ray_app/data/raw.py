@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ray_app.data.columns import Array, encode
 from ray_app.data.places import File
+from ray_app.encoded import decoded
 
 BLOCK_BYTES = 16 << 20
 T = TypeVar("T")
@@ -132,15 +133,12 @@ def in_blocks(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def undecodable(encoded: bytes) -> str | None:
-    """Why torchvision, which training decodes with, cannot decode this as one still image; None where it can."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_image
-
+    """Why training could not decode this as one still image; None where it can."""
     if not encoded:
         return "the file is empty"
     try:
-        image = decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode=ImageReadMode.RGB)
-    except RuntimeError as error:
+        image = decoded(encoded)
+    except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0]
     return None if image.ndim == 3 else f"it has {len(image)} frames"
 

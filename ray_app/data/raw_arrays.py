@@ -51,9 +51,16 @@ class _Stored:
         return self.member is not None or self.file.place.name.endswith(".gz")
 
     def layout(self) -> Header:
-        """Dtype and shape (rows, ...) of the array."""
+        """Dtype and shape (rows, ...) of the array; the file is as long as they say, unless it is packed."""
         with self._opened() as file:
-            return self.read_header(file)
+            dtype, shape = self.read_header(file)
+            row_bytes = dtype.itemsize * math.prod(shape[1:])
+            if not row_bytes:
+                raise ValueError(f"rows of shape {shape[1:]} hold nothing")
+            whole_rows = shape[0] if self.is_packed else (self.file.size - file.tell()) // row_bytes
+            if whole_rows < shape[0]:
+                raise EOFError(f"the file ends before row {whole_rows + 1} of {shape[0]}")
+            return dtype, shape
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
         """Rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the array's last row."""
@@ -76,7 +83,7 @@ class _Stored:
         try:
             with self._open() as file:
                 yield file
-        except (ValueError, EOFError, struct.error, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile) as error:
+        except (ValueError, EOFError, OverflowError, MemoryError, struct.error, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile) as error:
             raise DataError(f"{self.where}: {error}. The file is damaged or of another format; make it again.") from error
 
     @contextmanager
@@ -176,7 +183,10 @@ def _npy_header(file: IO[bytes]) -> Header:
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
         raise ValueError(f"version {version} of the .npy format; allowed are arrays of numbers, versions 1.0 and 2.0")
-    shape, columns_first, dtype = read(file)
+    try:
+        shape, columns_first, dtype = read(file)
+    except Exception as error:  # of many kinds, as NumPy parses the header as Python
+        raise ValueError(f"its header cannot be read: {error}") from error
     if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ValueError(f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is unpickled)")
     if not shape or columns_first:

@@ -63,8 +63,10 @@ class Cifar:
     root: Location
 
     def files(self) -> list[File]:
-        """The files with images, the training data first."""
-        return [file for files in self._found()[1].values() for file in files]
+        """The files with images, the training data first, and that with the names of the classes."""
+        version, found = self._found()
+        names = self._names(version)
+        return [*(file for files in found.values() for file in files), *([names] if names else [])]
 
     def parts(self, run: raw.Run) -> list[raw.Part]:
         """`train` and `eval`, a piece a file."""
@@ -96,15 +98,26 @@ class Cifar:
             " and test_batch, or cifar-100-binary with train.bin and test.bin. Give that folder as input."
         )
 
+    def _names(self, version: _Version) -> File | None:
+        """The file with the names of the classes, if it is there."""
+        [(first, second)] = version.meta.items()
+        return find(self.root / (second if version in _BINARY else first))
+
     def _classes(self, version: _Version) -> tuple[str, ...] | None:
         """Names of the classes, if the file with them is there."""
-        [(first, second)] = version.meta.items()
-        file = find(self.root / (second if version in _BINARY else first))
+        file = self._names(version)
         if file is None:
             return None
-        if version in _BINARY:
+        if version not in _BINARY:
+            [key] = version.meta.values()
+            names = _dictionary(file).get(key)
+            if not isinstance(names, list):
+                raise DataError(f"{file}: no list `{key}` of the names of the classes. Download it again.")
+            return tuple(_text(name) for name in names)
+        try:
             return tuple(file.place.read_text().split())
-        return tuple(_text(name) for name in _dictionary(file)[second])
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: {error}; expected the names of the classes, one a line. Download it again.") from error
 
 
 def _tables(read: Any, classes: int | None, file: File, refuse: raw.Refuse) -> Iterator[pa.Table]:
@@ -135,10 +148,18 @@ def _python(columns: dict[str, str], file: File) -> tuple[Array, dict[str, Array
     pixels = found.get("data")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != _PIXELS:
         raise DataError(f"{file}: no array `data` of {_PIXELS} bytes a row; it is no file of CIFAR. Download it again.")
-    labels: dict[str, Array] = {column: np.array(found.get(key, ()), np.int64) for key, column in columns.items()}
-    if wrong := [key for key, column in columns.items() if len(labels[column]) != len(pixels)]:
-        raise DataError(f"{file}: {len(pixels)} images, but not as many {wrong[0]}. Download it again.")
-    return pixels, dict(labels)
+    return pixels, {column: _integers(file, key, found.get(key), len(pixels)) for key, column in columns.items()}
+
+
+def _integers(file: File, key: str, values: Any, rows: int) -> Array:
+    """The labels in a list of a pickle, int64 of shape (rows,)."""
+    try:
+        array = np.array(values)
+    except ValueError:  # lists of different lengths in it
+        array = np.array(None)
+    if array.shape != (rows,) or not np.can_cast(array.dtype, np.int64):
+        raise DataError(f"{file}: `{key}` are not {rows} integers, one for each image. Download it again.")
+    return array.astype(np.int64)
 
 
 def _dictionary(file: File) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -13,12 +15,12 @@ from pyarrow import csv
 
 from ray_app.data import raw
 from ray_app.data.class_names import sorted_classes
-from ray_app.data.places import File, files_in, find, is_folder
+from ray_app.data.places import File, files_in, find, is_folder, unusable
 from ray_app.errors import DataError
 from ray_app.record.files import Location
 
 NULLS = pa.array(csv.ConvertOptions().null_values)
-KINDS = (pa.int64(), pa.float64(), pa.bool_(), pa.string())
+KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
 """Types of CSV columns, the narrowest first."""
 
 
@@ -178,11 +180,11 @@ def _string_blocks(file: File, bad: list[Any] | None) -> Iterator[pa.RecordBatch
             reader = csv.open_csv(stream, read, parse, convert)
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in reader.schema], schema=reader.schema)
             yield from reader
-    except (pa.ArrowInvalid, OSError, EOFError) as error:
-        raise DataError(
-            f"{file}: {error}. Expected UTF-8 text with one header line and the same number of comma-separated values in "
-            "every row (row 1 is the header). Correct the file."
-        ) from error
+    except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
+        advice = (
+            "Expected UTF-8 text with one header line and the same number of comma-separated values in every row (row 1 is the header)."
+        )
+        raise unusable(file, error, f"{advice} Correct the file.") from error
 
 
 def _converted(values: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -198,4 +200,12 @@ def _fits(values: pa.Array, kind: pa.DataType) -> bool:
         _converted(values, kind)
     except pa.ArrowInvalid:
         return False
-    return True
+    return not pa.types.is_floating(kind) or _are_exact(values)
+
+
+def _are_exact(values: pa.Array) -> bool:
+    """Whether whole numbers that may not fit into 64 bits, such as long identifiers, are the same as float64."""
+    candidates = pc.and_not(pc.greater_equal(pc.binary_length(values), 19), pc.match_substring(values, "."))
+    long = values.filter(candidates)
+    whole = long.filter(pc.match_substring_regex(long, r"^\s*[+-]?\d+\s*$")).to_pylist()
+    return all(Decimal(float(value)) == Decimal(value.strip()) for value in whole)

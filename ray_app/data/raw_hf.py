@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data import nested, raw
-from ray_app.data.places import File, files_in, find, is_folder, parquet
+from ray_app.data.places import File, files_in, find, is_folder, parquet, unusable
 from ray_app.data.raw_images import NOT_AN_IMAGE
 from ray_app.errors import DataError
 from ray_app.record.files import Location, read_json
@@ -23,6 +23,8 @@ from ray_app.record.files import Location, read_json
 SUFFIXES = (".arrow", ".parquet")
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}.*$")
 _BATCH_ROWS = 1000
+_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
+"""What ends an Arrow stream; the second one until Arrow 0.15."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,11 @@ class HuggingFace:
     piece_bytes: int
 
     def files(self) -> list[File]:
-        """The files, split by split."""
-        return [file for files in self._splits.values() for file in files]
+        """The files, split by split, and what is said about them beside them."""
+        rows = [file for files in self._splits.values() for file in files]
+        folders = dict.fromkeys(file.place.parent for file in rows)
+        about = [find(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
+        return rows + [file for file in about if file]
 
     def parts(self, run: raw.Run) -> list[raw.Part]:
         """One part a split, by the split's name; a single one has no name."""
@@ -149,13 +154,25 @@ def _read(file: File) -> Iterator[pa.Table]:
             source = pa.memory_map(str(file.place)) if isinstance(file.place, Path) else pa.PythonFile(file.open(), "r")
             reader = pa.ipc.open_stream(source)
             yield reader.schema.empty_table()
-            batches = iter(reader)
+            batches = _to_the_end(reader, source)
         for batch in batches:
+            batch.validate(full=True)  # unchecked, a damaged batch can refer to memory outside itself
             step = max(1, raw.BLOCK_BYTES * len(batch) // max(1, batch.nbytes))
             for start in range(0, len(batch), step):
                 yield pa.Table.from_batches([batch.slice(start, step)])
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file}: {error}. The file is damaged or not of Arrow's stream format; save it again.") from error
+    except (pa.ArrowException, OSError) as error:
+        raise unusable(file, error, "The file is damaged or not of Arrow's stream format; save it again.") from error
+
+
+def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """The batches of a stream, which must have the mark of its end; the reader itself takes the end of the file for it, too."""
+    end = source.tell()
+    for batch in reader:
+        yield batch
+        end = source.tell()
+    source.seek(end)
+    if source.read(8) not in _ENDS:
+        raise pa.ArrowInvalid("it was cut off behind one of its record batches")
 
 
 def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
@@ -222,14 +239,21 @@ def _converted(form: _Form, file: File, table: pa.Table, ids: Any, refuse: raw.R
             fits = nested.of_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
             reason = f"{name!r} is no list of shape {list(form.shapes[name])} as in the first row"
             faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
-        elif name == form.label:  # -1 is how `datasets` writes that there is none
-            columns[name] = pc.if_else(pc.less(column, 0), None, column)
+        elif name == form.label:
+            columns[name] = pc.if_else(pc.less(column, 0), None, column)  # -1 is how `datasets` writes that there is none
+            faults |= {i: reason for i, reason in _beyond(columns[name], len(form.classes or ())).items() if i not in faults}
     for i, reason in sorted(faults.items()):
         refuse(str(ids[i]), reason)
     good = np.ones(len(ids), np.bool_)
     good[list(faults)] = False
     chosen = {"label" if name == form.label else name: _filtered(column, good, form.shapes.get(name)) for name, column in columns.items()}
     return raw.table(ids[good].tolist(), chosen)
+
+
+def _beyond(labels: pa.Array, classes: int) -> dict[int, str]:
+    """Which labels are none of the classes, by row; 0 classes: any number is one."""
+    beyond = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
+    return {int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}" for i in np.flatnonzero(beyond)}
 
 
 def _bad_images(name: str, images: pa.Array, check: bool, known: dict[int, str]) -> dict[int, str]:

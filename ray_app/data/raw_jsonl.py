@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ import pyarrow.json as pj
 
 from ray_app.data import nested, raw
 from ray_app.data.class_names import sorted_classes
-from ray_app.data.places import File
+from ray_app.data.places import File, unusable
 from ray_app.data.raw_csv import text_files
 from ray_app.errors import DataError
 from ray_app.record.files import Location
@@ -32,7 +33,8 @@ class JsonLines:
         path: The file or folder.
         label: Key that becomes `label`.
         columns: Keys to keep; None: all.
-        skip: Whether lines that are no object of the right types may be left out.
+        skip: Whether lines that are no JSON object, have lists of another shape or no label may be left out. A value of another type than
+            in other lines is refused in any case: nothing says which of them is the wrong one.
         piece_bytes: Most bytes of files that one task reads.
     """
 
@@ -184,13 +186,14 @@ def _blocks(files: list[File]) -> Iterator[_Block]:
 def _lines(file: File) -> Iterator[tuple[int, bytes]]:
     try:
         with file.open_unpacked() as stream:
-            for number, line in enumerate(io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20), 1):
+            buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
+            for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):
                 if len(line) > MAX_LINE_BYTES:
-                    raise DataError(f"{file}: line {number} has {len(line)} bytes; at most {MAX_LINE_BYTES} are allowed. Is it JSON lines?")
+                    raise DataError(f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?")
                 if line.strip():
                     yield number, line
-    except (OSError, EOFError) as error:
-        raise DataError(f"{file}: {error}. The file is damaged; make it again.") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise unusable(file, error, "The file is damaged; make it again.") from error
 
 
 def _parsed(block: _Block, schema: pa.Schema | None) -> tuple[pa.Table, list[tuple[int, str]]]:
@@ -225,7 +228,7 @@ def _fault(line: bytes, schema: pa.Schema | None) -> str | None:
     """What is wrong with a line."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     if not isinstance(value, dict):
         return f"a JSON {type(value).__name__} where an object is expected"

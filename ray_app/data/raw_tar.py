@@ -7,30 +7,30 @@ import itertools
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import PurePosixPath
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import pyarrow as pa
 
 from ray_app.data import raw
 from ray_app.data.columns import Array
-from ray_app.data.places import File, files_in, find, is_folder
+from ray_app.data.places import File, files_in, find, is_folder, text, unusable
 from ray_app.data.raw_images import NOT_AN_IMAGE
 from ray_app.errors import DataError
 from ray_app.record.files import location
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
-MAX_MEMBER_BYTES = 1 << 30
+MAX_ROW_BYTES = 512 << 20
+"""Of all members of a row, unpacked."""
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
-_END = 1024
-"""Bytes of zeros that end a tar file; without them the file was cut off."""
 
 Members = dict[str, bytes]
 """The members of a row by their extension in lower case."""
@@ -149,7 +149,7 @@ def _usable(form: _Form, file: File, refuse: raw.Refuse) -> Iterator[tuple[str, 
         row_id = f"{file.name}:{key}"
         try:
             values = _values(form, members)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             refuse(row_id, str(error))
         else:
             yield row_id, values, sum(map(len, members.values()))
@@ -159,7 +159,7 @@ def _values(form: _Form, members: Members) -> dict[str, Any]:
     """A row's values by column, in one order for all rows.
 
     Raises:
-        ValueError: It cannot be used.
+        ValueError, RecursionError: It cannot be used.
     """
     if kinds := {_column(name) for name in members} ^ {_column(name) for name in form.members}:
         raise ValueError(f"the members are {sorted(members)}, of the first row {sorted(form.members)} ({sorted(map(str, kinds))} differ)")
@@ -169,10 +169,10 @@ def _values(form: _Form, members: Members) -> dict[str, Any]:
         column = cast(str, _column(name))
         values[column] = _value(*by_column[column], expected, form.check)
     if form.label:
-        label = json.loads(values["json"]).get(form.label)
-        if not isinstance(label, int):
-            raise ValueError(f"{form.label!r} in .json is {label!r}; expected an integer")
-        values["label"] = label
+        values["label"] = json.loads(values["json"]).get(form.label)
+    label = values.get("label", 0)
+    if type(label) is not int or not -(2**63) <= label < 2**63:
+        raise ValueError(f"label {label!r}; expected an integer of 64 bits")
     return values
 
 
@@ -180,7 +180,7 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
     """The value of a member; `expected` is dtype and shape of an array.
 
     Raises:
-        ValueError: It cannot be used.
+        ValueError, RecursionError: It cannot be used.
     """
     kind = extension.rpartition(".")[2]
     if kind in IMAGES:
@@ -192,20 +192,24 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
         if (array.dtype, array.shape) != expected:
             raise ValueError(f".{extension} is {array.dtype} {array.shape}, in the first row {expected}")
         return array
-    text = data.decode()
+    written = data.decode()
     if kind == "cls":
-        return int(text)
-    if kind == "json" and not isinstance(json.loads(text), dict):
+        return int(written)
+    if kind == "json" and not isinstance(json.loads(written), dict):
         raise ValueError(".json is no object")
-    return text
+    return written
 
 
 def _array(data: bytes) -> Array:
-    """The array of a .npy file; objects are refused, since reading them would run code."""
+    """The array of a .npy file; objects are refused, since reading them would run code.
+
+    Raises:
+        ValueError: There is none.
+    """
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
-    except EOFError as error:
-        raise ValueError(".npy is empty") from error
+    except Exception as error:  # of many kinds, as NumPy parses the header as Python
+        raise ValueError(f".npy cannot be read: {error}") from error
     if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.kind not in "biuf":
         raise ValueError(".npy holds no array of numbers")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -227,44 +231,52 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
     Raises:
         DataError: The file is damaged, or has members that no WebDataset has.
     """
-    _check_end(file)
     try:
-        with file.open() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*") as archive:
+        with file.open_unpacked() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*", tarinfo=_Header) as archive:
             for key, group in itertools.groupby(_members(file, archive), key=lambda member: member[0]):
                 row: Members = {}
-                for _, extension, data in group:
+                room = MAX_ROW_BYTES
+                for _, extension, size, read in group:
+                    room -= size
+                    if room < 0:
+                        raise DataError(f"{file}: the row {key!r} has more than {MAX_ROW_BYTES} bytes, which are allowed. Make it smaller.")
                     if extension in row:
                         raise DataError(f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file again.")
-                    row[extension] = data
+                    row[extension] = read()
                 yield key, row
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{file}: {error}. The file is damaged or no tar file; make it again.") from error
+            while stream.read(1 << 20):
+                pass  # gzip holds all against its checksum at its end
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise unusable(file, error, "The file is damaged or no tar file; make it again.") from error
 
 
-def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
-    """Row, extension and content of each member."""
+class _Header(tarfile.TarInfo):
+    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
+                raise  # zeros: the end
+            raise tarfile.ReadError(f"{error} where the next member or the end of the archive is expected") from error
+
+
+def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, int, Callable[[], bytes]]]:
+    """Row, extension and size of each member, and what reads its content."""
     for member in archive:
         if member.isdir():
             continue
         path = PurePosixPath(member.name)
-        if path.is_absolute() or ".." in path.parts or not member.isfile() or member.size > MAX_MEMBER_BYTES:
+        if path.is_absolute() or ".." in path.parts or not member.isfile():
             raise DataError(
-                f"{file}: the member {member.name!r} is refused: allowed are plain files of at most {MAX_MEMBER_BYTES} bytes below the"
-                " archive's own root (no link, no '..', no absolute path). Do not trust this file; make it again."
+                f"{file}: the member {member.name!r} is refused: allowed are plain files below the archive's own root (no link, no '..', no"
+                " absolute path). Do not trust this file; make it again."
             )
         stem, dot, extension = path.name.partition(".")
         if not stem or not dot:
             continue  # hidden files, and what has no extension, belong to no row
         content = archive.extractfile(member)
         assert content is not None
-        yield str(path.parent / stem), extension.lower(), content.read()
-
-
-def _check_end(file: File) -> None:
-    """Refuses a file that was cut off between two members, which `tarfile` takes for its end."""
-    if not file.place.name.endswith(".tar"):
-        return  # gzip has a mark of its own
-    with file.open() as stream:
-        stream.seek(max(0, file.size - _END))
-        if file.size < _END or stream.read().strip(b"\0"):
-            raise DataError(f"{file}: it does not end as tar files do; it was cut off, or is no tar file. Make it again.")
+        yield text(str(path.parent / stem)), text(extension.lower()), member.size, content.read

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.bad_rows import REASON, Decode, Rows, decode_around, decode_into
-from ray_app.data.columns import ArraySpec, decode, encode, spec_like, spec_of
+from ray_app.data.columns import ArraySpec, decode, encode, is_text, spec_like, spec_of
 from ray_app.data.dataset import Dataset
 from ray_app.data.places import parquet
 from ray_app.errors import BadRowError, DataError, own_error
@@ -122,12 +122,7 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
         spec = spec_of(field)
         if spec is not None:
             rows[field.name] = decode(column, spec)
-        elif (
-            pa.types.is_binary(field.type)
-            or pa.types.is_string(field.type)
-            or pa.types.is_large_binary(field.type)
-            or pa.types.is_large_string(field.type)
-        ):
+        elif is_text(field.type) or pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
             rows[field.name] = column.to_pylist()
         else:
             rows[field.name] = column.to_numpy()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ray_app.encoded import decoded
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
@@ -131,13 +132,10 @@ class ImageClassification(Task):
         return {"image": pixels, "label": labels}
 
     def _decode_file(self, data: bytes) -> npt.NDArray:
-        import torchvision
         from torchvision.transforms.v2 import functional as transforms
 
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        image = torchvision.io.decode_image(raw, mode=torchvision.io.ImageReadMode.RGB)
         assert self.size is not None
-        return transforms.center_crop(transforms.resize(image, [self.size], antialias=True), [self.size]).numpy()
+        return transforms.center_crop(transforms.resize(decoded(data), [self.size], antialias=True), [self.size]).numpy()
 
     def build_model(self) -> nn.Module:
         """See `Task.build_model`."""

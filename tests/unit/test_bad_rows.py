@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ from torch import nn
 from ray_app.data.bad_rows import decode_around
 from ray_app.data.dataset import open_dataset
 from ray_app.data.source import first_row, first_rows
+from ray_app.data.windows import MicroBatch
 from ray_app.errors import BadRowError, DataError
 from ray_app.pipeline.summary import summarize
 from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.cursor import Cursor
+from ray_app.train.bad_rows import BadRows
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.state import TrainingState
@@ -184,6 +188,26 @@ def test_more_bad_rows_than_allowed_end_the_run_which_then_goes_on_with_a_higher
     assert allowed.config_digest == refused.config_digest
     pool.run_job(allowed, 1, cached)
     assert result_of(allowed).commit.step == allowed.total_steps
+
+
+def test_of_workers_that_meet_the_limit_together_one_says_so(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1)
+    together = threading.Barrier(len(BAD))
+
+    def meet(row: int) -> DataError | None:
+        batch = MicroBatch(0, 0, {}, torch.zeros(0), 0, np.zeros(0, np.int64), {row: "unreadable"}, 1)
+        together.wait(10)
+        try:
+            BadRows(job).note([batch])
+        except DataError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(BAD)) as workers:
+        errors = [error for error in workers.map(meet, BAD) if error]
+    assert errors
+    assert all(f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(error) for error in errors)
+    assert sorted(int(path.stem) for path in job.paths.bad_rows.iterdir()) == list(BAD)
 
 
 def test_without_skip_the_row_is_an_error(pool: Pool, data: Path, tmp_path: Path) -> None:

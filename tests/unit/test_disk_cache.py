@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,11 @@ from ray_app.data.source import Reader, ReadSpec, fetch_here
 from ray_app.data.streamed import StreamedWindows
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.cursor import Cursor
+from ray_app.record.files import put_atomic
+from ray_app.record.s3 import S3Path
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
+from tests.s3_server import S3Server
 from tests.unit.test_bad_rows import BAD, Picky, job_of
 
 ROWS = [[50, 1], [46]]
@@ -162,6 +166,25 @@ def test_other_data_settings_or_code_have_another_cache(job: Job, data: Path, tm
     assert is_new(job.source), "a file that was written again"
 
 
+def test_data_on_s3_is_cached_until_an_object_changes(job: Job, data: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+    def upload() -> None:
+        for path in data.iterdir():
+            put_atomic(s3_folder / path.name, path.read_bytes())
+
+    upload()
+    there = replace(job, data_root=str(s3_folder))
+    for epoch in range(2):
+        fetch = cached_fetch(fetch_here, there.source, "", job.config.data.cache_dir, 1.0)
+        s3_server.reset()
+        assert_as_read(job, epoch, epoch_of(there, epoch, fetch))
+        assert bool(s3_server.requests(r"GET .*\.parquet")) is (epoch == 0)
+    known = identity(there.source, "")
+    upload()
+    assert identity(there.source, "") == known, "the same content, written again"
+    put_atomic(s3_folder / "part-1.parquet", (data / "part-1.parquet").read_bytes()[::-1])
+    assert identity(there.source, "") != known, "other content of the same size"
+
+
 # --- bounds
 
 
@@ -174,6 +197,30 @@ def test_a_small_limit_holds_the_first_rows(job: Job, caplog: pytest.LogCaptureF
     folder = Path(str(job.config.data.cache_dir))
     assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) <= 40 * ROW_BYTES
     cache.close()
+
+
+def test_the_room_follows_the_limit_where_nobody_else_has_it_open(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    folder, few = Path(str(job.config.data.cache_dir)), 40 * ROW_BYTES / 1e9
+
+    def read_with(gb: float) -> tuple[int, int]:
+        """Rows that are read, and the bytes of the cache then."""
+        cache, counting = opened(job, gb), Counting()
+        assert_as_read(job, 0, epoch_of(job, 0, cache.around(counting)))
+        cache.close()
+        return counting.rows, sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+    assert read_with(few) == (97, 40 * ROW_BYTES)
+    rows, size = read_with(1.0)
+    assert (rows < 97, size) == (True, 97 * ROW_BYTES), "what it held is held still"
+    assert read_with(1.0) == (0, 97 * ROW_BYTES)
+    other = opened(job)
+    assert read_with(few) == (0, 97 * ROW_BYTES), "another one has it open"
+    other.close()
+    caplog.clear()
+    for _ in range(2):
+        rows, size = read_with(few)
+        assert (rows >= 57, size) == (True, 40 * ROW_BYTES)
+    assert caplog.text.count("has room for 40 of 97 rows") == 2
 
 
 def test_unused_caches_make_room_oldest_first_and_used_ones_stay(job: Job) -> None:
@@ -223,6 +270,23 @@ def test_on_a_full_disk_the_rest_is_read(
     assert 2000 < counting.rows < 4000, "nothing of what fits is held"
     assert (os.statvfs(small_disk).f_bfree > 0) == (leave_free > 0)
     cache.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
+@pytest.mark.parametrize("folder", [".", "own"])
+def test_a_folder_of_another_user_is_not_used(job: Job, caplog: pytest.LogCaptureFixture, folder: str) -> None:
+    root = Path(str(job.config.data.cache_dir))
+    foreign = root / (identity(job.source, "") if folder == "own" else ".")
+    foreign.mkdir(parents=True)
+    os.chown(foreign, 12345, 12345)
+    assert cached_fetch(fetch_here, job.source, "", str(root), 1.0) is fetch_here
+    assert "belongs to another user" in caplog.text
+
+
+def test_every_user_has_a_default_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    open_cache(job.source, "", None, 1.0).close()
+    assert (tmp_path / f"ray_app-{os.getuid()}" / "cache" / identity(job.source, "") / SUMS).exists()
 
 
 def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

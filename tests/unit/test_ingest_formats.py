@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import shutil
+import struct
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from sklearn.datasets import load_digits
 from ray_app.data import raw
 from ray_app.data.ingest import IngestOptions, ingest
 from ray_app.errors import ConfigError, DataError
+from ray_app.task.image import ImageClassification
 
 
 def test_images_keep_their_bytes(tmp_path: Path) -> None:
@@ -58,6 +62,24 @@ def test_csv_with_an_integer_label_keeps_its_numbers(tmp_path: Path) -> None:
     summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv"), label="y"))
     assert read(tmp_path / "out")["label"] == [5, -1]
     assert (summary.parts[""].classes, summary.parts[""].class_counts) == (None, {"-1": 1, "5": 1})
+
+
+def test_csv_whole_numbers_beyond_64_bits_lose_no_digit(tmp_path: Path) -> None:
+    columns = {
+        "unsigned": ["12345678901234567890", "12345678901234567891", "7"],
+        "long": ["12345678901234567890", "12345678901234567891", "-7"],
+        "mixed": ["12345678901234567891", "0.5", "NA"],
+        "exact": ["100000000000000000000", "0.5", "1e300"],
+    }
+    rows = "\n".join(",".join(values) for values in zip(*columns.values(), strict=True))
+    (tmp_path / "f.csv").write_text(",".join(columns) + "\n" + rows)
+    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
+    got = read(tmp_path / "out")
+    assert got["unsigned"] == [int(value) for value in columns["unsigned"]]
+    assert (got["long"], got["mixed"]) == (columns["long"], columns["mixed"])
+    assert got["exact"] == [1e20, 0.5, 1e300]
+    types = [column["type"] for column in summary.parts[""].columns.values()]
+    assert types == ["string", "uint64", "string", "string", "double"]
 
 
 def test_csv_space_around_a_value_changes_no_type(tmp_path: Path) -> None:
@@ -147,6 +169,7 @@ def assert_refused(tmp_path: Path, expected: list[str], **options: Any) -> None:
         ([b"label,y\n1,2\n"], {"label": "y"}, ["'y' is to become 'label'", "['label', 'y']", "Rename"]),
         ([b"a,y\n1,0.5\n"], {"label": "y"}, ["'y'", "not integers", "'target'"]),
         ([b"a,y\n1,0\n2,\n"], {"label": "y"}, ["0.csv:3", "no label"]),
+        ([b"a,y\n1,0\n2,9223372036854775808\n"], {"label": "y"}, ["0.csv:3", "label 9223372036854775808", "64 bits"]),
         ([b"a,y\n1,u\n2,\n"], {"label": "y"}, ["'y' has rows without a value"]),
         ([b"a,label\n1,u\n"], {}, ["`label` is of type string", "option label"]),
         ([b"a,y\n1,2\n"], {"rename": {"b": "c"}}, ["['b']", "['a', 'y']"]),
@@ -211,9 +234,68 @@ def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any] | None, e
     assert_refused(tmp_path, expected, source="numpy", input=str(path))
 
 
+def header(shape: str) -> bytes:
+    """The beginning of a .npy file that says that it holds float64 of a shape."""
+    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (f"({2**60},)", "ends before row"),
+        (f"(3, {2**60})", "ends before row 1 of 3"),
+        (f"(3, {2**63})", "ends before row 1 of 3"),
+        (f"({2**60}, 0)", "hold nothing"),
+        ("(" + "[" * 50, "cannot be read"),
+    ],
+)
+def test_a_header_that_promises_too_much_is_refused(tmp_path: Path, packed: bool, shape: str, expected: str) -> None:
+    (tmp_path / "in").mkdir()
+    if packed:
+        with zipfile.ZipFile(tmp_path / "in" / "x.npz", "w") as archive:
+            archive.writestr("x.npy", header(shape) + bytes(64))
+    else:
+        (tmp_path / "in" / "x.npy").write_bytes(header(shape) + bytes(64))
+    [source] = (tmp_path / "in").iterdir()
+    assert_refused(tmp_path, ["x.npz:x", "damaged"] if packed else ["x.npy", expected], source="numpy", input=str(source))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_idx_dimensions_that_promise_too_much_are_refused(tmp_path: Path, packed: bool) -> None:
+    write_idx(tmp_path / "in", "train", 3, packed)
+    data = struct.pack(">4I", 2051, 3, 2**32 - 1, 2**32 - 1) + bytes(64)
+    images = tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}"
+    images.write_bytes(gzip.compress(data) if packed else data)
+    assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
+
+
 def animate(path: Path) -> None:
     frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (0, 200)]
     frames[0].save(path / "dog" / "2.gif", save_all=True, append_images=frames[1:])
+
+
+def enormous(kind: str) -> bytes:
+    """An image of 31 KB that says that it has 256 million pixels, or 200 frames of one million."""
+    file = io.BytesIO()
+    if kind == "gif":
+        frames = [Image.new("L", (1000, 1000), i) for i in range(200)]
+        frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+    else:
+        Image.new("1", (16000, 16000)).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["png", "gif"])
+def test_an_enormous_image_is_refused_before_it_is_decoded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchvision.io.decode_image", lambda *_, **__: pytest.fail("decoded"))
+    (tmp_path / "in" / "cat").mkdir(parents=True)
+    (tmp_path / "in" / "cat" / f"1.{kind}").write_bytes(enormous(kind))
+    assert_refused(tmp_path, [f"cat/1.{kind}", "not an image that can be decoded", "pixels"], source="images", input=str(tmp_path / "in"))
+    task = ImageClassification(size=8)
+    with pytest.raises(ValueError, match="pixels"):
+        task.decode({"image": [enormous(kind)], "label": [0]})
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 from ingest_inputs import RNG, read
 from PIL import Image
 
+from ray_app.data import raw_jsonl, raw_tar
 from ray_app.data.ingest import IngestOptions, ingest
 from ray_app.data.raw_tar import expanded
 from ray_app.data.unpickled import unpickled
@@ -41,6 +42,7 @@ def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> s
     return str(caught.value)
 
 
+DEEP = b"[" * 100_000
 LINES = [
     {"x": 1, "kind": "wasp", "when": "2020-01-01", "vector": [1, 2.5], "on": True, "grid": [[1, 2], [3, 4]]},
     {"x": 2.5, "kind": "ant", "when": "never", "vector": [3, 4], "grid": [[5, 6], [7, 8]]},
@@ -89,6 +91,26 @@ def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_pa
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
     got = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
     assert (got["row_id"], got["label"], got["a"].tolist()) == (["f.jsonl:1", "f.jsonl:5"], [0, 1], [[1, 2], [5, 6]])
+
+
+def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is cut off behind what is read of the line."""
+    monkeypatch.setattr(raw_jsonl, "MAX_LINE_BYTES", 1 << 20)
+    line = b'{"a": "' + RNG.bytes(2 << 20).hex().encode()
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line)[:-1_000_000])
+    assert "line 1 has more than 1048576 bytes" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
+
+
+def test_damaged_gzip_of_json_lines_is_refused(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress(b'{"a": 1}'))
+    data[10] = 0xFF  # behind the header
+    (tmp_path / "f.jsonl.gz").write_bytes(data)
+    assert "invalid block type" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
+
+
+def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n{"a": ' + DEEP + b'\n{"a": 2}\n')
+    assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
 
 
 CIFAR_NAMES = ("ant", "bee", "cat", "dog")
@@ -241,11 +263,34 @@ def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
         (lambda folder: (folder / "data_batch_2.bin").write_bytes(bytes(3000)), "3000 bytes are not a whole number of records of 3073"),
         (lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\x09" + bytes(3072)), "row data_batch_2.bin:0: label 9; the 4 classes"),
         (shutil.rmtree, "no CIFAR files; expected the unpacked folder"),
+        (lambda folder: (folder / "batches.meta.txt").write_bytes(b"\xff"), "batches.meta.txt: 'utf-8' codec can't decode"),
     ],
 )
 def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
     write_cifar(tmp_path / "in", "binary10")
     change(tmp_path / "in")
+    assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("batch", "meta", "expected"),
+    [
+        ({"labels": ["x", "y"]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [2**70, 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [0.5, 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [[0], [1]]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [[0], 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [0]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({}, {"label_names": 5}, "batches.meta: no list `label_names`"),
+        ({}, {"label_names": None}, "batches.meta: no list `label_names`"),
+    ],
+)
+def test_cifar_pickles_of_other_content_are_refused(tmp_path: Path, batch: dict[str, Any], meta: dict[str, Any], expected: str) -> None:
+    (tmp_path / "in").mkdir()
+    whole = {"data": np.zeros((2, 3072), np.uint8), "labels": [0, 1]} | batch
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        (tmp_path / "in" / name).write_bytes(pickle.dumps(whole, protocol=2))
+    (tmp_path / "in" / "batches.meta").write_bytes(pickle.dumps({"label_names": ["a", "b"]} | meta, protocol=2))
     assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
 
 
@@ -301,6 +346,38 @@ def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
     assert done(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
 
 
+@pytest.mark.parametrize(
+    ("bad", "options", "reason"),
+    [
+        ({"b.npy": npy(np.ones(2)), "b.cls": b"9" * 20}, {}, "label 99999999999999999999; expected an integer of 64 bits"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %d}' % 2**64}, {"label": "y"}, "label 18446744073709551616; expected an integer"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": true}'}, {"label": "y"}, "label True; expected an integer"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %s' % DEEP}, {}, "maximum recursion depth exceeded"),
+        ({"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(2305843009213693951,)"), "b.cls": b"1"}, {}, ".npy cannot be read"),
+        ({"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(%s)" % DEEP), "b.cls": b"1"}, {}, ".npy cannot be read"),
+    ],
+)
+def test_webdataset_rows_that_cannot_be_used_are_skipped(
+    tmp_path: Path, bad: dict[str, bytes], options: dict[str, Any], reason: str
+) -> None:
+    other = {"json": b'{"y": 1}'} if "b.json" in bad else {"cls": b"1"}
+    good = [{f"{name}.npy": npy(np.ones(2))} | {f"{name}.{kind}": data for kind, data in other.items()} for name in "ac"]
+    write_tar(tmp_path / "in" / "x.tar", good[0] | bad | good[1])
+    got = done(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
+    assert got["row_id"] == ["x.tar:a", "x.tar:c"]
+    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(refused)["row_id"] == "x.tar:b"
+    assert reason in json.loads(refused)["reason"]
+
+
+def test_member_names_need_not_be_utf8(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as archive:
+        member = tarfile.TarInfo("\xff.txt")
+        archive.addfile(member)
+    assert done(tmp_path, "webdataset", tmp_path / "in")["row_id"] == ["x.tar:\\xff"]
+
+
 def test_braces_expand_as_the_shell_does() -> None:
     assert expanded("s3://b/x-{08..10}-{a,b}") == [f"s3://b/x-{n}-{c}" for n in ("08", "09", "10") for c in "ab"]
 
@@ -315,10 +392,10 @@ def test_braces_expand_as_the_shell_does() -> None:
         ({"0.png": png(0), "0.cls": b"1", "1.png": png(1)}, {}, "row x.tar:1: the members are ['png'], of the first row ['cls', 'png']"),
         ({"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))}, {}, "row x.tar:1: .npy is float64 (3,), in the first row"),
         ({"0.npy": npy(np.array([{}], dtype=object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
-        ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy is empty"),
+        ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy cannot be read: No data left in file"),
         ({"0.mp4": b"x"}, {}, "a member .mp4; allowed are"),
         ({"0.png": png(0), "0.jpg": png(0)}, {}, "two would be the same column"),
-        ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "row x.tar:0: 'kind' in .json is None"),
+        ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "row x.tar:0: label None; expected an integer of 64 bits"),
         ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "label='kind' is for rows with a .json"),
         ({"plain": b"x"}, {}, "no member in these tar files"),
     ],
@@ -333,7 +410,40 @@ def test_a_tar_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
     write_tar(tmp_path / "in" / "x.tar", sample(0) | sample(1))
     data = (tmp_path / "in" / "x.tar").read_bytes()
     (tmp_path / "in" / "x.tar").write_bytes(data[:size])
-    assert "it was cut off, or is no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
+@pytest.mark.parametrize("fault", ["cut off", "flipped bit"])
+def test_a_tar_is_read_to_its_end_or_not_at_all(tmp_path: Path, name: str, fault: str) -> None:
+    """The members end in zeros, as the archive does; what follows them is gone, or its header is damaged."""
+    write_tar(tmp_path / "in" / "x.tar", {f"{i}.npy": npy(np.zeros(1000)) for i in range(6)})
+    data = bytearray((tmp_path / "in" / "x.tar").read_bytes())
+    third = data.index(b"3.npy")
+    if fault == "cut off":
+        del data[third:]
+    else:
+        data[third] ^= 1
+    (tmp_path / "in" / "x.tar").unlink()
+    (tmp_path / "in" / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz"])
+def test_what_a_packed_tar_holds_is_held_against_its_checksum(tmp_path: Path, name: str) -> None:
+    write_tar(tmp_path / "x.tar", {"0.txt": b"first", "1.txt": b"second"})
+    data = bytearray(gzip.compress((tmp_path / "x.tar").read_bytes(), 0))  # stored as it is
+    data[data.index(b"second")] ^= 1
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    assert "CRC check failed" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("size", [300, 100])
+def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(raw_tar, "MAX_ROW_BYTES", 250)
+    write_tar(tmp_path / "in" / "x.tar.gz", {f"0.{i}.npy": bytes(size) for i in range(3)}, "w:gz")
+    assert "the row '0' has more than 250 bytes" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
 
 def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
@@ -408,6 +518,54 @@ def test_hugging_face_folders_that_are_not_whole_are_refused(tmp_path: Path) -> 
     assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in refusal(tmp_path, "hf", given)
     (given / "state.json").unlink()
     assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", given)
+
+
+@pytest.mark.parametrize("source", ["hf", "cifar"])
+def test_other_names_of_the_classes_are_another_source(tmp_path: Path, source: Any) -> None:
+    if source == "hf":
+        names = saved(tmp_path / "in", pa.table({"a": [1], "y": [1]}), CLASSES) / "dataset_info.json"
+    else:
+        write_cifar(tmp_path / "in", "binary10")
+        names = tmp_path / "in" / "batches.meta.txt"
+    options = IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "in"), label="y" if source == "hf" else None)
+    ingest(options)
+    assert ingest(options).reused
+    names.write_text(names.read_text().replace('"u"', '"other"').replace("ant", "other"))
+    with pytest.raises(ConfigError, match="its source has changed since"):
+        ingest(options)
+
+
+@pytest.mark.parametrize("end", [400, 2_000_000_000, 2])
+def test_an_arrow_stream_that_points_outside_itself_is_refused(tmp_path: Path, end: int) -> None:
+    """Unchecked, rows would hold bytes of this process's memory, or end it."""
+    given = saved(tmp_path / "in", pa.table({"a": [{"bytes": b"abc", "path": None}] * 3}), {})
+    file = given / "data-00000-of-00001.arrow"
+    data = file.read_bytes()
+    assert data.count(struct.pack("<4i", 0, 3, 6, 9)) == 1
+    file.write_bytes(data.replace(struct.pack("<4i", 0, 3, 6, 9), struct.pack("<4i", 0, 3, 6, end)))
+    assert "The file is damaged" in refusal(tmp_path, "hf", given, check=False)
+
+
+def test_hugging_face_labels_are_held_against_the_classes(tmp_path: Path) -> None:
+    given = saved(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, 7, 0]}), CLASSES)
+    assert done(tmp_path, "hf", given, label="y", on_bad_row="skip")["label"] == [1, 0]
+    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(refused)["reason"] == "label 7; the 2 classes allow 0 to 1"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_arrow_stream_is_read_to_its_end_or_not_at_all(tmp_path: Path, old: bool) -> None:
+    """Cut off between two batches: the last value is the mark of the end, so the file ends as a whole one does."""
+    sink, table, ends = io.BytesIO(), pa.table({"a": [1, 2**32 - 1]}), []
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=old)) as writer:
+        for _ in range(3):
+            writer.write_table(table)
+            ends.append(sink.tell())
+    given = tmp_path / "data.arrow"
+    given.write_bytes(sink.getvalue()[: ends[1]])
+    assert "it was cut off" in refusal(tmp_path, "hf", given)
+    given.write_bytes(sink.getvalue())
+    assert done(tmp_path, "hf", given)["a"] == [1, 2**32 - 1] * 3
 
 
 def test_parquet_is_described_and_left_alone(tmp_path: Path) -> None:

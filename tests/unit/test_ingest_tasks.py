@@ -19,10 +19,10 @@ from PIL import Image
 
 from ray_app.data.dataset import open_dataset
 from ray_app.data.ingest import IngestOptions, ingest
-from ray_app.data.pieces import RECORDS
+from ray_app.data.pieces import RECORDS, write_piece
 from ray_app.data.source import Reader, fetch_here, probe, whole
 from ray_app.data.tasks import run_in_threads
-from ray_app.errors import DataError
+from ray_app.errors import DataError, StorageError
 from ray_app.record.files import listing, names, put_atomic, read_all
 from ray_app.record.s3 import S3Path
 from tests.s3_server import S3Server
@@ -93,6 +93,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     assert len(names(left / RECORDS)) == 3
     before = {path.name: path.stat().st_mtime_ns for path in left.glob("*.parquet")}
     assert sorted(before) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    (left / ".dataset.json.0123.tmp").write_bytes(b"half")  # as a kill while it is written leaves it
     (left / "part-00001.parquet").write_bytes(b"damaged")  # a finished piece whose file is not as it was is done again
     ingest(options_for(folder, out))
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
@@ -101,6 +102,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     ingest(options_for(folder, tmp_path / "undisturbed"))
     assert content(out) == content(tmp_path / "undisturbed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "undisturbed"]
+    assert [path for path in out.rglob(".*")] == []
 
 
 def test_rows_in_are_rows_out_and_rows_refused(tmp_path: Path) -> None:
@@ -185,10 +187,36 @@ def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(tmp_path: Path, 
     assert content(out) == content(tmp_path / "out")
 
 
+@pytest.mark.parametrize("target", ["disk", "s3"])
+def test_what_is_finished_outlives_an_error_of_the_storage(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, target: str) -> None:
+    upload(write_csvs(tmp_path / "in"), s3_folder / "in")
+    out = tmp_path / "out" if target == "disk" else s3_folder / "out"
+    options = IngestOptions("csv", str(out), str(s3_folder / "in"), label="y", piece_bytes=1)
+
+    def run(function: Any, items: Any) -> Any:
+        if function is write_piece:
+            s3_server.fail(r"GET .*/in/5\.csv", status=403)
+        return run_in_threads(function, items, threads=1)
+
+    with pytest.raises(StorageError, match=r"5\.csv.*Once that is mended, start the same again: it does what is left"):
+        ingest(options, run)
+    [left] = tmp_path.glob("out.partial-*") if target == "disk" else [out]
+    assert len(names(left / RECORDS)) == 5
+    before = {name: data for name, data in content(left).items() if name.endswith("parquet")}
+    s3_server.reset()
+    ingest(options)
+    reads = [len(s3_server.requests(rf"GET .*/in/{i}\.csv")) for i in range(6)]
+    assert reads == [*[reads[0]] * 5, 2 * reads[0]], "the first pass reads all files, the second only what is left"
+    assert before.items() <= content(out).items()
+
+
 def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) -> None:
     folder = write_csvs(tmp_path / "in")
     ingest(options_for(folder, tmp_path / "out", row_group_rows=7))
     upload(tmp_path / "out", s3_folder / "data")
+    for hidden in ("._part-00000.parquet", ".ipynb_checkpoints/part-00000.parquet"):
+        put_atomic(tmp_path / "out" / hidden, b"no Parquet")
+        put_atomic(s3_folder / "data" / hidden, b"no Parquet")
     here, there = open_dataset(str(tmp_path / "out")), open_dataset(str(s3_folder / "data"))
     assert here.manifest.digest == there.manifest.digest
     assert here.facts.columns == there.facts.columns

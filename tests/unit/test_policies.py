@@ -269,9 +269,11 @@ def test_a_column_without_classes_is_refused(tmp_path: Path, data: Path, column:
         policy_job(tmp_path / "run", data, "balanced", data__balance_by=column)
 
 
-def test_classes_may_be_text(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"kind": ["b", "a", "b", "c"]}), tmp_path / "x.parquet")
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+def test_classes_may_be_text(tmp_path: Path, kind: pa.DataType) -> None:
+    pq.write_table(pa.table({"kind": pa.array(["b", "a", "b", "c"], kind)}), tmp_path / "x.parquet")
     dataset = open_dataset(str(tmp_path))
+    assert dataset.facts.columns["kind"].kind == "text"
     names, of_row = read_labels(dataset.root, dataset.manifest, "kind")
     assert (names, of_row.tolist(), of_row.dtype) == (["a", "b", "c"], [1, 0, 1, 2], np.uint8)
 
