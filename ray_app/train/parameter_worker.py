@@ -130,7 +130,6 @@ class ParameterWorker:
             self._streams[v] = _Stream(feed)
         stream = self._streams[v]
         if stream.step != unit.step:
-            stream.feed.close()
             stream.feed.play(cursor, range(v, v + 1))
         waited = stream.feed.wait_s
         [batch] = stream.feed.next()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from local_world import CLASSES, CPU, Pool, TinyImages, Trained, cached, make_job, result_of, write_images
+from local_world import CLASSES, CPU, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images
 from safetensors.torch import save_file
 from torch import nn
 
@@ -24,6 +24,7 @@ from ray_app.record.journal import MetricsReader, read_events
 from ray_app.task.image import ImageClassification
 from ray_app.train.alone import Alone
 from ray_app.train.job import Job
+from ray_app.train.loop import OpenWindows
 from ray_app.train.parameter_coordinator import Coordinator
 from ray_app.train.parameter_server import ParameterServer
 from ray_app.train.parameter_units import Units
@@ -74,15 +75,15 @@ class Here:
 class World:
     """A coordinator, its servers and its workers."""
 
-    def __init__(self, job: Job, workers: int) -> None:
-        self.job, self.servers = job, Here(job)
+    def __init__(self, job: Job, workers: int, windows: OpenWindows = cached) -> None:
+        self.job, self.servers, self.windows = job, Here(job), windows
         self.coordinator = Coordinator(job, self.servers)
         self.workers = {str(i): self.worker(str(i)) for i in range(workers)}
         self._number = itertools.count(workers)
         self.order: list[tuple[str, int]] = []
 
     def worker(self, name: str) -> ParameterWorker:
-        return ParameterWorker(self.job, name, self.coordinator.ask, self.servers, Alone(4, lambda: False), cached, CPU)
+        return ParameterWorker(self.job, name, self.coordinator.ask, self.servers, Alone(4, lambda: False), self.windows, CPU)
 
     def turn(self, name: str) -> bool:
         """One unit of a worker; returns whether the run goes on."""
@@ -243,6 +244,20 @@ def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tm
         assert {int(values["step"]) for values in state.values()} == {commit.step * (4 if staleness else 1)}
     if not staleness:
         assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_large_rows_are_gathered_ahead_also_after_going_back(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"data__shuffle_window_rows": 16, "train__max_steps": 8}
+    undisturbed = trained(job_of(tmp_path / "undisturbed", data, **fields), 1)
+    monkeypatch.setattr("ray_app.data.feed._WORTH_A_THREAD", 0)
+    world = World(job_of(tmp_path / "run", data, **fields), 2, streamed)
+    assert world.job.plan.steps_per_window > 1
+    while world.coordinator._units.complete < 7:
+        world.run(turns=1)
+    world.servers.lose(0)
+    world.run()
+    assert [e.details["back_to"] for e in read_events(world.job.paths, "server_lost")] == [5]
+    assert result_of(world.job).bits == undisturbed.bits
 
 
 def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
