@@ -118,7 +118,8 @@ class Coordinator:
             if lost:
                 self._lost_s = time.time()
                 self._note_workers()
-            self._paused, self._stopping = paused, self._stopping or stopping
+            self._stopping = self._stopping or stopping
+            self._paused = paused and not self._stopping
             self._lock.notify_all()
 
     def _answer(self, worker: str, done: Done | None, broken_era: int | None, until_s: float) -> Answer:
@@ -133,7 +134,7 @@ class Coordinator:
             found = None if self._over or self._paused else self._units.take(worker, self._end)
             self._note_workers()
             left_s = until_s - time.monotonic()
-            if found is not None or self._over or self._paused or self._error is not None or left_s <= 0:
+            if found is not None or self._over or self._error is not None or left_s <= 0:
                 break
             self._lock.wait(left_s)
         unit = Unit(self._era, *found) if found is not None else None

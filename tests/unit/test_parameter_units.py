@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -301,6 +302,42 @@ def test_a_stop_makes_a_checkpoint_at_the_next_common_step(pool: Pool, data: Pat
     World(dataclasses.replace(world.job, fence=2), 1).run()
     assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
     assert result_of(world.job).commit.step == world.job.total_steps
+
+
+def test_a_stop_ends_a_run_that_waits_for_more_workers(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data, checkpoint__every_steps=None), 2)
+    world.run(turns=3)
+    half_done = world.coordinator._units.begun
+    world.kill("1")
+    world.coordinator.keep(set(world.workers), True, False)
+    world.run(turns=3)
+    assert world.coordinator._units.complete == half_done - 1, "it went on although it should wait"
+    world.coordinator.keep(set(world.workers), True, True)
+    assert world.run(turns=5)
+    assert [commit.step for commit in CheckpointStore(world.job.paths).commits()] == [half_done]
+
+
+def test_who_asks_while_the_run_waits_is_answered_late(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 1)
+    world.coordinator.keep(set(world.workers), True, False)
+    began_s = time.monotonic()
+    assert world.coordinator.ask("0", None, None, 0.2).waiting
+    assert time.monotonic() - began_s >= 0.2
+
+
+def test_a_stop_after_a_lost_worker_counts_what_it_had_sent(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data, train__staleness=2, checkpoint__every_steps=None), 2)
+    world.run(turns=1)  # both hold two logical workers
+    while (units := world.coordinator._units).begun < 3 or units.complete < 1:
+        world.turn("0")
+        if units.complete < 1:
+            world.turn("1")
+    world.kill("0")
+    world.coordinator.keep(set(world.workers), False, True)
+    world.run()
+    store = CheckpointStore(world.job.paths)
+    [commit] = store.commits()
+    assert {int(values["step"]) for values in unpack(store.load(commit)).optimizer["state"].values()} == {4 * commit.step}
 
 
 def test_who_is_ahead_waits_at_the_bound(data: Path, tmp_path: Path) -> None:
