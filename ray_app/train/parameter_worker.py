@@ -113,7 +113,7 @@ class ParameterWorker:
         self._layout.put([parameters for parameters, _ in pulled], pulled[0][1])
         loss, norm = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
-        sent = enumerate(self._layout.gradients())
+        sent = enumerate(self._layout.gradients() if batch.rows else [None] * len(self._layout.parts))
         self._enter("exchange")
         rates = self._servers.call("push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent])
         if rates is None or any(rate is None for rate in rates):
