@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -71,11 +72,12 @@ class Coordinator:
         self._lock = threading.Condition()
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
-        self._end = 0
-        self._era = max(self._call("era"))
-        self._workers = 0
+        self._broken = self._halfway = True
+        self._era = self._end = self._workers = 0
+        self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
         self._lost_s: float | None = None
-        self._begin_era()
+        with suppress(_ServerLostError):  # mended when a worker asks
+            self._begin_era(self._call("era"))
 
     def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float) -> Answer:
         """What a worker is to do next.
@@ -223,17 +225,18 @@ class Coordinator:
 
     # Losses.
 
-    def _begin_era(self) -> None:
-        """Gives the servers the state of the last cut, and goes on from there."""
-        self._era += 1
+    def _begin_era(self, eras: list[int]) -> None:
+        """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
+        era = max(self._era, *eras) + 1
         self._broken = self._halfway = True
         buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
         parts = self._layout.split(self._state.snapshot())
-        sent = [(self._era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
+        sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
         if self._servers.call("load", sent) is None:
             raise _ServerLostError
         self._broken = self._halfway = False
-        self._recorder.align(World(0, 1, self._plan.logical_workers), self._era)
+        self._era = era
+        self._recorder.align(World(0, 1, self._plan.logical_workers), era)
         self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, Done]] = {}
         self._over = self._over or self._state.step >= self._job.total_steps
@@ -241,19 +244,18 @@ class Coordinator:
 
     def _mend(self) -> None:
         """Looks whether all servers hold what they should; if not, all go back to the last cut."""
-        eras = self._servers.call("era", [()] * len(self._layout.parts))
-        if eras is None:
-            raise _ServerLostError
+        eras = self._call("era")
         self._broken = False
         if eras == [self._era] * len(eras) and not self._halfway:
             return
-        step, self._lost_s = self._units.complete, time.time()
-        put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
-        logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
-        self._recorder.close()
-        self._recorder = self._make_recorder()
-        self._workers = 0
-        self._begin_era()
+        if self._era:  # else this is the first
+            step, self._lost_s = self._units.complete, time.time()
+            put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
+            logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
+            self._recorder.close()
+            self._recorder = self._make_recorder()
+            self._workers = 0
+        self._begin_era(eras)
 
     def _note_workers(self) -> None:
         """Records how many workers there are, when that has changed."""

@@ -264,6 +264,27 @@ def test_large_rows_are_gathered_ahead_also_after_going_back(monkeypatch: pytest
     assert result_of(world.job).bits == undisturbed.bits
 
 
+def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tmp_path: Path) -> None:
+    """Also after a former one whose era was a higher one, and then lost a server while it was away."""
+    world = World(job_of(tmp_path / "run", data), 2)
+    world.servers.lose(0)
+    while world.coordinator._units.complete < 8:
+        world.run(turns=1)
+    former, call = world.coordinator, world.servers.call
+    former._recorder.close()
+    world.servers.lose(1)
+    world.servers.call = lambda method, arguments: None  # type: ignore[method-assign]
+    world.coordinator = Coordinator(world.job, world.servers)
+    names = [world.add(), world.add()]
+    world.workers = {name: world.workers[name] for name in names}
+    world.run(turns=2)
+    assert world.coordinator.ask(names[0], None, None, 0.0).waiting
+    world.servers.call = call  # type: ignore[method-assign]
+    world.run()
+    assert world.coordinator._era > former._era
+    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
 def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
     """A server is out of reach for a moment, and nobody knows whether it got the call."""
     world = World(job_of(tmp_path / "run", data), 2)
