@@ -104,6 +104,7 @@ class Status:
 
     Args:
         live: Ids of the workers that give signs of life and are to stay.
+        leaving: Ids of those that are to leave their nodes, and have not yet.
         silent: Ids of those that stopped giving them, with the seconds since the last.
         stepping: Workers of the current generation.
         step: Finished steps.
@@ -113,6 +114,7 @@ class Status:
     """
 
     live: set[str]
+    leaving: set[str]
     silent: dict[str, float]
     stepping: int
     step: int

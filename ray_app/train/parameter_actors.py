@@ -71,7 +71,7 @@ class CoordinatorActor(Coordinator):
         while not pause.wait(_LOOK_S):
             with suppress(ray.exceptions.RayError):  # the rendezvous may have been started anew
                 seen = ray.get(self._rendezvous.status.remote())
-                self.keep(seen.live, seen.waiting is not None, seen.stopping)
+                self.keep(seen.live | seen.leaving, seen.waiting is not None, seen.stopping)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Parameters:
         """Handles of all actors."""
         return [self.coordinator, *self.servers.handles]
 
-    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float) -> Answer:
+    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         """See `Coordinator.ask`."""
         try:
             return ray.get(self.coordinator.ask.remote(worker, done, broken_era, wait_s))

@@ -79,14 +79,14 @@ class Coordinator:
         with suppress(_ServerLostError):  # mended when a worker asks
             self._begin_era(self._call("era"))
 
-    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float) -> Answer:
+    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         """What a worker is to do next.
 
         Args:
             worker: Who asks; it works at nothing else any more.
             done: What it has done.
             broken_era: The era in which it found a server lost.
-            wait_s: Most seconds to wait until there is something to do.
+            wait_s: Most seconds to wait until there is something to do; None: it leaves, and takes on nothing more.
 
         Raises:
             RayAppError: The run has to end.
@@ -95,10 +95,10 @@ class Coordinator:
             if self._error is not None:
                 raise self._error
             try:
-                return self._answer(worker, done, broken_era, time.monotonic() + wait_s)
+                return self._answer(worker, done, broken_era, wait_s)
             except _ServerLostError:
                 self._broken = self._halfway = True
-                self._lock.wait(min(wait_s, _PAUSE_S))
+                self._lock.wait(min(wait_s or 0.0, _PAUSE_S))
                 return Answer(waiting=True, step=self._units.complete)
             except Exception as error:
                 self._error = error
@@ -109,7 +109,7 @@ class Coordinator:
         """Says how things are with the workers; called a few times a second.
 
         Args:
-            live: Workers that are there; the others are lost.
+            live: Workers that are there, also those that are to leave; the others are lost.
             paused: Whether to wait for more of them.
             stopping: Whether the run is to stop, with a checkpoint.
         """
@@ -124,16 +124,20 @@ class Coordinator:
             self._paused = paused and not self._stopping
             self._lock.notify_all()
 
-    def _answer(self, worker: str, done: Done | None, broken_era: int | None, until_s: float) -> Answer:
+    def _answer(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+        until_s = time.monotonic() + (wait_s or 0.0)
         self._broken = self._broken or broken_era == self._era
         if self._broken:
             self._mend()
         if done is not None:
             self._finish(done)
+        if wait_s is None:
+            self._units.lose(worker)
+            self._lock.notify_all()
         while True:
             if self._stopping and not self._over:
                 self._stop()
-            found = None if self._over or self._paused else self._units.take(worker, self._end)
+            found = None if wait_s is None or self._over or self._paused else self._units.take(worker, self._end)
             self._note_workers()
             left_s = until_s - time.monotonic()
             if found is not None or self._over or self._error is not None or left_s <= 0:

@@ -24,7 +24,7 @@ from ray_app.train.parameter_messages import Answer, Done, Servers, Unit
 from ray_app.train.state import TrainingState
 from ray_app.train.step import Step, StepResult
 
-Ask = Callable[[str, Done | None, int | None, float], Answer]
+Ask = Callable[[str, Done | None, int | None, float | None], Answer]
 """See `Coordinator.ask`."""
 _ALONE = World(0, 1, 1)
 
@@ -91,9 +91,8 @@ class ParameterWorker:
         return not answer.over
 
     def finish(self) -> None:
-        """Says what it has done last, if it takes on nothing more."""
-        if self._done is not None:
-            self._ask(self._name, self._done, None, 0.0)
+        """Says what it has done last, and that it leaves."""
+        self._ask(self._name, self._done, self._broken, None)
 
     def close(self) -> None:
         """Frees what it holds."""

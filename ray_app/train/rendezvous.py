@@ -174,10 +174,10 @@ class Rendezvous:
 
     async def status(self) -> Status:
         """How things are."""
-        live = {w for w, m in self._members.items() if m.beat.node not in self._draining}
+        leaving = {w for w, m in self._members.items() if m.beat.node in self._draining}
         lost = {worker: time.monotonic() - since for worker, since in self._lost.items()}
         step, stops = max(0, self._progress.step), bool(self._flags & Flags.STOP)
-        return Status(live, lost, len(self._stepping()), step, self._record, self._waiting, stops)
+        return Status(set(self._members) - leaving, leaving, lost, len(self._stepping()), step, self._record, self._waiting, stops)
 
     async def workers(self) -> list[Beat]:
         """The newest sign of life of every worker of the current generation, by rank."""

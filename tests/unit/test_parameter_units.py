@@ -213,6 +213,27 @@ def test_a_worker_is_lost_and_another_joins(pool: Pool, data: Path, tmp_path: Pa
         assert result_of(job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
 
 
+def test_who_leaves_finishes_what_it_has_and_takes_on_nothing_more(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 2)
+    call, sent = world.servers.call, []
+
+    def noted(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        sent.extend([arguments[0][1:3]] if method == "push" else [])
+        return call(method, arguments)
+
+    world.servers.call = noted  # type: ignore[method-assign]
+    world.run(turns=5)
+    while world.workers["1"]._done is None:
+        world.run(turns=1)
+    world.workers.pop("1").finish()
+    assert world.coordinator._units.workers == ["0"]
+    world.coordinator.keep({"0"}, False, False)
+    world.run()
+    assert len(sent) == len(set(sent)) == 4 * world.job.total_steps, "a unit was done twice"
+    formed = [e.details for e in read_events(world.job.paths, "formed")]
+    assert [(each["workers"], "lost_s" in each) for each in formed] == [(1, False), (2, False), (1, False)]
+
+
 def test_a_gradient_counts_once(data: Path, tmp_path: Path) -> None:
     """Every server applies each gradient of each logical worker once, also when it comes twice."""
     job = job_of(tmp_path / "run", data, train__staleness=2, train__max_steps=4, optimizer={"class_path": "torch.optim.Adam"})
