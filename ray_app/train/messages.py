@@ -111,6 +111,7 @@ class Status:
         record: The newest finished step.
         waiting: Why no generation may form, if so.
         stopping: Whether the driver asked to stop.
+        limit_s: Seconds without a finished step that are a standstill.
     """
 
     live: set[str]
@@ -121,3 +122,4 @@ class Status:
     record: StepRecord | None
     waiting: str | None
     stopping: bool
+    limit_s: float

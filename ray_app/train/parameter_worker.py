@@ -105,10 +105,11 @@ class ParameterWorker:
         cursor = Cursor.at(unit.step, self._job.plan.steps_per_epoch)
         self._enter("data")
         batch, wait_s = self._batch(unit, cursor)
-        self._enter("compute")
+        self._enter("exchange")
         pulled = self._servers.call("pull", [(unit.era,)] * len(self._layout.parts))
         if pulled is None or any(part is None for part in pulled):
             return None
+        self._enter("compute")
         self._layout.put([parameters for parameters, _ in pulled], pulled[0][1])
         loss, norm = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None

@@ -69,15 +69,15 @@ def test_a_killed_worker_and_a_resume_on_others(short_run: ShortRun, reference: 
     assert record_of(paths.root) == reference["record"]
 
 
-def killing(actor: str, proof: Path) -> Callable[[Job], None]:
-    """Kills the process of an actor once there is a checkpoint; the proof holds its pid."""
+def killing(actor: str, proof: Path, sent: int = signal.SIGKILL) -> Callable[[Job], None]:
+    """Kills or stops the process of an actor once there is a checkpoint; the proof holds its pid."""
 
     def watch(job: Job) -> None:
         if proof.exists() or not read_events(job.paths, "checkpointed"):
             return
         handle = ray.get_actor(actor.format(f"{job.paths.name}-{job.fence}"))
         pid = ray.get(handle.__ray_call__.remote(lambda self: os.getpid()))
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, sent)
         proof.write_text(str(pid))
 
     return watch
@@ -97,6 +97,19 @@ def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, A
     assert result.summary["status"] == "finished"
     assert result.summary["restarts"]["failures"] == 0
     assert rows_of(record_of(result.path)) == rows_of(reference["record"])
+
+
+def test_a_server_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """It hangs when a step's gradients are all there, since each logical worker has a worker: the coordinator waits for it first."""
+    stopped = tmp_path / "stopped"
+    fields = SERVERS | {"scaling__min_workers": 4, "scaling__max_workers": 4, "failure__step_timeout_s": 10.0}
+    config, watch = short_run(**fields), killing("server-{}-0", stopped, signal.SIGSTOP)
+    result = run_training(config, faults=Faults(train=Hooks(after_step=WaitFor(str(stopped), step=12)), watch=watch))
+    assert is_gone(stopped), "it still hangs"
+    assert [e.details["back_to"] for e in read_events(RunPaths(result.path), "server_lost")] == [8]
+    assert result.summary["restarts"]["failures"] == 0, "workers were ended in its stead"
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]
 
 
 def test_a_killed_coordinator_goes_on_from_the_newest_checkpoint(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:

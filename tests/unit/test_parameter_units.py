@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 from local_world import CLASSES, CPU, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images
@@ -26,6 +27,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.alone import Alone
 from ray_app.train.job import Job
 from ray_app.train.loop import OpenWindows
+from ray_app.train.parameter_actors import RayServers
 from ray_app.train.parameter_coordinator import Coordinator
 from ray_app.train.parameter_server import ParameterServer
 from ray_app.train.parameter_units import Units
@@ -265,7 +267,7 @@ def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tm
     assert [r for r in rows if 0 in r] == 2 * [[1, 0, 0, 0]]
     for commit in store.commits():  # a cut holds just the gradients of the steps before it; units without rows have none
         state = unpack(store.load(commit)).optimizer["state"]
-        applied = sum(map(bool, sum(rows[: commit.step], []))) if staleness else commit.step
+        applied = sum(map(bool, itertools.chain(*rows[: commit.step]))) if staleness else commit.step
         assert {int(values["step"]) for values in state.values()} == {applied}
     if not staleness:
         assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
@@ -304,6 +306,40 @@ def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tm
     world.run()
     assert world.coordinator._era > former._era
     assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_who_waits_for_servers_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+    world, phases, found = World(job_of(tmp_path / "run", data, train__max_steps=1), 1), ["starting"], []
+    monkeypatch.setattr(world.workers["0"]._membership, "enter", phases.append)
+    call = world.servers.call
+
+    def noted(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        found.append((method, phases[-1]))
+        return call(method, arguments)
+
+    world.servers.call = noted  # type: ignore[method-assign]
+    world.run()
+    assert {"pull", "push"} <= {method for method, _ in found}
+    assert {phase for _, phase in found} == {"exchange"}
+    assert {"data", "compute"} < set(phases)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.NodeDiedError("gone"),
+        ray.exceptions.OutOfMemoryError("the memory monitor ended it"),
+        ray.exceptions.GetTimeoutError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_server_is_lost_whatever_ended_it(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fails(calls: list[Any], timeout: float) -> list[Any]:
+        raise error
+
+    monkeypatch.setattr(ray, "get", fails)
+    assert RayServers(()).call("era", []) is None
 
 
 def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
