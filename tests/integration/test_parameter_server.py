@@ -39,6 +39,7 @@ def rows_of(record: list[tuple[int, float, list[int], list[int]]]) -> list[tuple
 
 
 def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path: Path) -> None:
+    """A worker is killed on the way, and the run goes on with other numbers of workers and servers."""
     config = load_config(ROOT / "conf" / "digits.yaml").replace(
         **SERVERS,
         train__staleness=2,
@@ -47,8 +48,14 @@ def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path
         data__eval_path=str(digits / "eval"),
         run__storage_path=str(tmp_path),
         tracking__enabled=False,
+        run__name="run",
     )
-    result = run_training(config)
+    stop, kill = Break(str(tmp_path / "stopped"), step=160, rank=0), Kill(str(tmp_path / "killed"), step=60, rank=1)
+    with pytest.raises(NonFiniteError, match="injected"):
+        run_training(config, faults=Faults(train=Hooks(after_step=Several((kill, stop)))))
+    assert (kill.happened, stop.happened) == (1, 1)
+    result = run_training(config.replace(train__servers=1, scaling__max_workers=3))
+    assert [e.details["step"] for e in read_events(RunPaths(result.path), "resumed")] == [115]
     assert result.summary["metrics"]["accuracy"] >= 0.97
     assert result.summary["rows"] == 12 * 1438
     assert result.load_model() is not None
