@@ -105,18 +105,22 @@ class Status:
 
     Args:
         live: Ids of the workers that give signs of life and are to stay.
+        leaving: Ids of those that are to leave their nodes, and have not yet.
         silent: Ids of those that stopped giving them, with the seconds since the last.
         stepping: Workers of the current generation.
         step: Finished steps.
         record: The newest finished step.
         waiting: Why no generation may form, if so.
         stopping: Whether the driver asked to stop.
+        limit_s: Seconds without a finished step that are a standstill.
     """
 
     live: set[str]
+    leaving: set[str]
     silent: dict[str, float]
     stepping: int
     step: int
     record: StepRecord | None
     waiting: str | None
     stopping: bool
+    limit_s: float

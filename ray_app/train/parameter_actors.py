@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import OpenWindows
 from ray_app.train.membership import RayMembership
-from ray_app.train.messages import Flags
+from ray_app.train.messages import Flags, Status
 from ray_app.train.parameter_coordinator import Coordinator
 from ray_app.train.parameter_messages import Answer, Done
 from ray_app.train.parameter_server import ParameterServer
@@ -27,6 +29,13 @@ from ray_app.train.snapshots import SnapshotSender
 logger = logging.getLogger(__name__)
 
 _CALL_S = 300.0
+_LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.GetTimeoutError,
+)
 _LOOK_S = 0.25
 _ASK_S = 1.0
 
@@ -45,13 +54,13 @@ class RayServers:
         """See `Servers.call`."""
         try:
             return ray.get([getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)], timeout=_CALL_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError) as error:
+        except _LOST as error:
             logger.warning("A parameter server does not answer: %s", error)
             return None
 
 
 class CoordinatorActor(Coordinator):
-    """The coordinator as an actor, which looks after the workers itself.
+    """The coordinator as an actor, which looks after workers and servers itself.
 
     Args:
         job: The run.
@@ -62,16 +71,32 @@ class CoordinatorActor(Coordinator):
 
     def __init__(self, job: Job, servers: list[str], keepers: list[Any], hooks: Hooks) -> None:
         guard(job.config.to_dict())
-        super().__init__(job, RayServers(tuple(map(ray.get_actor, servers))), SnapshotSender(keepers), hooks)
+        handles = tuple(map(ray.get_actor, servers))
+        super().__init__(job, RayServers(handles), SnapshotSender(keepers), hooks)
+        self._calls = {handle: (handle.era.remote(), time.monotonic()) for handle in handles}
         self._rendezvous = ray.get_actor(job.rendezvous)
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        for look in (self._look_after_workers, self._look_after_servers):  # one may have to wait for a server that hangs
+            threading.Thread(target=self._watch, args=(look,), name="watch", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _watch(self, look: Callable[[Status], None]) -> None:
         pause = threading.Event()
         while not pause.wait(_LOOK_S):
             with suppress(ray.exceptions.RayError):  # the rendezvous may have been started anew
-                seen = ray.get(self._rendezvous.status.remote())
-                self.keep(seen.live, seen.waiting is not None, seen.stopping)
+                look(ray.get(self._rendezvous.status.remote()))
+
+    def _look_after_workers(self, seen: Status) -> None:
+        self.keep(seen.live | seen.leaving, seen.waiting is not None, seen.stopping)
+
+    def _look_after_servers(self, seen: Status) -> None:
+        """Ends servers that neither die nor answer, before the workers count as stuck; Ray starts them again."""
+        now, limit_s = time.monotonic(), seen.limit_s / 2
+        for server, (call, since_s) in self._calls.items():
+            answered = bool(ray.wait([call], timeout=0)[0])
+            if not answered and now - since_s > limit_s:
+                logger.warning("A parameter server has not answered for %.0f s and is ended", limit_s)
+                ray.kill(server, no_restart=False)
+            if answered or now - since_s > limit_s:
+                self._calls[server] = server.era.remote(), now
 
 
 @dataclass(frozen=True)
@@ -91,7 +116,7 @@ class Parameters:
         """Handles of all actors."""
         return [self.coordinator, *self.servers.handles]
 
-    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float) -> Answer:
+    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         """See `Coordinator.ask`."""
         try:
             return ray.get(self.coordinator.ask.remote(worker, done, broken_era, wait_s))

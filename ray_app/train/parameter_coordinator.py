@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -71,20 +72,21 @@ class Coordinator:
         self._lock = threading.Condition()
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
-        self._end = 0
-        self._era = max(self._call("era"))
-        self._workers = 0
+        self._broken = self._halfway = True
+        self._era = self._end = self._workers = 0
+        self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
         self._lost_s: float | None = None
-        self._begin_era()
+        with suppress(_ServerLostError):  # mended when a worker asks
+            self._begin_era(self._call("era"))
 
-    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float) -> Answer:
+    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         """What a worker is to do next.
 
         Args:
             worker: Who asks; it works at nothing else any more.
             done: What it has done.
             broken_era: The era in which it found a server lost.
-            wait_s: Most seconds to wait until there is something to do.
+            wait_s: Most seconds to wait until there is something to do; None: it leaves, and takes on nothing more.
 
         Raises:
             RayAppError: The run has to end.
@@ -93,10 +95,10 @@ class Coordinator:
             if self._error is not None:
                 raise self._error
             try:
-                return self._answer(worker, done, broken_era, time.monotonic() + wait_s)
+                return self._answer(worker, done, broken_era, wait_s)
             except _ServerLostError:
                 self._broken = self._halfway = True
-                self._lock.wait(min(wait_s, _PAUSE_S))
+                self._lock.wait(min(wait_s or 0.0, _PAUSE_S))
                 return Answer(waiting=True, step=self._units.complete)
             except Exception as error:
                 self._error = error
@@ -107,7 +109,7 @@ class Coordinator:
         """Says how things are with the workers; called a few times a second.
 
         Args:
-            live: Workers that are there; the others are lost.
+            live: Workers that are there, also those that are to leave; the others are lost.
             paused: Whether to wait for more of them.
             stopping: Whether the run is to stop, with a checkpoint.
         """
@@ -118,22 +120,27 @@ class Coordinator:
             if lost:
                 self._lost_s = time.time()
                 self._note_workers()
-            self._paused, self._stopping = paused, self._stopping or stopping
+            self._stopping = self._stopping or stopping
+            self._paused = paused and not self._stopping
             self._lock.notify_all()
 
-    def _answer(self, worker: str, done: Done | None, broken_era: int | None, until_s: float) -> Answer:
+    def _answer(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+        until_s = time.monotonic() + (wait_s or 0.0)
         self._broken = self._broken or broken_era == self._era
         if self._broken:
             self._mend()
         if done is not None:
             self._finish(done)
+        if wait_s is None:
+            self._units.lose(worker)
+            self._lock.notify_all()
         while True:
             if self._stopping and not self._over:
                 self._stop()
-            found = None if self._over or self._paused else self._units.take(worker, self._end)
+            found = None if wait_s is None or self._over or self._paused else self._units.take(worker, self._end)
             self._note_workers()
             left_s = until_s - time.monotonic()
-            if found is not None or self._over or self._paused or self._error is not None or left_s <= 0:
+            if found is not None or self._over or self._error is not None or left_s <= 0:
                 break
             self._lock.wait(left_s)
         unit = Unit(self._era, *found) if found is not None else None
@@ -222,17 +229,18 @@ class Coordinator:
 
     # Losses.
 
-    def _begin_era(self) -> None:
-        """Gives the servers the state of the last cut, and goes on from there."""
-        self._era += 1
+    def _begin_era(self, eras: list[int]) -> None:
+        """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
+        era = max(self._era, *eras) + 1
         self._broken = self._halfway = True
         buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
         parts = self._layout.split(self._state.snapshot())
-        sent = [(self._era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
+        sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
         if self._servers.call("load", sent) is None:
             raise _ServerLostError
         self._broken = self._halfway = False
-        self._recorder.align(World(0, 1, self._plan.logical_workers), self._era)
+        self._era = era
+        self._recorder.align(World(0, 1, self._plan.logical_workers), era)
         self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, Done]] = {}
         self._over = self._over or self._state.step >= self._job.total_steps
@@ -240,19 +248,18 @@ class Coordinator:
 
     def _mend(self) -> None:
         """Looks whether all servers hold what they should; if not, all go back to the last cut."""
-        eras = self._servers.call("era", [()] * len(self._layout.parts))
-        if eras is None:
-            raise _ServerLostError
+        eras = self._call("era")
         self._broken = False
         if eras == [self._era] * len(eras) and not self._halfway:
             return
-        step, self._lost_s = self._units.complete, time.time()
-        put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
-        logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
-        self._recorder.close()
-        self._recorder = self._make_recorder()
-        self._workers = 0
-        self._begin_era()
+        if self._era:  # else this is the first
+            step, self._lost_s = self._units.complete, time.time()
+            put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
+            logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
+            self._recorder.close()
+            self._recorder = self._make_recorder()
+            self._workers = 0
+        self._begin_era(eras)
 
     def _note_workers(self) -> None:
         """Records how many workers there are, when that has changed."""

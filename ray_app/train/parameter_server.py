@@ -60,14 +60,14 @@ class ParameterServer:
         """The parameters and the buffers."""
         return (to_bytes(self._parameters), self._buffers) if era == self._era else None
 
-    def push(self, era: int, step: int, logical_worker: int, gradient: Bytes, buffers: Bytes | None) -> float | None:
+    def push(self, era: int, step: int, logical_worker: int, gradient: Bytes | None, buffers: Bytes | None) -> float | None:
         """Takes a gradient.
 
         Args:
             era: See the class.
             step: The step it is of, counted from 0 over the run.
             logical_worker: Whose it is.
-            gradient: That of this server's parameters.
+            gradient: That of this server's parameters; None: it had no rows.
             buffers: What the buffers became in this step, if this server keeps them.
 
         Returns:
@@ -84,7 +84,8 @@ class ParameterServer:
         found.seen.add(logical_worker)
         found.buffers = buffers if buffers is not None else found.buffers
         if self._synchronous:
-            found.add(logical_worker, torch.from_numpy(gradient.copy()).view(self._parameters[0].dtype))
+            sent = to_bytes([torch.zeros_like(p) for p in self._parameters]) if gradient is None else gradient.copy()
+            found.add(logical_worker, torch.from_numpy(sent).view(self._parameters[0].dtype))
         else:
             self._apply_now(gradient, found)
         return lr
@@ -122,10 +123,11 @@ class ParameterServer:
         """What it holds, as `load` takes it."""
         return (pack(self._state.snapshot()), self._buffers) if era == self._era else None
 
-    def _apply_now(self, gradient: Bytes, found: _Sum) -> None:
-        for p, value in zip(self._parameters, from_bytes(gradient, [p.detach() for p in self._parameters]), strict=True):
-            p.grad = value.clone()
-        self._state.optimizer.step()
+    def _apply_now(self, gradient: Bytes | None, found: _Sum) -> None:
+        if gradient is not None:
+            for p, value in zip(self._parameters, from_bytes(gradient, [p.detach() for p in self._parameters]), strict=True):
+                p.grad = value.clone()
+            self._state.optimizer.step()
         self._keep_buffers(found)
         while len(self._sums.get(self._state.step, _NONE).seen) == self._config.logical_workers:
             del self._sums[self._state.step]

@@ -22,6 +22,8 @@ class Units:
         self._next = [first] * logical_workers
         self._holder: list[str | None] = [None] * logical_workers
         self._running: dict[int, str] = {}
+        self.begun = first
+        """Steps of which a unit was handed out; whoever got it may have sent its gradient before it was lost."""
         self.workers: list[str] = []
         """Those who asked and were not lost since."""
 
@@ -29,11 +31,6 @@ class Units:
     def complete(self) -> int:
         """Steps of which every unit is done."""
         return min(self._next)
-
-    @property
-    def begun(self) -> int:
-        """Steps of which a unit was begun."""
-        return max(self._next[v] + (v in self._running) for v in range(len(self._next)))
 
     def take(self, worker: str, end: int) -> tuple[int, int] | None:
         """The next unit for a worker, who has nothing else to do any more.
@@ -55,6 +52,7 @@ class Units:
             return None
         step, logical_worker = min(ready)
         self._running[logical_worker] = worker
+        self.begun = max(self.begun, step + 1)
         return step, logical_worker
 
     def finish(self, step: int, logical_worker: int) -> bool:

@@ -24,7 +24,7 @@ from ray_app.train.parameter_messages import Answer, Done, Servers, Unit
 from ray_app.train.state import TrainingState
 from ray_app.train.step import Step, StepResult
 
-Ask = Callable[[str, Done | None, int | None, float], Answer]
+Ask = Callable[[str, Done | None, int | None, float | None], Answer]
 """See `Coordinator.ask`."""
 _ALONE = World(0, 1, 1)
 
@@ -91,9 +91,8 @@ class ParameterWorker:
         return not answer.over
 
     def finish(self) -> None:
-        """Says what it has done last, if it takes on nothing more."""
-        if self._done is not None:
-            self._ask(self._name, self._done, None, 0.0)
+        """Says what it has done last, and that it leaves."""
+        self._ask(self._name, self._done, self._broken, None)
 
     def close(self) -> None:
         """Frees what it holds."""
@@ -106,14 +105,15 @@ class ParameterWorker:
         cursor = Cursor.at(unit.step, self._job.plan.steps_per_epoch)
         self._enter("data")
         batch, wait_s = self._batch(unit, cursor)
-        self._enter("compute")
+        self._enter("exchange")
         pulled = self._servers.call("pull", [(unit.era,)] * len(self._layout.parts))
         if pulled is None or any(part is None for part in pulled):
             return None
+        self._enter("compute")
         self._layout.put([parameters for parameters, _ in pulled], pulled[0][1])
         loss, norm = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
-        sent = enumerate(self._layout.gradients())
+        sent = enumerate(self._layout.gradients() if batch.rows else [None] * len(self._layout.parts))
         self._enter("exchange")
         rates = self._servers.call("push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent])
         if rates is None or any(rate is None for rate in rates):
@@ -130,7 +130,6 @@ class ParameterWorker:
             self._streams[v] = _Stream(feed)
         stream = self._streams[v]
         if stream.step != unit.step:
-            stream.feed.close()
             stream.feed.play(cursor, range(v, v + 1))
         waited = stream.feed.wait_s
         [batch] = stream.feed.next()

@@ -174,10 +174,12 @@ class Rendezvous:
 
     async def status(self) -> Status:
         """How things are."""
-        live = {w for w, m in self._members.items() if m.beat.node not in self._draining}
+        leaving = {w for w, m in self._members.items() if m.beat.node in self._draining}
         lost = {worker: time.monotonic() - since for worker, since in self._lost.items()}
         step, stops = max(0, self._progress.step), bool(self._flags & Flags.STOP)
-        return Status(live, lost, len(self._stepping()), step, self._record, self._waiting, stops)
+        return Status(
+            set(self._members) - leaving, leaving, lost, len(self._stepping()), step, self._record, self._waiting, stops, self._limit_s()
+        )
 
     async def workers(self) -> list[Beat]:
         """The newest sign of life of every worker of the current generation, by rank."""
@@ -270,6 +272,13 @@ class Rendezvous:
         if record is not None:
             self._step_s.append(record.step_ms / 1e3)
 
+    def _limit_s(self) -> float:
+        """Seconds without a finished step that are a standstill."""
+        limit = self._step_timeout_s
+        if limit is None:
+            limit = max(_LEAST_STEP_TIMEOUT_S, _MEDIAN_STEPS * median(self._step_s)) if self._step_s else 10 * _LEAST_STEP_TIMEOUT_S
+        return limit * (1 if self._progress.stepped else _FIRST_STEP_FACTOR)
+
     def _look_for_standstill(self, now: float) -> None:
         stepping = self._stepping()
         if not stepping or all(m.beat.phase == "done" for m in stepping):
@@ -277,10 +286,7 @@ class Rendezvous:
         if any(m.beat.phase == "saving" for m in stepping):
             self._progress.moved_s = now
             return
-        limit = self._step_timeout_s
-        if limit is None:
-            limit = max(_LEAST_STEP_TIMEOUT_S, _MEDIAN_STEPS * median(self._step_s)) if self._step_s else 10 * _LEAST_STEP_TIMEOUT_S
-        if now - self._progress.moved_s < limit * (1 if self._progress.stepped else _FIRST_STEP_FACTOR):
+        if now - self._progress.moved_s < self._limit_s():
             return
         self._progress.moved_s = now
         self._progress.hangs += 1

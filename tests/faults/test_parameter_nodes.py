@@ -76,6 +76,9 @@ def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., 
     assert summary["restarts"]["failures"] == 0, "what is announced is no failure"
     [lost] = read_events(paths, "server_lost")
     assert lost.details["back_to"] in (8, 16, 24)
+    before = [e.details for e in read_events(paths, "formed") if e.time_s < lost.time_s]
+    assert [each["workers"] for each in before][-2:] == [2, 1]
+    assert not any("lost_s" in each for each in before), "who left with notice was taken for lost"
     assert undisturbed is not None
     assert summary["params_digest"] == undisturbed.params_digest
     assert record_of(paths.root) == record_of(tmp_path / "runs" / "undisturbed")

@@ -39,6 +39,7 @@ def rows_of(record: list[tuple[int, float, list[int], list[int]]]) -> list[tuple
 
 
 def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path: Path) -> None:
+    """A worker is killed on the way, and the run goes on with other numbers of workers and servers."""
     config = load_config(ROOT / "conf" / "digits.yaml").replace(
         **SERVERS,
         train__staleness=2,
@@ -47,8 +48,14 @@ def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path
         data__eval_path=str(digits / "eval"),
         run__storage_path=str(tmp_path),
         tracking__enabled=False,
+        run__name="run",
     )
-    result = run_training(config)
+    stop, kill = Break(str(tmp_path / "stopped"), step=160, rank=0), Kill(str(tmp_path / "killed"), step=60, rank=1)
+    with pytest.raises(NonFiniteError, match="injected"):
+        run_training(config, faults=Faults(train=Hooks(after_step=Several((kill, stop)))))
+    assert (kill.happened, stop.happened) == (1, 1)
+    result = run_training(config.replace(train__servers=1, scaling__max_workers=3))
+    assert [e.details["step"] for e in read_events(RunPaths(result.path), "resumed")] == [115]
     assert result.summary["metrics"]["accuracy"] >= 0.97
     assert result.summary["rows"] == 12 * 1438
     assert result.load_model() is not None
@@ -69,15 +76,15 @@ def test_a_killed_worker_and_a_resume_on_others(short_run: ShortRun, reference: 
     assert record_of(paths.root) == reference["record"]
 
 
-def killing(actor: str, proof: Path) -> Callable[[Job], None]:
-    """Kills the process of an actor once there is a checkpoint; the proof holds its pid."""
+def killing(actor: str, proof: Path, sent: int = signal.SIGKILL) -> Callable[[Job], None]:
+    """Kills or stops the process of an actor once there is a checkpoint; the proof holds its pid."""
 
     def watch(job: Job) -> None:
         if proof.exists() or not read_events(job.paths, "checkpointed"):
             return
         handle = ray.get_actor(actor.format(f"{job.paths.name}-{job.fence}"))
         pid = ray.get(handle.__ray_call__.remote(lambda self: os.getpid()))
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, sent)
         proof.write_text(str(pid))
 
     return watch
@@ -97,6 +104,19 @@ def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, A
     assert result.summary["status"] == "finished"
     assert result.summary["restarts"]["failures"] == 0
     assert rows_of(record_of(result.path)) == rows_of(reference["record"])
+
+
+def test_a_server_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """It hangs when a step's gradients are all there, since each logical worker has a worker: the coordinator waits for it first."""
+    stopped = tmp_path / "stopped"
+    fields = SERVERS | {"scaling__min_workers": 4, "scaling__max_workers": 4, "failure__step_timeout_s": 10.0}
+    config, watch = short_run(**fields), killing("server-{}-0", stopped, signal.SIGSTOP)
+    result = run_training(config, faults=Faults(train=Hooks(after_step=WaitFor(str(stopped), step=12)), watch=watch))
+    assert is_gone(stopped), "it still hangs"
+    assert [e.details["back_to"] for e in read_events(RunPaths(result.path), "server_lost")] == [8]
+    assert result.summary["restarts"]["failures"] == 0, "workers were ended in its stead"
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]
 
 
 def test_a_killed_coordinator_goes_on_from_the_newest_checkpoint(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:

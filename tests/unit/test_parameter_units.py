@@ -1,19 +1,22 @@
-"""Parameter servers without Ray: the real workers, servers and coordinator in one thread, in any order that a test wants."""
+"""What workers, parameter servers and their coordinator do in the orders that matter."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
-from local_world import CLASSES, CPU, Pool, TinyImages, Trained, cached, make_job, result_of, write_images
+from local_world import CLASSES, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images
 from safetensors.torch import save_file
+from server_world import World
 from torch import nn
 
 from ray_app.checkpoint.format import unpack
@@ -22,12 +25,10 @@ from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.pipeline.summary import summarize
 from ray_app.record.journal import MetricsReader, read_events
 from ray_app.task.image import ImageClassification
-from ray_app.train.alone import Alone
 from ray_app.train.job import Job
+from ray_app.train.parameter_actors import RayServers
 from ray_app.train.parameter_coordinator import Coordinator
-from ray_app.train.parameter_server import ParameterServer
 from ray_app.train.parameter_units import Units
-from ray_app.train.parameter_worker import ParameterWorker
 
 pytestmark = pytest.mark.usefixtures("same_threads")
 ROWS = [[50, 1], [46]]
@@ -51,60 +52,6 @@ def job_of(folder: Path, data: Path, **fields: Any) -> Job:
     }
     task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
     return make_job(folder, data, logical_workers=4, batch=12, **({"task": task} | defaults | fields))
-
-
-class Here:
-    """The servers in this process."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self.servers = [self._new() for _ in range(job.config.train.servers)]
-
-    def _new(self) -> ParameterServer:
-        return ParameterServer(self._job.config, self._job.total_steps)
-
-    def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
-        return [getattr(server, method)(*args) for server, args in zip(self.servers, arguments, strict=True)]
-
-    def lose(self, place: int) -> None:
-        """A server starts again with nothing."""
-        self.servers[place] = self._new()
-
-
-class World:
-    """A coordinator, its servers and its workers."""
-
-    def __init__(self, job: Job, workers: int) -> None:
-        self.job, self.servers = job, Here(job)
-        self.coordinator = Coordinator(job, self.servers)
-        self.workers = {str(i): self.worker(str(i)) for i in range(workers)}
-        self._number = itertools.count(workers)
-        self.order: list[tuple[str, int]] = []
-
-    def worker(self, name: str) -> ParameterWorker:
-        return ParameterWorker(self.job, name, self.coordinator.ask, self.servers, Alone(4, lambda: False), cached, CPU)
-
-    def turn(self, name: str) -> bool:
-        """One unit of a worker; returns whether the run goes on."""
-        return self.workers[name].once(0.0)
-
-    def kill(self, name: str) -> None:
-        """A worker is gone, with what it has not told yet."""
-        self.coordinator.keep(set(self.workers), False, False)
-        del self.workers[name]
-        self.coordinator.keep(set(self.workers), False, False)
-
-    def add(self) -> str:
-        name = str(next(self._number))
-        self.workers[name] = self.worker(name)
-        return name
-
-    def run(self, turns: int | None = None) -> bool:
-        """Lets the workers take turns, so many or until the run is over; returns whether it is."""
-        for _ in range(turns) if turns is not None else itertools.count():
-            if not all([self.turn(name) for name in list(self.workers)]):
-                return True
-        return False
 
 
 def trained(job: Job, workers: int) -> Trained:
@@ -211,6 +158,27 @@ def test_a_worker_is_lost_and_another_joins(pool: Pool, data: Path, tmp_path: Pa
         assert result_of(job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
 
 
+def test_who_leaves_finishes_what_it_has_and_takes_on_nothing_more(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 2)
+    call, sent = world.servers.call, []
+
+    def noted(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        sent.extend([arguments[0][1:3]] if method == "push" else [])
+        return call(method, arguments)
+
+    world.servers.call = noted  # type: ignore[method-assign]
+    world.run(turns=5)
+    while world.workers["1"]._done is None:
+        world.run(turns=1)
+    world.workers.pop("1").finish()
+    assert world.coordinator._units.workers == ["0"]
+    world.coordinator.keep({"0"}, False, False)
+    world.run()
+    assert len(sent) == len(set(sent)) == 4 * world.job.total_steps, "a unit was done twice"
+    formed = [e.details for e in read_events(world.job.paths, "formed")]
+    assert [(each["workers"], "lost_s" in each) for each in formed] == [(1, False), (2, False), (1, False)]
+
+
 def test_a_gradient_counts_once(data: Path, tmp_path: Path) -> None:
     """Every server applies each gradient of each logical worker once, also when it comes twice."""
     job = job_of(tmp_path / "run", data, train__staleness=2, train__max_steps=4, optimizer={"class_path": "torch.optim.Adam"})
@@ -238,11 +206,83 @@ def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tm
     assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
     store = CheckpointStore(world.job.paths)
     assert [c.step for c in store.commits()] == [5, 10, 15, world.job.total_steps]
-    for commit in store.commits():  # a cut holds just the gradients of the steps before it
+    rows = [rows for _, rows, _ in consumed(world.job)]
+    assert [r for r in rows if 0 in r] == 2 * [[1, 0, 0, 0]]
+    for commit in store.commits():  # a cut holds just the gradients of the steps before it; units without rows have none
         state = unpack(store.load(commit)).optimizer["state"]
-        assert {int(values["step"]) for values in state.values()} == {commit.step * (4 if staleness else 1)}
+        applied = sum(map(bool, itertools.chain(*rows[: commit.step]))) if staleness else commit.step
+        assert {int(values["step"]) for values in state.values()} == {applied}
     if not staleness:
         assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_large_rows_are_gathered_ahead_also_after_going_back(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"data__shuffle_window_rows": 16, "train__max_steps": 8}
+    undisturbed = trained(job_of(tmp_path / "undisturbed", data, **fields), 1)
+    monkeypatch.setattr("ray_app.data.feed._WORTH_A_THREAD", 0)
+    world = World(job_of(tmp_path / "run", data, **fields), 2, streamed)
+    assert world.job.plan.steps_per_window > 1
+    while world.coordinator._units.complete < 7:
+        world.run(turns=1)
+    world.servers.lose(0)
+    world.run()
+    assert [e.details["back_to"] for e in read_events(world.job.paths, "server_lost")] == [5]
+    assert result_of(world.job).bits == undisturbed.bits
+
+
+def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tmp_path: Path) -> None:
+    """Also after a former one whose era was a higher one, and then lost a server while it was away."""
+    world = World(job_of(tmp_path / "run", data), 2)
+    world.servers.lose(0)
+    while world.coordinator._units.complete < 8:
+        world.run(turns=1)
+    former, call = world.coordinator, world.servers.call
+    former._recorder.close()
+    world.servers.lose(1)
+    world.servers.call = lambda method, arguments: None  # type: ignore[method-assign]
+    world.coordinator = Coordinator(world.job, world.servers)
+    names = [world.add(), world.add()]
+    world.workers = {name: world.workers[name] for name in names}
+    world.run(turns=2)
+    assert world.coordinator.ask(names[0], None, None, 0.0).waiting
+    world.servers.call = call  # type: ignore[method-assign]
+    world.run()
+    assert world.coordinator._era > former._era
+    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_who_waits_for_servers_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+    world, phases, found = World(job_of(tmp_path / "run", data, train__max_steps=1), 1), ["starting"], []
+    monkeypatch.setattr(world.workers["0"]._membership, "enter", phases.append)
+    call = world.servers.call
+
+    def noted(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        found.append((method, phases[-1]))
+        return call(method, arguments)
+
+    world.servers.call = noted  # type: ignore[method-assign]
+    world.run()
+    assert {"pull", "push"} <= {method for method, _ in found}
+    assert {phase for _, phase in found} == {"exchange"}
+    assert {"data", "compute"} < set(phases)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.NodeDiedError("gone"),
+        ray.exceptions.OutOfMemoryError("the memory monitor ended it"),
+        ray.exceptions.GetTimeoutError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_server_is_lost_whatever_ended_it(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fails(calls: list[Any], timeout: float) -> list[Any]:
+        raise error
+
+    monkeypatch.setattr(ray, "get", fails)
+    assert RayServers(()).call("era", []) is None
 
 
 def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
@@ -286,6 +326,42 @@ def test_a_stop_makes_a_checkpoint_at_the_next_common_step(pool: Pool, data: Pat
     World(dataclasses.replace(world.job, fence=2), 1).run()
     assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
     assert result_of(world.job).commit.step == world.job.total_steps
+
+
+def test_a_stop_ends_a_run_that_waits_for_more_workers(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data, checkpoint__every_steps=None), 2)
+    world.run(turns=3)
+    half_done = world.coordinator._units.begun
+    world.kill("1")
+    world.coordinator.keep(set(world.workers), True, False)
+    world.run(turns=3)
+    assert world.coordinator._units.complete == half_done - 1, "it went on although it should wait"
+    world.coordinator.keep(set(world.workers), True, True)
+    assert world.run(turns=5)
+    assert [commit.step for commit in CheckpointStore(world.job.paths).commits()] == [half_done]
+
+
+def test_who_asks_while_the_run_waits_is_answered_late(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 1)
+    world.coordinator.keep(set(world.workers), True, False)
+    began_s = time.monotonic()
+    assert world.coordinator.ask("0", None, None, 0.2).waiting
+    assert time.monotonic() - began_s >= 0.2
+
+
+def test_a_stop_after_a_lost_worker_counts_what_it_had_sent(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data, train__staleness=2, checkpoint__every_steps=None), 2)
+    world.run(turns=1)  # both hold two logical workers
+    while (units := world.coordinator._units).begun < 3 or units.complete < 1:
+        world.turn("0")
+        if units.complete < 1:
+            world.turn("1")
+    world.kill("0")
+    world.coordinator.keep(set(world.workers), False, True)
+    world.run()
+    store = CheckpointStore(world.job.paths)
+    [commit] = store.commits()
+    assert {int(values["step"]) for values in unpack(store.load(commit)).optimizer["state"].values()} == {4 * commit.step}
 
 
 def test_who_is_ahead_waits_at_the_bound(data: Path, tmp_path: Path) -> None:

@@ -188,6 +188,8 @@ def test_who_is_on_a_draining_node_leaves_and_the_others_go_on(clock: Clock) -> 
         first, second = await group.beat("a"), await group.beat("b")
         assert (first.flags, first.leave) == (Flags.REFORM, True)
         assert (second.flags, second.leave) == (Flags.REFORM, False)
+        status = await group.rendezvous.status()
+        assert (status.live, status.leaving) == ({"b"}, {"a"})
         await group.rendezvous.leave("a")
         await group.join("b")
         await settle()
