@@ -3,7 +3,6 @@
 ::
 
     code/  data/model/                         see `package_files`, as in a version of the registry
-    data/model/model.safetensors               the parameters in any case, to train on from them
     export.json                                where it comes from, and the SHA-256 of every other file
 """
 
@@ -29,7 +28,7 @@ from ray_app.data.source import Reader, RowSource, fetch_here, probe, rows_per_t
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.task.base import Batch, Task
 from ray_app.track import loader
-from ray_app.track.package_files import write_files, write_parameters
+from ray_app.track.package_files import write_files
 from ray_app.track.versions import parameters
 
 EXPORT = "export.json"
@@ -76,7 +75,6 @@ def write_export(
     temporary.mkdir()
     try:
         files = write_files(task, model, example, temporary)
-        write_parameters(model, files.data)
         stored = {"format": files.format, "outputs": files.outputs, "refused": list(files.refused), "libraries": sorted(files.libraries)}
         described = source | stored | {"files": _digests(temporary)}
         (temporary / EXPORT).write_text(json.dumps(described, indent=1))

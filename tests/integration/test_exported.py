@@ -182,7 +182,7 @@ def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(
     write_export(task, model, example, out, source)
     before = (out / "export.json").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(exported, "write_parameters", stopped)
+        patch.setattr(exported, "_digests", stopped)
         for place in (tmp_path / "other", out):
             with pytest.raises(KeyboardInterrupt):
                 write_export(task, model, example, place, source, overwrite=True)
