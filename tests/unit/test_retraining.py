@@ -331,7 +331,7 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str,
     assert package.format == form
     assert params_digest(load_file(package.folder / "data" / "model" / "model.safetensors")) == params_digest(model.state_dict())
     assert params_digest(parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
-    files = files_of(package.folder)
+    files = files_of(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
     (tmp_path / "elsewhere").mkdir()
     served, inputs = _load(files, tmp_path / "elsewhere")
