@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import Config, from_yaml
+from ray_app.config import Config
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.actor import start_evaluator
@@ -24,11 +24,12 @@ from ray_app.pipeline.cluster import cluster
 from ray_app.pipeline.prepare import evaluation_source, make_task
 from ray_app.pipeline.replay import replay
 from ray_app.pipeline.report import report_end
+from ray_app.record.configuration import read_config
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import location, poll_s
 from ray_app.record.lease import is_held, newest_fence
 from ray_app.record.paths import RunPaths
-from ray_app.record.redact import guard, redact
+from ray_app.record.redact import redact
 from ray_app.sections import ClassSpec
 from ray_app.task.base import Task
 
@@ -100,8 +101,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
 
 def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -> Config:
     """The run's configuration with what is asked for here."""
-    config = from_yaml(paths.config.read_text())
-    guard(config.to_dict())
+    config = read_config(paths)
     if options.name is not None and (not options.name or set(options.name) - set(_NAME_CHARS)):
         raise ConfigError(f"--name is {options.name!r}; use letters, digits, '_' and '-'.")
     if (options.data is not None or task is not None) and options.name is None:

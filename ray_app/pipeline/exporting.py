@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.dataset import open_dataset
 from ray_app.data.source import first_rows
-from ray_app.errors import CheckpointError, ConfigError, DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.pipeline.cli import importable_from_here
-from ray_app.pipeline.closing import stored_job
 from ray_app.pipeline.prepare import evaluation_source
-from ray_app.pipeline.registering import EXAMPLE_ROWS, best_commit, load_model
+from ray_app.pipeline.registering import EXAMPLE_ROWS
+from ray_app.pipeline.trained import chosen, load_model, trained_job
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
-from ray_app.record.redact import guard, redact
+from ray_app.record.redact import redact
 from ray_app.track.exported import refuse_taken, write_export
 from ray_app.train.job import Job
-
-_STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -63,43 +58,11 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
         raise ConfigError(f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there.")
     paths, out = RunPaths(location(options.run)), Path(options.out).resolve()
     refuse_taken(out, options.overwrite)
-    if not paths.config.exists():
-        raise ConfigError(f"{options.run!r} is no run: it holds no config.yaml. Give a folder <run.storage_path>/<run.name>.")
-    job = stored_job(paths)
-    guard(job.config.to_dict())
-    commit = _chosen(job, options.checkpoint)
-    dataset = open_dataset(job.config.data.path)
-    if dataset.manifest.digest != commit.manifest_digest:
-        raise DataError(
-            f"The data {job.config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
-            " Restore it."
-        )
-    job = replace(job, task=job.task.prepare(dataset.facts))
+    job = trained_job(paths)
+    commit = chosen(job, options.checkpoint)
     rows = evaluation_source(job.task, job.config.data.eval_path or job.config.data.path, job.config.data.read_task_mb)
     example = first_rows(rows.reader, rows.manifest, EXAMPLE_ROWS)
     return write_export(job.task, load_model(job, commit), example, out, _source(job, commit), options.overwrite)
-
-
-def _chosen(job: Job, checkpoint: str) -> Commit:
-    """The checkpoint that is wanted.
-
-    Raises:
-        ConfigError: There is none of this name.
-        CheckpointError: There is none at all.
-    """
-    commits = CheckpointStore(job.paths).commits()
-    if not commits:
-        raise CheckpointError(f"{job.paths.root} holds no committed checkpoint yet.")
-    if checkpoint == "best":
-        return best_commit(job)[0]
-    if checkpoint == "newest":
-        return commits[-1]
-    named = _STEP.fullmatch(checkpoint)
-    found = [c for c in commits if named and c.step == int(named[1]) and (named[2] is None or c.fence == int(named[2]))]
-    if not found:
-        valid = ", ".join(job.paths.checkpoint(c.step, c.fence).name for c in commits)
-        raise ConfigError(f"--checkpoint is {checkpoint!r}; it must be best, newest or one of {valid}.")
-    return found[-1]
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:

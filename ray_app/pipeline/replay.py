@@ -13,7 +13,7 @@ from ray_app.pipeline.summary import summarize
 from ray_app.record.files import location, put_json, read_json
 from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
-from ray_app.record.redact import guard, redact
+from ray_app.record.redact import redact
 from ray_app.track.runs import check_available
 
 
@@ -52,7 +52,6 @@ def replay(root: str, uri: str | None = None, experiment: str | None = None) -> 
     newest_start(paths)
     with acquire(paths):
         job = stored_job(paths)
-        guard(job.config.to_dict())
         config = job.config.replace(tracking__enabled=True)
         config = config if uri is None else config.replace(tracking__uri=uri)
         config = config if experiment is None else config.replace(tracking__experiment=experiment)
