@@ -141,6 +141,14 @@ class Facts:
         return goodput(self.records, self.repeated)
 
     @property
+    def epochs_begun(self) -> int:
+        """Epochs as the configuration counts them, of which a step was done."""
+        if not self.records:
+            return 0
+        last, steps = self.records[-1], self.config.train.steps_per_epoch
+        return -(-last.step // steps) if steps else last.epoch + 1
+
+    @property
     def rows(self) -> int:
         """Rows of all recorded steps."""
         return sum(sum(record.rows) for record in self.records)
