@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,12 +14,13 @@ from rich.console import Console
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
 from ray_app.data.dataset import open_dataset
-from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
+from ray_app.errors import ConfigError, EvaluationError, RayAppError
 from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.pipeline.cli import importable_from_here
 from ray_app.pipeline.closing import newest_start
 from ray_app.pipeline.cluster import cluster
+from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.prepare import evaluation_source, make_task
 from ray_app.pipeline.replay import replay
 from ray_app.pipeline.report import report_end
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses the command line and evaluates.
 
     Returns:
-        Exit code: 0 done, 1 the evaluator gave up, 2 refused, 75 interrupted; starting it again goes on.
+        Exit code: see `exit_code`; starting it again goes on.
     """
     importable_from_here()
     parser = ArgumentParser(prog="evaluate.py", description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False)
@@ -168,18 +168,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     values = parser.parse_args(arguments).as_dict()
     spec = values.pop("task", None)
+    options = EvaluateOptions(**values)
+    task = ClassSpec(spec["class_path"], spec.get("init_args") or {}) if spec else None
     console = Console()
-    try:
-        found = evaluate_run(
-            EvaluateOptions(**values), ClassSpec(spec["class_path"], spec.get("init_args") or {}) if spec else None, console
-        )
-    except (ConfigError, DataError) as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2
-    except RayAppError as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 75
-    console.print(f"{len(found)} checkpoints of {values['run']} are evaluated.", highlight=False)
-    return 0
+
+    def work() -> None:
+        found = evaluate_run(options, task, console)
+        console.print(f"{len(found)} checkpoints of {options.run} are evaluated.", highlight=False)
+
+    return exit_code(work, "The evaluation failed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from jsonargparse import ArgumentParser
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.data.source import first_rows
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import importable_from_here
+from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.prepare import evaluation_source
 from ray_app.pipeline.registering import EXAMPLE_ROWS
 from ray_app.pipeline.trained import chosen, load_model, trained_job
@@ -77,21 +77,17 @@ def main(arguments: list[str] | None = None) -> int:
     """The command `jobs/export.py`.
 
     Returns:
-        Exit code: 0 done, 2 refused, 1 failed.
+        Exit code: see `exit_code`.
     """
     importable_from_here()
     parser = ArgumentParser(prog="export.py", description="Writes the model of a run to a folder, for machines without Ray and MLflow.")
     parser.add_class_arguments(ExportOptions, None)
     options = ExportOptions(**parser.parse_args(arguments).as_dict())
-    try:
+
+    def work() -> None:
         done = export_run(options)
-    except (ConfigError, DataError) as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2
-    except Exception as error:
-        print(redact(f"The model was not exported: {type(error).__name__}: {error}"), file=sys.stderr)
-        return 1
-    as_program = "" if done["format"] == "torch.export" else f"; not as a torch.export program ({'; '.join(done['refused'])})"
-    print(redact(f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256 {done['params_digest']}{as_program}"))
-    print(Path(options.out).resolve())
-    return 0
+        as_program = "" if done["format"] == "torch.export" else f"; not as a torch.export program ({'; '.join(done['refused'])})"
+        print(redact(f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256 {done['params_digest']}{as_program}"))
+        print(Path(options.out).resolve())
+
+    return exit_code(work, "The model was not exported")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import logging
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,10 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checks import check
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.source import first_rows
-from ray_app.errors import ConfigError, DataError, RegistryError
+from ray_app.errors import ConfigError, RegistryError
 from ray_app.pipeline.cli import importable_from_here
 from ray_app.pipeline.console import model_line
+from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.prepare import prepare
 from ray_app.pipeline.trained import best_commit, load_model
 from ray_app.record.configuration import read_config
@@ -211,20 +211,16 @@ def main(arguments: list[str] | None = None) -> int:
     """The command `jobs/register.py`.
 
     Returns:
-        Exit code: 0 done, 2 refused, 1 failed; doing it again is safe.
+        Exit code: see `exit_code`; doing it again is safe.
     """
     importable_from_here()
     parser = ArgumentParser(prog="register.py", description="Makes the best checkpoint of a run a version of a model in MLflow's registry.")
     parser.add_class_arguments(RegisterOptions, None)
     options = RegisterOptions(**parser.parse_args(arguments).as_dict())
-    try:
+
+    def work() -> None:
         done = register_run(options)
-    except (ConfigError, DataError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        print(f"The model was not registered: {type(error).__name__}: {redact(str(error))}", file=sys.stderr)
-        return 1
-    shown = {"name": done.name, "version": done.version, "aliases": done.aliases}
-    Console().print(model_line(shown), markup=False, highlight=False, soft_wrap=True)
-    return 0
+        shown = {"name": done.name, "version": done.version, "aliases": done.aliases}
+        Console().print(model_line(shown), markup=False, highlight=False, soft_wrap=True)
+
+    return exit_code(work, "The model was not registered")
