@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.checks import check
 from ray_app.config import Config
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, EvaluationError, RayAppError
@@ -113,6 +114,7 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
         config = config.replace(data__eval_path=options.data)
+    check(config if options.name is None else config.replace(evaluate__patience=None))  # only the run's own evaluations stop it
     return config.replace(run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1)
 
 

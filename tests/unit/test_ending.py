@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 
 from ray_app.data.dataset import open_dataset
 from ray_app.drill.command import main as drill
@@ -131,6 +132,26 @@ def test_a_damaged_record_is_a_line_and_not_a_traceback(
     said = capsys.readouterr().err
     assert said.startswith("The ")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--num_cpus", "-1"], "evaluate.num_cpus is -1"),
+        (["--batch_size", "0"], "evaluate.batch_size is 0"),
+        (["--threads", "0"], "evaluate.threads is 0"),
+        (["--every", "latest"], "evaluate.patience needs an evaluation of every planned checkpoint"),
+        (["--name", "e", "--every", "latest"], "data path 'made' does not exist"),  # another evaluator stops nothing
+    ],
+)
+def test_options_of_an_evaluation_are_refused_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    run = MadeRun(tmp_path, task__class_path="ray_app.task.image.ImageClassification", evaluate__patience=2)
+    run.start()
+    assert evaluating.main(["--run", str(run.paths.root), *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not ray.is_initialized()
 
 
 def test_ingest_says_what_the_storage_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
