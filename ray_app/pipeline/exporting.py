@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.data.source import first_rows
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import importable_from_here
 from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.prepare import evaluation_source
-from ray_app.pipeline.registering import EXAMPLE_ROWS
+from ray_app.pipeline.registering import example_of
 from ray_app.pipeline.trained import chosen, load_model, trained_job
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import location
@@ -60,9 +59,10 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     refuse_taken(out, options.overwrite)
     job = trained_job(paths)
     commit = chosen(job, options.checkpoint)
-    rows = evaluation_source(job.task, job.config.data.eval_path or job.config.data.path, job.config.data.read_task_mb)
-    example = first_rows(rows.reader, rows.manifest, EXAMPLE_ROWS)
-    return write_export(job.task, load_model(job, commit), example, out, _source(job, commit), options.overwrite)
+    data = job.config.data
+    if data.eval_path is not None:
+        job = replace(job, evaluation=evaluation_source(job.task, data.eval_path, data.read_task_mb))
+    return write_export(job.task, load_model(job, commit), example_of(job), out, _source(job, commit), options.overwrite)
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:

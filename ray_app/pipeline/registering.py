@@ -37,7 +37,7 @@ from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
 
-EXAMPLE_ROWS = 2
+_EXAMPLE_ROWS = 2
 _LIMIT_S = 120.0
 REGISTRABLE = ("finished", "stopped_early")
 
@@ -146,7 +146,7 @@ def tags_of(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]
 def example_of(job: Job) -> dict[str, Any]:
     """Some decoded rows of the evaluation data, or of the training data if there is none."""
     source = job.evaluation or job.source
-    return first_rows(source.reader, source.manifest, EXAMPLE_ROWS)
+    return first_rows(source.reader, source.manifest, _EXAMPLE_ROWS)
 
 
 def register_run(options: RegisterOptions) -> Registered:

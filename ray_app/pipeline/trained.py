@@ -11,9 +11,11 @@ import torch
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import params_digest, unpack_model
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.columns import spec_like
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.pipeline.closing import stored_job
+from ray_app.pipeline.prepare import training_row
 from ray_app.record.evaluations import Evaluation
 from ray_app.record.paths import RunPaths
 from ray_app.train.early_stop import best_first
@@ -25,7 +27,7 @@ _STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
 def trained_job(paths: RunPaths) -> Job:
-    """A run with its task prepared from its data, as it was for the training.
+    """A run with its task prepared from its data, which can be read, as they were for the training; without evaluation data.
 
     Raises:
         ConfigError: It is no run, or its task cannot be made here.
@@ -38,7 +40,9 @@ def trained_job(paths: RunPaths) -> Job:
             f"The data {job.config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
             " Restore it, or use the version that the run was registered as."
         )
-    return replace(job, task=job.task.prepare(dataset.facts), data_root=dataset.root)
+    task = job.task.prepare(dataset.facts)
+    fields = {name: spec_like(values) for name, values in training_row(job.config, dataset, task).items()}
+    return replace(job, task=task, data_root=dataset.root, fields=fields)
 
 
 def chosen(job: Job, which: str) -> Commit:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from ray_app import load_config
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config import Config
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.pipeline.exporting import ExportOptions, export_run
 from ray_app.pipeline.prepare import claim, prepare
@@ -33,16 +38,22 @@ def job(digits: Path, tmp_path: Path) -> Job:
     """A run with checkpoints of steps 10, 20 and 30, of which the second is best by what was evaluated so far, without a summary."""
     fields: dict[str, Any] = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path / "runs")}
     config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
+    made = trained(config, 10, 20, 30)
+    evaluate(made, 10, 0.5)
+    evaluate(made, 20, 0.7)
+    put_json(made.paths.summary, {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}})
+    return made
+
+
+def trained(config: Config, *steps: int) -> Job:
+    """A run with checkpoints; nothing was trained."""
     made = claim(prepare(config), 1).job
-    for step in (10, 20, 30):
+    for step in steps:
         state = {
             name: values + step if values.is_floating_point() else values for name, values in made.task.build_model().state_dict().items()
         }
         digests = {"params_digest": params_digest(state), "manifest_digest": made.plan.manifest.digest}
         CheckpointStore(made.paths).write(pack(Snapshot(step, state, {}, None)), replace(commit_of(step), **digests))
-    evaluate(made, 10, 0.5)
-    evaluate(made, 20, 0.7)
-    put_json(made.paths.summary, {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}})
     return made
 
 
@@ -112,3 +123,27 @@ def test_other_parameters_than_were_committed_are_refused(job: Job) -> None:
     CheckpointStore(job.paths).write(pack(Snapshot(40, state, {}, None)), replace(commit_of(40), params_digest="0" * 64))
     with pytest.raises(CheckpointError, match="other parameters than were committed"):
         result_of(job).load_model("newest")
+
+
+@pytest.mark.parametrize("eval_data", [False, True])
+def test_a_run_that_skips_bad_rows_is_exported_though_its_first_row_is_one(tmp_path: Path, eval_data: bool) -> None:
+    pictures = [io.BytesIO() for _ in range(8)]
+    for shade, picture in enumerate(pictures):
+        Image.new("RGB", (8, 8), (shade, 0, 0)).save(picture, "png")
+    files = [picture.getvalue() for picture in pictures]
+    for name, column in (("train", [b"no image", *files[1:]]), ("eval", files)):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"image": column, "label": [0, 1] * 4}), tmp_path / name / "part-0.parquet")
+    config = Config().replace(
+        task={"class_path": "ray_app.task.image.ImageClassification", "init_args": {"size": 8, "model_args": {"channels": 4}}},
+        run__storage_path=str(tmp_path / "runs"),
+        run__name="run",
+        scaling__max_workers=1,
+        data__path=str(tmp_path / "train"),
+        data__eval_path=str(tmp_path / "eval") if eval_data else None,
+        data__global_batch_size=4,
+        data__on_bad_row="skip",
+    )
+    made = trained(config, 10)
+    said = export_run(ExportOptions(str(made.paths.root), str(tmp_path / "out")))
+    assert (said["step"], said["format"]) == (10, "torch.export")
