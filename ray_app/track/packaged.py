@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.errors import ConfigError, RegistryError
-from ray_app.record.files import read_json
 from ray_app.track import loader
 from ray_app.track.client import connect
-from ray_app.track.exported import EXPORT, checked
+from ray_app.track.exported import checked, origin
 from ray_app.track.versions import fetch, named
 
 _FILES = {"torch.export": loader.EXPORTED, "safetensors": loader.WEIGHTS}
@@ -76,20 +75,20 @@ def read_export(folder: str) -> Packaged:
         ConfigError: It is no folder of ours.
         RegistryError: Its files are not those that were exported.
     """
-    said = read_json(Path(folder) / EXPORT) or {}
+    data, described = checked(Path(folder))
+    said = origin(Path(folder))
     source = {"run": said["run"], "step": said["step"]} if said else {"folder": Path(folder).resolve().name}
-    return _read(checked(Path(folder)), folder, source, said.get("params_digest"))
+    return _read(data, folder, source, (said or described)["params_digest"])
 
 
-def _read(data: Path, called: str, source: dict[str, Any], digest: str | None) -> Packaged:
-    """A package from its folder with `package.json`; without a digest from elsewhere it is held to its own."""
+def _read(data: Path, called: str, source: dict[str, Any], digest: str) -> Packaged:
+    """A package from its folder with `package.json`, whose parameters must have a digest."""
     try:
         described = loader.describe(data)
         made, form = described["task"], described["format"]
         if made["settings"] is None:
             raise KeyError("the settings of its task")
         weights = (data / _FILES[form]).read_bytes()
-        digest = described["params_digest"] if digest is None else digest
         return Packaged(called, source, form, described["inputs"], digest, made["class_path"], made["settings"], weights)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
