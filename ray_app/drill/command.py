@@ -26,6 +26,7 @@ from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.record.files import Location, location
 from ray_app.record.redact import redact
 
+_DESCRIPTION = "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
 _OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
 _FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MOST_OWN_WORKERS = 20, 8, 3.0, 2.0, 4
 
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
     try:
         with ending_at_sigterm():
-            config, sections = parse_more(arguments, {"drill": DrillSection}, "drill.py")
+            config, sections = parse_more(arguments, {"drill": DrillSection}, "drill.py", description=_DESCRIPTION)
             section: DrillSection = sections["drill"]
             chosen(section)
             own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))

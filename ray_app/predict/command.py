@@ -23,6 +23,7 @@ from ray_app.predict.prepare import MADE_FROM, PredictSection, Prepared, prepare
 from ray_app.record.files import Location, names, put_json, read_json, remove_temporary
 from ray_app.record.redact import redact
 
+_DESCRIPTION = "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
 DONE = "predictions.json"
 _VERIFYING, _TELL_S, _MOST_CLASSES = 8, 2.0, 20
 
@@ -145,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     console, started = Console(file=sys.stdout), False
     try:
         with ending_at_sigterm():
-            config, sections = parse_more(arguments, {"predict": PredictSection}, "predict.py")
+            config, sections = parse_more(arguments, {"predict": PredictSection}, "predict.py", description=_DESCRIPTION)
             section: PredictSection = sections["predict"]
             prepared = prepare_prediction(config, section)
             started = True

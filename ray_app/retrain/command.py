@@ -19,6 +19,7 @@ from ray_app.retrain.rollback import roll_back
 from ray_app.retrain.rounds import entries
 from ray_app.retrain.section import RetrainSection, check_section
 
+_DESCRIPTION = "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
 _INTERRUPTED = 75
 
 
@@ -38,7 +39,7 @@ def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Co
     asked, rest = own.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(rest):
         own.print_help()
-    config, sections = parse_more(rest, {"retrain": RetrainSection}, "retrain.py")
+    config, sections = parse_more(rest, {"retrain": RetrainSection}, "retrain.py", description=_DESCRIPTION)
     section: RetrainSection = sections["retrain"]
     check_section(config, section)
     guard(config.to_dict())

@@ -17,8 +17,11 @@ from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryEr
 from ray_app.pipeline import evaluating, exporting, ingest, registering, replay, report
 from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.signals import ending_at_sigterm
+from ray_app.pipeline.training import main as train
 from ray_app.predict.command import main as predict
 from ray_app.record.redact import guard
+from ray_app.retrain.command import main as retrain
+from ray_app.submit.command import main as submit
 from tests.cluster import ROOT
 from tests.made_run import MadeRun
 
@@ -176,3 +179,15 @@ def test_what_is_refused_before_the_start_holds_no_secret(
     said = capsys.readouterr().err
     assert "***" in said
     assert SECRET not in said
+
+
+@pytest.mark.parametrize(
+    ("main", "what"),
+    [(train, "Trains a model"), (predict, "Predicts"), (retrain, "Trains on new data"), (drill, "certifies"), (submit, "Submits a run")],
+)
+def test_the_help_says_what_the_command_does(main: Callable[[list[str]], int], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert what in said
+    assert ("Trains a model" in said) == (main is train)
