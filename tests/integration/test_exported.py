@@ -172,7 +172,7 @@ def tabular(kind: type[TabularClassification]) -> tuple[Any, nn.Module, dict[str
 
 
 def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = {"run": "run", "step": 1}
+    source = {"run": "run", "step": 1, "params_digest": "0" * 64}
     out = tmp_path / "out"
 
     def stopped(*_: object) -> None:
@@ -211,7 +211,7 @@ def test_a_model_that_cannot_be_a_program_brings_its_code(tmp_path: Path, monkey
     )
     monkeypatch.setattr(sys, "path", [str(module.parent), *sys.path])
     task, model, example = tabular(importlib.import_module("branching_export").Branching)
-    said = write_export(task, model, example, tmp_path / "out", {"run": "run", "step": 1})
+    said = write_export(task, model, example, tmp_path / "out", {"run": "run", "step": 1, "params_digest": "0" * 64})
     assert said["format"] == "safetensors"
     assert said["refused"][0].startswith("torch.export: ")
     with torch.no_grad():
