@@ -23,7 +23,7 @@ train: $(INSTALLED) ## ingest the bundled digits, train on 2 workers, evaluate, 
 # Two test files at a time, each with its own Ray cluster; the slow ones come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED) ## the test suite (real Ray, real MLflow), about half an hour on 2 cores
+test: $(INSTALLED) ## the test suite without its slow tests (real Ray, real MLflow), about half an hour on 2 cores
 	$(PYTEST) -m "not slow"
 
 test-all: $(INSTALLED) ## the test suite with the slow tests

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -24,8 +22,11 @@ from ray_app.errors import ConfigError, DataError, own_error
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.cluster import cluster
 from ray_app.pipeline.prepare import prepare
+from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.record.files import Location, location
+from ray_app.record.redact import redact
 
+_DESCRIPTION = "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
 _OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
 _FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MOST_OWN_WORKERS = 20, 8, 3.0, 2.0, 4
 
@@ -145,23 +146,22 @@ def main(arguments: list[str] | None = None) -> int:
         anything started.
     """
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        config, sections = parse_more(arguments, {"drill": DrillSection}, "drill.py")
-        section: DrillSection = sections["drill"]
-        chosen(section)
-        own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
-        made = drilled(config, section, own)
-        with redirect_stdout(StringIO()), _connected(made, own) as nodes:
-            return Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console).go()
+        with ending_at_sigterm():
+            config, sections = parse_more(arguments, {"drill": DrillSection}, "drill.py", description=_DESCRIPTION)
+            section: DrillSection = sections["drill"]
+            chosen(section)
+            own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
+            made = drilled(config, section, own)
+            with redirect_stdout(StringIO()), _connected(made, own) as nodes:
+                return Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console).go()
     except (ConfigError, DataError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Interrupted; the certificate says how far the drill came.", file=sys.stderr)
         return 1
     except Exception as error:
         error = own_error(error)  # type: ignore[assignment]
-        print(f"The drill ended early: {type(error).__name__}: {error}", file=sys.stderr)
+        print(redact(f"The drill ended early: {type(error).__name__}: {error}"), file=sys.stderr)
         return 1

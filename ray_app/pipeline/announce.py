@@ -29,10 +29,12 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
             "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
             " folder that all nodes share."
         )
+    passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
     capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.max_workers else ""
+    where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}"
     console.print(
-        f"{job.plan.manifest.num_rows:,} rows, {job.plan.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch,"
-        f" {config.train.epochs} epochs; up to {max_workers} workers{capped}, arithmetic of {job.plan.logical_workers}",
+        f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch{passes},"
+        f" {config.train.epochs} epochs; {where}, arithmetic of {job.plan.logical_workers}",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -20,6 +20,8 @@ from ray_app.config import SECTIONS, Config, from_dict
 from ray_app.errors import ConfigError
 from ray_app.task.base import Task
 
+_TRAINS = "Trains a model on a Ray cluster of any size; the number of workers does not change the result."
+
 
 def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Config:
     """Reads and checks a configuration.
@@ -53,7 +55,7 @@ def parse(arguments: Sequence[str] | None = None, prog: str = "train.py", exit_o
 
 
 def parse_more(
-    arguments: Sequence[str] | None, more: dict[str, type], prog: str, exit_on_error: bool = True
+    arguments: Sequence[str] | None, more: dict[str, type], prog: str, exit_on_error: bool = True, description: str = _TRAINS
 ) -> tuple[Config, dict[str, Any]]:
     """`parse` with sections that are not part of a run's configuration, such as a command's own options.
 
@@ -62,12 +64,13 @@ def parse_more(
         more: A dataclass for every further section, by name.
         prog: See `parse`.
         exit_on_error: See `parse`.
+        description: What the program does, for its help.
 
     Returns:
         The configuration, and the further sections by name.
     """
     importable_from_here()
-    parser = _parser(prog, exit_on_error, SECTIONS | more)
+    parser = _parser(prog, description, exit_on_error, SECTIONS | more)
     try:
         parsed = parser.parse_args(arguments)
     except ArgumentError as error:
@@ -88,11 +91,11 @@ def importable_from_here() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def _parser(prog: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
+def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         usage=f"{prog} --config FILE [--SECTION.FIELD VALUE ...]",
-        description="Trains a model on a Ray cluster of any size; the number of workers does not change the result.",
+        description=description,
         exit_on_error=exit_on_error,
         allow_abbrev=False,
     )

@@ -11,13 +11,14 @@ import platform
 from dataclasses import dataclass
 from typing import Literal
 
-from ray_app.config import Config, default_tracking_uri, digest, from_yaml
+from ray_app.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError, RunHeldError
 from ray_app.pipeline.planning import make_plan
 from ray_app.pipeline.prepare import make_task
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.plan.balance import Classes
 from ray_app.plan.manifest import Manifest
+from ray_app.record.configuration import read_config
 from ray_app.record.files import location, put_json, read_json
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import acquire, is_released, newest_fence
@@ -125,9 +126,9 @@ def stored_job(paths: RunPaths) -> Job:
     """The run as its directory tells it; the data need not be in reach, so the task is not prepared and no worker could use it.
 
     Raises:
-        ConfigError: The task cannot be made here.
+        ConfigError: It is no run of this version, or its task cannot be made here.
     """
-    config = from_yaml(paths.config.read_text())
+    config = read_config(paths)
     task = make_task(config)
     stored = read_json(paths.classes)
     classes = Classes.of_totals(stored["rows"]) if stored is not None else None

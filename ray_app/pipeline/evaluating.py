@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,22 +12,25 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import Config, from_yaml
+from ray_app.checks import check
+from ray_app.config import Config
 from ray_app.data.dataset import open_dataset
-from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
+from ray_app.errors import ConfigError, EvaluationError, RayAppError
 from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.pipeline.cli import importable_from_here
 from ray_app.pipeline.closing import newest_start
 from ray_app.pipeline.cluster import cluster
+from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.prepare import evaluation_source, make_task
 from ray_app.pipeline.replay import replay
 from ray_app.pipeline.report import report_end
+from ray_app.record.configuration import read_config
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import location, poll_s
 from ray_app.record.lease import is_held, newest_fence
 from ray_app.record.paths import RunPaths
-from ray_app.record.redact import guard, redact
+from ray_app.record.redact import redact
 from ray_app.sections import ClassSpec
 from ray_app.task.base import Task
 
@@ -100,8 +102,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
 
 def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -> Config:
     """The run's configuration with what is asked for here."""
-    config = from_yaml(paths.config.read_text())
-    guard(config.to_dict())
+    config = read_config(paths)
     if options.name is not None and (not options.name or set(options.name) - set(_NAME_CHARS)):
         raise ConfigError(f"--name is {options.name!r}; use letters, digits, '_' and '-'.")
     if (options.data is not None or task is not None) and options.name is None:
@@ -113,6 +114,7 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
         config = config.replace(data__eval_path=options.data)
+    check(config if options.name is None else config.replace(evaluate__patience=None))  # only the run's own evaluations stop it
     return config.replace(run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1)
 
 
@@ -157,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses the command line and evaluates.
 
     Returns:
-        Exit code: 0 done, 1 the evaluator gave up, 2 refused, 75 interrupted; starting it again goes on.
+        Exit code: see `exit_code`; starting it again goes on.
     """
     importable_from_here()
     parser = ArgumentParser(prog="evaluate.py", description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False)
@@ -168,18 +170,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     values = parser.parse_args(arguments).as_dict()
     spec = values.pop("task", None)
+    options = EvaluateOptions(**values)
+    task = ClassSpec(spec["class_path"], spec.get("init_args") or {}) if spec else None
     console = Console()
-    try:
-        found = evaluate_run(
-            EvaluateOptions(**values), ClassSpec(spec["class_path"], spec.get("init_args") or {}) if spec else None, console
-        )
-    except (ConfigError, DataError) as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2
-    except RayAppError as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 75
-    console.print(f"{len(found)} checkpoints of {values['run']} are evaluated.", highlight=False)
-    return 0
+
+    def work() -> None:
+        found = evaluate_run(options, task, console)
+        console.print(f"{len(found)} checkpoints of {options.run} are evaluated.", highlight=False)
+
+    return exit_code(work, "The evaluation failed")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +9,18 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.dataset import open_dataset
-from ray_app.data.source import first_rows
-from ray_app.errors import CheckpointError, ConfigError, DataError
+from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import importable_from_here
-from ray_app.pipeline.closing import stored_job
+from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.prepare import evaluation_source
-from ray_app.pipeline.registering import EXAMPLE_ROWS, best_commit, load_model
+from ray_app.pipeline.registering import example_of
+from ray_app.pipeline.trained import chosen, load_model, trained_job
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
-from ray_app.record.redact import guard, redact
+from ray_app.record.redact import redact
 from ray_app.track.exported import refuse_taken, write_export
 from ray_app.train.job import Job
-
-_STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -63,43 +57,12 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
         raise ConfigError(f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there.")
     paths, out = RunPaths(location(options.run)), Path(options.out).resolve()
     refuse_taken(out, options.overwrite)
-    if not paths.config.exists():
-        raise ConfigError(f"{options.run!r} is no run: it holds no config.yaml. Give a folder <run.storage_path>/<run.name>.")
-    job = stored_job(paths)
-    guard(job.config.to_dict())
-    commit = _chosen(job, options.checkpoint)
-    dataset = open_dataset(job.config.data.path)
-    if dataset.manifest.digest != commit.manifest_digest:
-        raise DataError(
-            f"The data {job.config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
-            " Restore it."
-        )
-    job = replace(job, task=job.task.prepare(dataset.facts))
-    rows = evaluation_source(job.task, job.config.data.eval_path or job.config.data.path, job.config.data.read_task_mb)
-    example = first_rows(rows.reader, rows.manifest, EXAMPLE_ROWS)
-    return write_export(job.task, load_model(job, commit), example, out, _source(job, commit), options.overwrite)
-
-
-def _chosen(job: Job, checkpoint: str) -> Commit:
-    """The checkpoint that is wanted.
-
-    Raises:
-        ConfigError: There is none of this name.
-        CheckpointError: There is none at all.
-    """
-    commits = CheckpointStore(job.paths).commits()
-    if not commits:
-        raise CheckpointError(f"{job.paths.root} holds no committed checkpoint yet.")
-    if checkpoint == "best":
-        return best_commit(job)[0]
-    if checkpoint == "newest":
-        return commits[-1]
-    named = _STEP.fullmatch(checkpoint)
-    found = [c for c in commits if named and c.step == int(named[1]) and (named[2] is None or c.fence == int(named[2]))]
-    if not found:
-        valid = ", ".join(job.paths.checkpoint(c.step, c.fence).name for c in commits)
-        raise ConfigError(f"--checkpoint is {checkpoint!r}; it must be best, newest or one of {valid}.")
-    return found[-1]
+    job = trained_job(paths)
+    commit = chosen(job, options.checkpoint)
+    data = job.config.data
+    if data.eval_path is not None:
+        job = replace(job, evaluation=evaluation_source(job.task, data.eval_path, data.read_task_mb))
+    return write_export(job.task, load_model(job, commit), example_of(job), out, _source(job, commit), options.overwrite)
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:
@@ -114,21 +77,17 @@ def main(arguments: list[str] | None = None) -> int:
     """The command `jobs/export.py`.
 
     Returns:
-        Exit code: 0 done, 2 refused, 1 failed.
+        Exit code: see `exit_code`.
     """
     importable_from_here()
     parser = ArgumentParser(prog="export.py", description="Writes the model of a run to a folder, for machines without Ray and MLflow.")
     parser.add_class_arguments(ExportOptions, None)
     options = ExportOptions(**parser.parse_args(arguments).as_dict())
-    try:
+
+    def work() -> None:
         done = export_run(options)
-    except (ConfigError, DataError) as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2
-    except Exception as error:
-        print(redact(f"The model was not exported: {type(error).__name__}: {error}"), file=sys.stderr)
-        return 1
-    as_program = "" if done["format"] == "torch.export" else f"; not as a torch.export program ({'; '.join(done['refused'])})"
-    print(redact(f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256 {done['params_digest']}{as_program}"))
-    print(Path(options.out).resolve())
-    return 0
+        as_program = "" if done["format"] == "torch.export" else f"; not as a torch.export program ({'; '.join(done['refused'])})"
+        print(redact(f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256 {done['params_digest']}{as_program}"))
+        print(Path(options.out).resolve())
+
+    return exit_code(work, "The model was not exported")

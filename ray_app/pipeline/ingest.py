@@ -11,7 +11,7 @@ from rich.console import Console
 from ray_app.data.ingest import DatasetSummary, ingest
 from ray_app.data.options import IngestOptions
 from ray_app.data.tasks import run_in_threads, run_on_cluster
-from ray_app.errors import ConfigError, DataError, StorageError
+from ray_app.pipeline.ending import exit_code
 
 
 def main(args: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(args: list[str] | None = None) -> int:
         args: Command line without the program's name; None takes the process's own.
 
     Returns:
-        Exit code: 0 done, 1 the storage failed, 2 options or input refused. Any other error is raised, which ends a process with 1.
+        Exit code: see `exit_code`.
     """
     parser = ArgumentParser(prog="jobs/ingest.py", description="Turns raw data into folders of Parquet shards.")
     parser.add_class_arguments(IngestOptions, None)
@@ -34,13 +34,8 @@ def main(args: list[str] | None = None) -> int:
     )
     given = parser.parse_args(args).as_dict()
     address = given.pop("ray_address") or os.environ.get("RAY_ADDRESS")
-    try:
-        summary = _ingest(IngestOptions(**given), address)
-    except (ConfigError, DataError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False)
-        return 1 if isinstance(error, StorageError) else 2
-    _print(summary, given["source"])
-    return 0
+    options = IngestOptions(**given)
+    return exit_code(lambda: _print(_ingest(options, address), options.source), "The data was not ingested")
 
 
 def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ray_app.checks import check
 from ray_app.config import Config, digest, from_yaml, refuse_other_config, result_fields
 from ray_app.data.columns import spec_like
-from ray_app.data.dataset import open_dataset
+from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.source import Reader, RowSource, first_row, probe, rows_per_task
 from ray_app.errors import ConfigError, DataError, RayAppError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
@@ -26,7 +26,7 @@ from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
-from ray_app.task.base import Task
+from ray_app.task.base import Rows, Task
 from ray_app.task.scoring import combine, score
 from ray_app.train.initial import digest_of
 from ray_app.train.job import Job
@@ -105,8 +105,7 @@ def prepare(config: Config) -> Prepared:
         stored = Manifest.from_json(paths.manifest.read_text()).digest
         refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
         refuse_other_classes(paths, plan)
-    most_bad = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0
-    row = first_row(dataset, task.columns(), task.decode, most_bad)
+    row = training_row(config, dataset, task)
     fields = {name: spec_like(values) for name, values in row.items()}
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
@@ -117,6 +116,16 @@ def prepare(config: Config) -> Prepared:
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data)
     return Prepared(replace(job, evaluation=data), evaluation, before is not None)
+
+
+def training_row(config: Config, dataset: Dataset, task: Task) -> Rows:
+    """The first row to train on that can be decoded, each field of shape (1, ...).
+
+    Raises:
+        BadRowError: More rows before it than the configuration allows to skip cannot be decoded.
+    """
+    most_bad = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0
+    return first_row(dataset, task.columns(), task.decode, most_bad)
 
 
 def _stored_config(paths: RunPaths) -> Config | None:

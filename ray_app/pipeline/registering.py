@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import getpass
 import logging
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.format import params_digest, unpack_model
-from ray_app.checkpoint.store import CheckpointStore
 from ray_app.checks import check
-from ray_app.config import Config, default_tracking_uri, from_yaml
+from ray_app.config import Config, default_tracking_uri
 from ray_app.data.source import first_rows
-from ray_app.errors import CheckpointError, ConfigError, DataError, RegistryError
+from ray_app.errors import ConfigError, RegistryError
 from ray_app.pipeline.cli import importable_from_here
 from ray_app.pipeline.console import model_line
+from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.prepare import prepare
+from ray_app.pipeline.trained import best_commit, load_model
+from ray_app.record.configuration import read_config
 from ray_app.record.evaluations import Evaluation
 from ray_app.record.files import Location, location, put_json, read_json
 from ray_app.record.journal import put_event
@@ -34,12 +33,11 @@ from ray_app.track.client import connect
 from ray_app.track.package import make_package
 from ray_app.track.registry import Registered, find, promote, register
 from ray_app.track.runs import check_available
-from ray_app.train.early_stop import best_first
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
 
-EXAMPLE_ROWS = 2
+_EXAMPLE_ROWS = 2
 _LIMIT_S = 120.0
 REGISTRABLE = ("finished", "stopped_early")
 
@@ -131,42 +129,6 @@ def try_to_register(job: Job, limit_s: float = _LIMIT_S) -> Registered | None:
     return None
 
 
-def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
-    """The checkpoint with the best evaluation of those that are there, or the newest if nothing was evaluated.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    commits = {(c.step, c.params_digest): c for c in CheckpointStore(job.paths).commits()}
-    evaluations = best_first(job)
-    for evaluation in evaluations:
-        commit = commits.get((evaluation.step, evaluation.params_digest))
-        if commit is not None:
-            if evaluation is not evaluations[0]:
-                logger.warning(
-                    "The best checkpoint, of step %d, is gone (checkpoint.keep_best); the best of the others is taken: step %d.",
-                    evaluations[0].step,
-                    commit.step,
-                )
-            return commit, evaluation
-    if not commits:
-        raise CheckpointError(f"{job.paths.root} holds no committed checkpoint.")
-    return list(commits.values())[-1], None
-
-
-def load_model(job: Job, commit: Commit) -> torch.nn.Module:
-    """The model of a checkpoint, on the CPU, with the very parameters that were committed.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
-    model = job.task.build_model()
-    model.load_state_dict(unpack_model(CheckpointStore(job.paths).load(commit)))
-    if params_digest(model.state_dict()) != commit.params_digest:
-        raise CheckpointError(f"The model of step {commit.step} has other parameters than were committed.")
-    return model.eval()
-
-
 def tags_of(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]:
     """Where a version comes from: the run, its digests, and what the evaluation said."""
     tags = {
@@ -184,7 +146,7 @@ def tags_of(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]
 def example_of(job: Job) -> dict[str, Any]:
     """Some decoded rows of the evaluation data, or of the training data if there is none."""
     source = job.evaluation or job.source
-    return first_rows(source.reader, source.manifest, EXAMPLE_ROWS)
+    return first_rows(source.reader, source.manifest, _EXAMPLE_ROWS)
 
 
 def register_run(options: RegisterOptions) -> Registered:
@@ -222,10 +184,7 @@ def user() -> str:
 
 def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
     """The run's configuration as this process needs it: where the run is now, and where it was tracked."""
-    try:
-        config = from_yaml(paths.config.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"{options.run!r} is no run: it holds no config.yaml. Give a folder <run.storage_path>/<run.name>.") from error
+    config = read_config(paths)
     tracked = (read_json(paths.tracking) or {}).get("uri", "")
     known = tracked if tracked and "***" not in tracked else config.tracking.uri
     config = config.replace(
@@ -252,20 +211,16 @@ def main(arguments: list[str] | None = None) -> int:
     """The command `jobs/register.py`.
 
     Returns:
-        Exit code: 0 done, 2 refused, 1 failed; doing it again is safe.
+        Exit code: see `exit_code`; doing it again is safe.
     """
     importable_from_here()
     parser = ArgumentParser(prog="register.py", description="Makes the best checkpoint of a run a version of a model in MLflow's registry.")
     parser.add_class_arguments(RegisterOptions, None)
     options = RegisterOptions(**parser.parse_args(arguments).as_dict())
-    try:
+
+    def work() -> None:
         done = register_run(options)
-    except (ConfigError, DataError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:
-        print(f"The model was not registered: {type(error).__name__}: {redact(str(error))}", file=sys.stderr)
-        return 1
-    shown = {"name": done.name, "version": done.version, "aliases": done.aliases}
-    Console().print(model_line(shown), markup=False, highlight=False, soft_wrap=True)
-    return 0
+        shown = {"name": done.name, "version": done.version, "aliases": done.aliases}
+        Console().print(model_line(shown), markup=False, highlight=False, soft_wrap=True)
+
+    return exit_code(work, "The model was not registered")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 
-from ray_app.errors import ConfigError, TrackingError
+from ray_app.errors import TrackingError
 from ray_app.pipeline.cli import importable_from_here
 from ray_app.pipeline.closing import late_tracker, mlflow_status, newest_start, settle, stored_job
+from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.summary import summarize
 from ray_app.record.files import location, put_json, read_json
 from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
-from ray_app.record.redact import guard, redact
+from ray_app.record.redact import redact
 from ray_app.track.runs import check_available
 
 
@@ -52,7 +52,6 @@ def replay(root: str, uri: str | None = None, experiment: str | None = None) -> 
     newest_start(paths)
     with acquire(paths):
         job = stored_job(paths)
-        guard(job.config.to_dict())
         config = job.config.replace(tracking__enabled=True)
         config = config if uri is None else config.replace(tracking__uri=uri)
         config = config if experiment is None else config.replace(tracking__experiment=experiment)
@@ -75,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses the command line and replays.
 
     Returns:
-        Exit code: 0 MLflow has everything, 2 refused, 1 MLflow did not take everything.
+        Exit code: see `exit_code`; what MLflow took is not sent again.
     """
     parser = argparse.ArgumentParser(prog="track.py", description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False)
     parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its s3:// URI.")
@@ -83,10 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--experiment", help="Experiment for a run that MLflow does not know yet; not given: the run's own.")
     options = parser.parse_args(arguments)
     importable_from_here()
-    try:
+
+    def work() -> None:
         sent = replay(options.replay, options.uri, options.experiment)
-    except (ConfigError, TrackingError) as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    print(f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id} ({sent.status}) at {sent.uri}")
-    return 0
+        print(
+            f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id} ({sent.status}) at {sent.uri}"
+        )
+
+    return exit_code(work, "The record was not sent")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from pathlib import Path
 
-from ray_app.errors import ConfigError, RayAppError
+from ray_app.errors import RayAppError
 from ray_app.pipeline.cli import importable_from_here
 from ray_app.pipeline.closing import close_orphan
+from ray_app.pipeline.ending import exit_code
 from ray_app.record.files import location, put_atomic
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
@@ -50,25 +50,21 @@ def main(arguments: list[str] | None = None) -> int:
     """The command `jobs/report.py`.
 
     Returns:
-        Exit code: 0 done, 1 the storage does not answer, 2 there is no such run.
+        Exit code: see `exit_code`.
     """
     parser = argparse.ArgumentParser(prog="jobs/report.py", description="Makes the report of a run, also of one that runs or failed.")
     parser.add_argument("--run", required=True, help="directory of the run, <run.storage_path>/<run.name>, on a disk or s3://bucket/prefix")
     parser.add_argument("--out", help="file to write instead of report.html in the run's directory")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         paths = RunPaths(location(options.run))
         facts = read_facts(paths)
         if facts.status == "vanished" and facts.events and _is_closed(paths):
             facts = read_facts(paths)
         out = Path(options.out).resolve() if options.out else paths.report
         put_atomic(out, render(facts).encode())
-    except ConfigError as error:
-        print(redact(f"ConfigError: {error}"), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(redact(f"The report could not be made: {error}"), file=sys.stderr)
-        return 1
-    print(f"{paths.name}: {facts.status}; {facts.story}")
-    print(out)
-    return 0
+        print(f"{paths.name}: {facts.status}; {facts.story}")
+        print(out)
+
+    return exit_code(work, "The report could not be made")

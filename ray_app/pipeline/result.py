@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.format import unpack_model
-from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError
+from ray_app.pipeline.closing import stored_job
 from ray_app.pipeline.exporting import ExportOptions, export_run
+from ray_app.pipeline.trained import chosen, load_model
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import Location
 from ray_app.record.journal import MetricsReader, StepRecord
@@ -20,6 +19,7 @@ from ray_app.report.cells import run_cell
 from ray_app.report.facts import read_facts
 from ray_app.task.base import Batch, Task
 from ray_app.track.exported import read_rows
+from ray_app.train.job import Job
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,27 +53,26 @@ class Result:
     @property
     def best_checkpoint(self) -> Location | None:
         """Folder of the best checkpoint by the evaluation metric, or the newest if nothing was evaluated."""
-        commit = self._commit("best")
-        return RunPaths(self.path).checkpoint(commit.step, commit.fence) if commit else None
+        try:
+            commit = chosen(self._job, "best")
+        except CheckpointError:
+            return None
+        return RunPaths(self.path).checkpoint(commit.step, commit.fence)
 
     def load_model(self, which: str = "best") -> nn.Module:
         """Loads a model in plain PyTorch; needs no Ray.
 
         Args:
-            which: `best` by the evaluation metric, or `newest`.
+            which: See `ExportOptions.checkpoint`.
 
         Returns:
             The model in evaluation mode, on the CPU.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or it is damaged.
+            ConfigError: There is no checkpoint of this name.
+            CheckpointError: There is none at all, or it is damaged.
         """
-        commit = self._commit(which)
-        if commit is None:
-            raise CheckpointError(f"{self.path} holds no committed checkpoint yet.")
-        model = self.task.build_model()
-        model.load_state_dict(unpack_model(CheckpointStore(RunPaths(self.path)).load(commit)))
-        return model.eval()
+        return load_model(self._job, chosen(self._job, which))
 
     def export(self, folder: str, which: str = "best", overwrite: bool = False) -> dict[str, Any]:
         """Writes a model to a folder, as `jobs/export.py` does; `ray_app.load_model(folder)` loads it without Ray and MLflow.
@@ -115,10 +114,6 @@ class Result:
         """The evaluations by step."""
         return read_evaluations(RunPaths(self.path))
 
-    def _commit(self, which: str) -> Commit | None:
-        commits = CheckpointStore(RunPaths(self.path)).commits()
-        best = self.summary.get("best")
-        if which == "best" and best:
-            chosen = [c for c in commits if c.step == best["step"]]
-            commits = chosen or commits
-        return commits[-1] if commits else None
+    @property
+    def _job(self) -> Job:
+        return replace(stored_job(RunPaths(self.path)), task=self.task)

@@ -28,9 +28,14 @@ def stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def ending_at_sigterm() -> Iterator[None]:
-    """Lets SIGTERM raise `KeyboardInterrupt`, as SIGINT does; until `ray.init`, after which it raises `SystemExit(SIGTERM)`."""
+    """Lets SIGTERM raise `KeyboardInterrupt`, as SIGINT does; also after `ray.init`, whose own handler raises `SystemExit(SIGTERM)`."""
     with _handled((signal.SIGTERM,), signal.default_int_handler):
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            if error.code != signal.SIGTERM:
+                raise
+            raise KeyboardInterrupt from error
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "run_name": job.paths.name,
         "mlflow_run_id": tracking.get("run_id"),
         "ended_s": events[-1].time_s if events else None,
-        "epochs": last_step // job.plan.steps_per_epoch,
+        "epochs": last_step // job.steps_per_epoch,
         "steps": last_step,
         "rows": sum(sum(record.rows) for record in records),
         "rows_by_logical_worker": [sum(column) for column in zip(*(record.rows for record in records), strict=True)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from rich.console import Console
@@ -29,9 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
             with opened(config, console) as run:
                 started = True
                 result = run.go()
-    except (KeyboardInterrupt, SystemExit) as error:
-        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:  # Ray's handler raises that
-            raise
+    except KeyboardInterrupt:
         print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
         return EXIT_CODES["interrupted"]
     except Exception as error:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,11 +17,13 @@ from ray_app.data.source import ReadSpec
 from ray_app.errors import ConfigError, DataError, own_error
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.cluster import cluster, workers_that_fit
+from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.predict.actor import Predictor, facts_of
 from ray_app.predict.prepare import MADE_FROM, PredictSection, Prepared, prepare_prediction
 from ray_app.record.files import Location, names, put_json, read_json, remove_temporary
 from ray_app.record.redact import redact
 
+_DESCRIPTION = "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
 DONE = "predictions.json"
 _VERIFYING, _TELL_S, _MOST_CLASSES = 8, 2.0, 20
 
@@ -144,14 +144,13 @@ def main(arguments: list[str] | None = None) -> int:
         Exit code: 0 done, 1 failed, 2 refused before anything was written, 75 interrupted; starting it again goes on.
     """
     console, started = Console(file=sys.stdout), False
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        config, sections = parse_more(arguments, {"predict": PredictSection}, "predict.py")
-        section: PredictSection = sections["predict"]
-        prepared = prepare_prediction(config, section)
-        started = True
-        result = predict(prepared, config, section, console)
+        with ending_at_sigterm():
+            config, sections = parse_more(arguments, {"predict": PredictSection}, "predict.py", description=_DESCRIPTION)
+            section: PredictSection = sections["predict"]
+            prepared = prepare_prediction(config, section)
+            started = True
+            result = predict(prepared, config, section, console)
     except KeyboardInterrupt:
         print("Interrupted; starting it again goes on with the parts that are missing.", file=sys.stderr)
         return 75

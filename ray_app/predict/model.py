@@ -8,11 +8,12 @@ from typing import Any
 
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import Config, default_tracking_uri, from_yaml
-from ray_app.data.dataset import open_dataset
+from ray_app.config import Config, default_tracking_uri
 from ray_app.errors import ConfigError
 from ray_app.pipeline.prepare import make_task
+from ray_app.pipeline.trained import chosen, trained_job
 from ray_app.predict.actor import Model
+from ray_app.record.configuration import read_config
 from ray_app.record.files import location, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.track.package_files import class_path
@@ -47,8 +48,7 @@ def model_of_package(config: Config, model: str | None) -> Found:
             raise ConfigError(
                 f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}. Give that."
             )
-    task = type(made).__new__(type(made))
-    task.__dict__.update(found.settings)
+    task = type(made).of_settings(found.settings)
     inputs = [spec["name"] for spec in found.inputs] if found.format == "torch.export" else None
     return Model(task, found.weights, inputs, found.params_digest), found.source, found.inputs
 
@@ -56,22 +56,12 @@ def model_of_package(config: Config, model: str | None) -> Found:
 def model_of_run(config: Config, run: str) -> Found:
     """The best checkpoint of a run that ended."""
     paths = RunPaths(location(run))
-    summary = read_json(paths.summary)
-    if summary is None:
+    if read_json(paths.summary) is None:
         raise ConfigError(f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's directory.")
-    trained = from_yaml(paths.config.read_text())
+    trained = read_config(paths)
     if trained.task != config.task:
         raise ConfigError(f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has {asdict(config.task)}.")
-    best, store = summary.get("best"), CheckpointStore(paths)
-    commits = [commit for commit in store.commits() if best is None or commit.step == best["step"]]
-    if not commits:
-        raise ConfigError(f"The run {paths.name!r} does not hold its best checkpoint any more: checkpoint.keep_best was 0.")
-    commit, data = commits[-1], open_dataset(trained.data.path)
-    if data.manifest.digest != commit.manifest_digest:
-        raise ConfigError(
-            f"The data {trained.data.path} of the run {paths.name!r} is not what it was trained on; its task cannot be made again. Restore"
-            " the data, or predict with the version that the run was registered as."
-        )
-    task = make_task(trained).prepare(data.facts)
+    job = trained_job(paths)
+    commit = chosen(job, "best")
     source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
-    return Model(task, store.load(commit)[MODEL], None, commit.params_digest), source, []
+    return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []

@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import yaml
-
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import Config, flatten, from_yaml
+from ray_app.config import Config, flatten
 from ray_app.errors import ConfigError
+from ray_app.record.configuration import read_config
 from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
 from ray_app.record.files import folders, read_all, read_json
 from ray_app.record.history import goodput, world_sizes
 from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
 from ray_app.record.lease import is_held
 from ray_app.record.paths import RunPaths
-from ray_app.record.redact import guard, redacted
+from ray_app.record.redact import redacted
 from ray_app.report.rows import BadRows, read_bad_rows
 from ray_app.report.series import Clock, starts_of
 from ray_app.report.story import what_happened
@@ -142,6 +141,14 @@ class Facts:
         return goodput(self.records, self.repeated)
 
     @property
+    def epochs_begun(self) -> int:
+        """Epochs as the configuration counts them, of which a step was done."""
+        if not self.records:
+            return 0
+        last, steps = self.records[-1], self.config.train.steps_per_epoch
+        return -(-last.step // steps) if steps else last.epoch + 1
+
+    @property
     def rows(self) -> int:
         """Rows of all recorded steps."""
         return sum(sum(record.rows) for record in self.records)
@@ -194,32 +201,6 @@ def read_facts(paths: RunPaths) -> Facts:
         _best_earlier(paths, config, metric, mode, _started_s(events)),
         time.time(),
     )
-
-
-def read_config(paths: RunPaths) -> Config:
-    """The configuration of a run; its secrets are hidden from then on.
-
-    Raises:
-        ConfigError: There is none, or not one of this version.
-        OSError: The storage does not answer.
-    """
-    try:
-        config = from_yaml(paths.config.read_text())
-        guard(config.to_dict())
-        return config
-    except FileNotFoundError:
-        near = ", ".join(sorted(folders(paths.root))[:10])
-        raise ConfigError(
-            f"{paths.root} is no run: it has no config.yaml. Give the directory of a run, <run.storage_path>/<run.name>, on a disk or on"
-            f" s3://. {f'Folders in it: {near}.' if near else 'There are no folders in it either.'}"
-        ) from None
-    except NotADirectoryError:
-        raise ConfigError(f"{paths.root} is a file; give the directory of a run, <run.storage_path>/<run.name>.") from None
-    except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{paths.config} is no configuration of this version: {error}. Give the directory of a run that this version has made,"
-            " or use the version that made it."
-        ) from error
 
 
 def _status(paths: RunPaths, events: list[Event]) -> str:

@@ -110,7 +110,7 @@ def cards_of(facts: Facts) -> list[Card]:
     return [
         *cards,
         Card("steps", f"{last.step if last else 0:,}", ", ".join(notes)),
-        Card("rows", f"{facts.rows:,}", f"in {last.epoch + 1 if last else 0:,} epochs begun"),
+        Card("rows", f"{facts.rows:,}", f"in {facts.epochs_begun:,} epochs begun"),
         Card("wall time", seconds(facts.wall_s), _rate(facts)),
         Card("goodput", f"{part:.1%}" if part is not None else "-", "of the time since the first step"),
         Card(

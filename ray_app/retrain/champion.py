@@ -60,7 +60,7 @@ class Champion:
     def export(self) -> Location:
         """Writes its parameters to a file that a run can begin with, unless they are there; returns the file."""
         with tempfile.TemporaryDirectory() as folder:
-            found = parameters(fetch(self.uri, self.version, Path(folder)) / "data" / "model")
+            found = parameters(fetch(self.uri, self.version, Path(folder)))
         place = self.paths.parameters(self.version.params_digest)
         put_atomic(place, safetensors.torch.save(found), if_absent=True)
         return place

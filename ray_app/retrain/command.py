@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +11,7 @@ from rich.table import Table
 from ray_app.config import Config
 from ray_app.errors import ConfigError, DataError, LeaseLostError, RegistryError, RunHeldError, own_error
 from ray_app.pipeline.cli import parse_more
+from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.record.redact import guard, redact
 from ray_app.retrain.places import RetrainPaths
 from ray_app.retrain.retraining import EXIT_CODES, retrain
@@ -20,6 +19,7 @@ from ray_app.retrain.rollback import roll_back
 from ray_app.retrain.rounds import entries
 from ray_app.retrain.section import RetrainSection, check_section
 
+_DESCRIPTION = "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
 _INTERRUPTED = 75
 
 
@@ -34,7 +34,29 @@ def history(config: Config) -> Table:
     return shown
 
 
-def main(arguments: list[str] | None = None) -> int:  # noqa: PLR0911 - one for each exit code
+def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Console) -> int:
+    """Does what the command line asks for; returns the exit code."""
+    asked, rest = own.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(rest):
+        own.print_help()
+    config, sections = parse_more(rest, {"retrain": RetrainSection}, "retrain.py", description=_DESCRIPTION)
+    section: RetrainSection = sections["retrain"]
+    check_section(config, section)
+    guard(config.to_dict())
+    if asked.history:
+        console.print(history(config))
+        return 0
+    if asked.rollback is not None:
+        try:
+            done = roll_back(config, asked.rollback)
+        except RegistryError as error:
+            raise ConfigError(f"Nothing was rolled back: {error}") from error
+        console.print(f"rolled back to version {done.to} from version {done.version}: {done.reason}", markup=False, highlight=False)
+        return 0
+    return EXIT_CODES[retrain(config, section, console).what]
+
+
+def main(arguments: list[str] | None = None) -> int:
     """The command `jobs/retrain.py`.
 
     Returns:
@@ -45,27 +67,9 @@ def main(arguments: list[str] | None = None) -> int:  # noqa: PLR0911 - one for 
     own = argparse.ArgumentParser(prog="retrain.py", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     own.add_argument("--rollback", metavar="REASON", help="Lets the champion before serve again; trains nothing.")
     own.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        asked, rest = own.parse_known_args(sys.argv[1:] if arguments is None else arguments)
-        if {"-h", "--help"} & set(rest):
-            own.print_help()
-        config, sections = parse_more(rest, {"retrain": RetrainSection}, "retrain.py")
-        section: RetrainSection = sections["retrain"]
-        check_section(config, section)
-        guard(config.to_dict())
-        if asked.history:
-            console.print(history(config))
-            return 0
-        if asked.rollback is not None:
-            try:
-                done = roll_back(config, asked.rollback)
-            except RegistryError as error:
-                raise ConfigError(f"Nothing was rolled back: {error}") from error
-            console.print(f"rolled back to version {done.to} from version {done.version}: {done.reason}", markup=False, highlight=False)
-            return 0
-        return EXIT_CODES[retrain(config, section, console).what]
+        with ending_at_sigterm():
+            return _done(own, arguments, console)
     except (RunHeldError, LeaseLostError) as error:
         print(redact(f"Another scheduler is at it, start again later: {error}"), file=sys.stderr)
         return _INTERRUPTED

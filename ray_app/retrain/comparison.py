@@ -115,9 +115,9 @@ class Judging(Task):
         self.task.update(metrics, outputs, batch)
 
 
-def files_of(package: Path) -> Files:
-    """The files of a package, but not its code: a model that needs its task's code gets the one that is here, if that is the same."""
-    return {file.name: file.read_bytes() for file in sorted((package / "data" / "model").iterdir()) if file.is_file()}
+def files_of(data: Path) -> Files:
+    """The files of the folder with `package.json`: a model that needs its task's code gets the one that is here, if that is the same."""
+    return {file.name: file.read_bytes() for file in sorted(data.iterdir()) if file.is_file()}
 
 
 def sample(manifest: Manifest, most_rows: int) -> list[Segment]:

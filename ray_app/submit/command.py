@@ -19,6 +19,7 @@ from ray_app.submit.preflight import Preflight, preflight
 from ray_app.submit.server import JobServer, LostContactError
 from ray_app.submit.supervise import judge, wait_s
 
+_DESCRIPTION = "Submits a run to a Ray cluster as a job, after checks that find what would stop it there."
 _INTERRUPTED = 130
 
 
@@ -101,7 +102,7 @@ def _describe(console: Console, config: Config, found: Preflight) -> None:
 
 
 def _submit(arguments: list[str] | None, console: Console) -> int:
-    config, sections = parse_more(arguments, {"submit": SubmitSection}, "submit.py")
+    config, sections = parse_more(arguments, {"submit": SubmitSection}, "submit.py", description=_DESCRIPTION)
     section: SubmitSection = sections["submit"]
     section.check()
     config = config if config.run.name else config.replace(run__name=new_run_name())

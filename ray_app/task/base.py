@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,13 @@ class Task(ABC):
     """Whether less (`min`) or more (`max`) of `best_metric` is better."""
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
     """Names of the classes, in the order of their numbers; set by `prepare` of a classification."""
+
+    @classmethod
+    def of_settings(cls, settings: dict[str, Any]) -> Self:
+        """Makes a prepared task again from what `vars` said of it."""
+        task = cls.__new__(cls)
+        vars(task).update(settings)
+        return task
 
     @abstractmethod
     def prepare(self, data: DataFacts) -> Task:

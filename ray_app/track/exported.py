@@ -3,7 +3,6 @@
 ::
 
     code/  data/model/                         see `package_files`, as in a version of the registry
-    data/model/model.safetensors               the parameters in any case, to train on from them
     export.json                                where it comes from, and the SHA-256 of every other file
 """
 
@@ -29,7 +28,7 @@ from ray_app.data.source import Reader, RowSource, fetch_here, probe, rows_per_t
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.task.base import Batch, Task
 from ray_app.track import loader
-from ray_app.track.package_files import write_files, write_parameters
+from ray_app.track.package_files import write_files
 from ray_app.track.versions import parameters
 
 EXPORT = "export.json"
@@ -76,7 +75,6 @@ def write_export(
     temporary.mkdir()
     try:
         files = write_files(task, model, example, temporary)
-        write_parameters(model, files.data)
         stored = {"format": files.format, "outputs": files.outputs, "refused": list(files.refused), "libraries": sorted(files.libraries)}
         described = source | stored | {"files": _digests(temporary)}
         (temporary / EXPORT).write_text(json.dumps(described, indent=1))
@@ -106,8 +104,8 @@ def load_model(folder: str | Path) -> loader.Predictor:
         RegistryError: Its files are not those that were written.
         ValueError: It asks for code to be unpickled, or another module of the name of one of its own is imported.
     """
-    data = checked(Path(folder))
-    return loader.Predictor(loader.load(data), loader.describe(data)["inputs"])
+    data, described = checked(Path(folder))
+    return loader.Predictor(loader.load(data), described["inputs"])
 
 
 def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
@@ -125,13 +123,11 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
         ConfigError: The folder holds no such model, or the class of its task cannot be imported here.
         RegistryError: Its files are not those that were written, or do not say how to make the task again.
     """
-    data = checked(Path(folder))
-    made = loader.describe(data)["task"]
+    data, described = checked(Path(folder))
+    made = described["task"]
     if made["settings"] is None:
         raise RegistryError(f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret.")
-    task_class = _imported(made["class_path"])
-    task = task_class.__new__(task_class)
-    task.__dict__.update(made["settings"])
+    task = _imported(made["class_path"]).of_settings(made["settings"])
     model = task.build_model()
     model.load_state_dict(parameters(data))
     return task, model.train()
@@ -157,8 +153,8 @@ def read_rows(task: Task, path: str) -> Batch:
     return {name: torch.from_numpy(values) for name, values in load_all(fetch_here, source).arrays.items()}
 
 
-def checked(folder: Path) -> Path:
-    """The folder with `package.json`, after all files were compared with `export.json`; code that came along becomes importable.
+def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder with `package.json` and its content, after all files were compared with `export.json`; code becomes importable.
 
     Raises:
         ConfigError: There is none.
@@ -167,16 +163,41 @@ def checked(folder: Path) -> Path:
     data = folder / "data" / "model"
     if not (data / loader.DESCRIPTION).is_file():
         raise ConfigError(f"{folder} holds no data/model/{loader.DESCRIPTION}: it is no exported model. jobs/export.py makes one of a run.")
-    if (folder / EXPORT).is_file():
+    said = origin(folder)
+    if said is not None:
         found = _digests(folder)
-        wanted = json.loads((folder / EXPORT).read_text())["files"]
-        wrong = sorted(name for name, digest in wanted.items() if found.get(name) != digest)
+        wrong = sorted(name for name, digest in said["files"].items() if found.get(name) != digest)
         if wrong:
             raise RegistryError(f"{folder} is damaged: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was exported.")
+    described = _object(data / loader.DESCRIPTION, {"format": str, "inputs": list, "params_digest": str, "task": dict})
+    if not {"class_path", "settings"} <= described["task"].keys():
+        raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: it does not say which task the model is of.")
     code = str((folder / "code").resolve())
-    if loader.describe(data)["format"] == "safetensors" and code not in sys.path:
+    if described["format"] == "safetensors" and code not in sys.path:
         sys.path.append(code)
-    return data
+    return data, described
+
+
+def origin(folder: Path) -> dict[str, Any] | None:
+    """The content of `export.json`; None if there is none, as in a downloaded version.
+
+    Raises:
+        RegistryError: It is damaged.
+    """
+    place = folder / EXPORT
+    return _object(place, {"run": str, "step": int, "params_digest": str, "files": dict}) if place.is_file() else None
+
+
+def _object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
+    """The JSON object in a file, which has some fields."""
+    try:
+        said = json.loads(file.read_text())
+    except ValueError as error:
+        raise RegistryError(f"{file} is damaged: {error}.") from error
+    wrong = sorted(name for name, kind in fields.items() if not isinstance(said, dict) or not isinstance(said.get(name), kind))
+    if wrong:
+        raise RegistryError(f"{file} is damaged: it does not say {', '.join(wrong)}.")
+    return said
 
 
 def _imported(class_path: str) -> type[Task]:

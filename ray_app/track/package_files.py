@@ -4,8 +4,9 @@
 
     code/ray_app_loader_1a2b3c4d.py            a copy of `track/loader.py`; beside it the task's code, if that is needed
     data/model/package.json                    format, inputs, digest of the parameters, classes, the task's class and settings
+    data/model/model.safetensors               the parameters, also to train on from them
     data/model/model.pt2                       the task's `forward` for any number of rows, as `torch.export` saves it; or
-    data/model/model.safetensors  task.json    the parameters, and the class and the settings of the prepared task
+    data/model/task.json                       the class and the settings of the prepared task
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def write_files(task: Task, model: nn.Module, example: dict[str, npt.NDArray], f
         shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
         _describe(data, name, served, inputs)
         try:
+            _write_parameters(model, data)
             libraries = write(served, inputs, data, code)
             outputs = _compared(served, inputs, data)
         except Exception as error:  # torch.export raises whatever it meets
@@ -187,7 +189,7 @@ def _write_exported(served: loader.Served, inputs: dict[str, npt.NDArray], data:
 
 
 def _write_weights(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path) -> set[str]:
-    """Writes `model.safetensors`, `task.json` and the task's code; returns the libraries that loading them needs.
+    """Writes `task.json` and the task's code; returns the libraries that loading them needs.
 
     Raises:
         RegistryError: The task's settings are no JSON, or its code cannot be shipped.
@@ -213,11 +215,10 @@ def _write_weights(served: loader.Served, inputs: dict[str, npt.NDArray], data: 
     digests = {module: hashlib.sha256(file.read_bytes()).hexdigest() for module, file in sources.files.items()}
     task = {"module": made.__module__, "class": made.__qualname__, "settings": vars(served.task), "code": digests}
     (data / loader.TASK).write_text(json.dumps(task, indent=1))
-    write_parameters(served.model, data)
     return {"torch", "numpy", "safetensors"} | sources.libraries
 
 
-def write_parameters(model: nn.Module, data: Path) -> None:
+def _write_parameters(model: nn.Module, data: Path) -> None:
     """Writes `model.safetensors`."""
     state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
     (data / loader.WEIGHTS).write_bytes(safetensors.torch.save(state))

@@ -1,7 +1,8 @@
-"""Versions of a registered model as a retraining needs them: what is known of one, its package, its parameters, and more tags."""
+"""Versions of a registered model: what is known of one, its package, its parameters, and more tags."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ import safetensors.torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.errors import RegistryError
+from ray_app.errors import ConfigError, RegistryError
 from ray_app.record.redact import redact
 from ray_app.track import loader
 from ray_app.track.registry import PARAMS_DIGEST, champion_of
 
 _TAG_CHARS = 5000
+_URI = re.compile(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))")
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,34 @@ def champion(client: Any, name: str) -> Version | None:
     return None if serves is None else version_of(client, name, serves)
 
 
+def named(client: Any, model: str) -> Version:
+    """The version that a text names, `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+
+    Raises:
+        ConfigError: It names none, or MLflow has no such version.
+        Exception: Whatever else MLflow raises, mostly because it cannot be reached.
+    """
+    from mlflow.exceptions import MlflowException
+
+    match = _URI.fullmatch(model)
+    if match is None:
+        raise ConfigError(
+            f"The model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as models:/m@champion, or the folder of an"
+            " export."
+        )
+    name, alias, version = match.groups()
+    try:
+        return version_of(client, name, version or str(client.get_model_version_by_alias(name, alias).version))
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        raise ConfigError(
+            f"MLflow has no {model}: {error.message} `mlflow ui` shows what there is; jobs/register.py adds to it."
+        ) from error
+
+
 def fetch(uri: str, version: Version, folder: Path) -> Path:
-    """Downloads a version's package, an MLflow model whose `data/model` holds `package.json`; returns its folder.
+    """Downloads a version's model, but not the code that it brings along; returns the folder with `package.json`.
 
     Args:
         uri: Tracking URI.
@@ -72,17 +100,17 @@ def fetch(uri: str, version: Version, folder: Path) -> Path:
         folder: An empty folder to download into.
 
     Raises:
-        RegistryError: It is no package of this application.
+        RegistryError: It is none of this application.
+        Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
     from mlflow.artifacts import download_artifacts
 
-    place = Path(download_artifacts(artifact_uri=version.source, dst_path=str(folder), tracking_uri=uri))
-    if not (place / "data" / "model" / loader.DESCRIPTION).is_file():
+    if not version.params_digest:
         raise RegistryError(
-            f"Version {version.version} of {version.name!r} was not packaged by ray_app, so it cannot be compared with another one. Promote"
-            " a version that jobs/register.py made."
+            f"Version {version.version} of {version.name!r} was not packaged by ray_app. Give or promote a version that"
+            " jobs/register.py, or a run with tracking.registered_model, has made."
         )
-    return place
+    return Path(download_artifacts(artifact_uri=f"{version.source}/data/model", dst_path=str(folder), tracking_uri=uri))
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:

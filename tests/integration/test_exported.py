@@ -157,7 +157,7 @@ def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
     for wrong, message in (
         (["--run", str(run), "--out", str(tmp_path / "new"), "--checkpoint", "step-7"], f"newest or one of step-{commits[0].step:08d}-"),
         (["--run", str(run), "--out", str(tmp_path / "taken"), "--overwrite", "true"], "is no export, and is not replaced"),
-        (["--run", str(tmp_path), "--out", str(tmp_path / "new")], "is no run: it holds no config.yaml"),
+        (["--run", str(tmp_path), "--out", str(tmp_path / "new")], "is no run: it has no config.yaml"),
         (["--run", str(run), "--out", str(s3_folder / "new")], "in a folder of this machine"),
     ):
         assert main(wrong) == 2
@@ -172,7 +172,7 @@ def tabular(kind: type[TabularClassification]) -> tuple[Any, nn.Module, dict[str
 
 
 def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = {"run": "run", "step": 1}
+    source = {"run": "run", "step": 1, "params_digest": "0" * 64}
     out = tmp_path / "out"
 
     def stopped(*_: object) -> None:
@@ -182,7 +182,7 @@ def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(
     write_export(task, model, example, out, source)
     before = (out / "export.json").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(exported, "write_parameters", stopped)
+        patch.setattr(exported, "_digests", stopped)
         for place in (tmp_path / "other", out):
             with pytest.raises(KeyboardInterrupt):
                 write_export(task, model, example, place, source, overwrite=True)
@@ -211,7 +211,7 @@ def test_a_model_that_cannot_be_a_program_brings_its_code(tmp_path: Path, monkey
     )
     monkeypatch.setattr(sys, "path", [str(module.parent), *sys.path])
     task, model, example = tabular(importlib.import_module("branching_export").Branching)
-    said = write_export(task, model, example, tmp_path / "out", {"run": "run", "step": 1})
+    said = write_export(task, model, example, tmp_path / "out", {"run": "run", "step": 1, "params_digest": "0" * 64})
     assert said["format"] == "safetensors"
     assert said["refused"][0].startswith("torch.export: ")
     with torch.no_grad():

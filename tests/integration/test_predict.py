@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def test_a_run_predicts_what_has_no_labels_and_an_export_with_the_same_bits_on_a
     assert np.array_equal(labelled.column("confidence").to_numpy(), sure.numpy()), "other bits than the job's"
 
 
-def test_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
+def test_interrupted_and_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
     gate, out, undisturbed = tmp_path / "gate", tmp_path / "out", tmp_path / "undisturbed"
     gate.mkdir()
     uri, task = f"sqlite:///{tmp_path / 'mlflow.db'}", "tests.integration.gated_task.GatedPrediction"
@@ -147,14 +148,23 @@ def test_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path,
     more = ["--task.class_path", task, *(f"--task.init_args.{name}={value}" for name, value in settings.items())]
     arguments = command(run, digits / "eval", out, "--predict.run", str(run.job.paths.root), *more)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    driver = subprocess.Popen([sys.executable, "jobs/predict.py", *arguments], cwd=ROOT, env=environment)
-    try:
-        until(lambda: (gate / "reached").exists() or driver.poll() is not None, 240)
-        assert driver.poll() is None
-        until(lambda: len(state_of(out)) == 3, 60)
-    finally:
-        driver.send_signal(signal.SIGKILL)
-        driver.wait(30)
+
+    def stopped_by(sent: signal.Signals) -> int:
+        """The exit code of a driver that gets a signal when three parts are there."""
+        driver = subprocess.Popen([sys.executable, "jobs/predict.py", *arguments], cwd=ROOT, env=environment)
+        try:
+            until(lambda: (gate / "reached").exists() or driver.poll() is not None, 240)
+            assert driver.poll() is None
+            until(lambda: len(state_of(out)) == 3, 60)
+        finally:
+            driver.send_signal(sent)
+            driver.wait(60)
+        return driver.returncode
+
+    assert stopped_by(signal.SIGTERM) == 75, "Ray's own handler ended it"
+    shutil.rmtree(out)
+    (gate / "reached").unlink()
+    assert stopped_by(signal.SIGKILL) == -signal.SIGKILL
     before = state_of(out)
     assert sorted(before) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
     assert not (out / "predictions.json").exists()

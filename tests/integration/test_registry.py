@@ -25,7 +25,7 @@ from ray_app import load_config, run_training
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config, default_tracking_uri
-from ray_app.errors import RegistryError
+from ray_app.errors import ConfigError, RegistryError
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import example_of, main, register_best, try_to_register
 from ray_app.pipeline.result import Result
@@ -38,8 +38,10 @@ from ray_app.track import loader
 from ray_app.track.client import MlflowRun, connect
 from ray_app.track.package import make_package
 from ray_app.track.package_files import read_fields
+from ray_app.track.packaged import fetch_package
 from ray_app.track.registry import champion_of, promote, register
 from ray_app.track.sources import sources_of
+from ray_app.track.versions import fetch, named
 from tests.checkpoints import commit_of
 from tests.cluster import ROOT
 from tests.integration.test_track import Server
@@ -465,6 +467,32 @@ def test_a_promotion_that_is_stopped_leaves_the_old_champion(server: str, packag
     assert champion_of(client, "unknown") is None
 
 
+@pytest.mark.parametrize("uri", ["server", "store"])
+def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
+    request: pytest.FixtureRequest, packaged: Any, uri: str, tmp_path: Path
+) -> None:
+    place = request.getfixturevalue(uri)
+    client = connect(place)
+    run_id = new_run(client)
+    register(client, "fetched", run_id, "uuid", "p" * 64, {}, packaged, "me")
+    client.create_model_version("fetched", versions(client, "fetched")[0].source, run_id)
+    for model in ("models:/fetched@champion", "models:/fetched/1"):
+        found = fetch_package(place, model)
+        assert (found.source, found.params_digest) == ({"name": "fetched", "version": "1"}, "p" * 64)
+        (tmp_path / "to").mkdir()
+        folder = fetch(place, named(client, model), tmp_path / "to")
+        assert {file.name for file in (tmp_path / "to").rglob("*.*")} == {"model.pt2", "model.safetensors", "package.json"}
+        assert folder == next((tmp_path / "to").rglob("package.json")).parent
+        shutil.rmtree(tmp_path / "to")
+    with pytest.raises(RegistryError, match="was not packaged by ray_app"):
+        fetch(place, named(client, "models:/fetched/2"), tmp_path)
+    with pytest.raises(ConfigError, match="was not packaged by ray_app"):
+        fetch_package(place, "models:/fetched/2")
+    for model in ("models:/fetched@nobody", "models:/fetched/9", "models:/nothing@champion"):
+        with pytest.raises(ConfigError, match=f"MLflow has no {model}"):
+            named(client, model)
+
+
 def test_files_that_arrived_otherwise_make_no_version(server: str, packaged: Any, tmp_path: Path) -> None:
     client = connect(server)
 
@@ -499,7 +527,7 @@ def test_the_command_refuses_what_is_no_finished_run(digits: Path, tmp_path: Pat
     run = Finished(tmp_path, digits, store, name="unfinished")
     put_json(run.job.paths.summary, {"status": "interrupted"})
     for arguments, message in (
-        (["--run", str(tmp_path / "none")], "is no run: it holds no config.yaml"),
+        (["--run", str(tmp_path / "none")], "is no run: it has no config.yaml"),
         (["--run", str(run.job.paths.root), "--promote", " "], "--promote needs a reason"),
         (["--run", str(run.job.paths.root)], "has no tracking.registered_model; say with --name"),
         (["--run", str(run.job.paths.root), "--name", "x"], "'unfinished' is interrupted"),

@@ -1,12 +1,14 @@
 """The shipped configurations: they load, say how to run them, and their models, optimizers and schedules can be made."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from ray_app import load_config
-from ray_app.config import Config
+from ray_app.config import SECTIONS, Config
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.prepare import make_task
@@ -67,3 +69,40 @@ def test_overrides_from_python_and_their_refusal() -> None:
     ]:
         with pytest.raises(ConfigError, match=expected):
             load_config(FILES[0], **{field: value})
+
+
+SECTIONS_OF_A_RUN = {*SECTIONS, "task", "optimizer", "schedule", "seed"}
+IN_DOCS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL))
+    if page.stem != "own-task" and set(yaml.safe_load(block)) <= SECTIONS_OF_A_RUN  # that page is executed in test_command
+]
+
+
+@pytest.mark.parametrize("block", IN_DOCS)
+def test_a_configuration_in_the_docs_loads(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of one is completed by a task and a data set."""
+    (tmp_path / "my_task.py").write_text(
+        "from ray_app.task.tabular import TabularClassification\n\nclass MyTask(TabularClassification):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "conf.yaml").write_text(block)
+    said = yaml.safe_load(block)
+    rest = {"task__class_path": "my_task.MyTask"} if "task" not in said else {}
+    rest |= {f"data__{name}": name for name in ("path", "eval_path") if name not in said.get("data", {})}
+    config = load_config(tmp_path / "conf.yaml", **rest)
+    for section in SECTIONS.keys() & said.keys():
+        assert {name: getattr(getattr(config, section), name) for name in said[section]} == said[section]
+
+
+def test_the_page_for_those_who_know_tf_distribute_has_a_configuration_for_each_of_its_strategies() -> None:
+    page = (ROOT / "docs" / "from-tf-distribute.md").read_text()
+    theirs = re.findall(r"```python\n.*?tf\.distribute\.(?:experimental\.)?(\w+Strategy)\(.*?```\n\n```yaml\n(.*?)```", page, re.DOTALL)
+    assert {name: yaml.safe_load(ours).get("train", {}).get("strategy", "ddp") for name, ours in theirs} == {
+        "MultiWorkerMirroredStrategy": "ddp",
+        "MirroredStrategy": "ddp",
+        "OneDeviceStrategy": "single",
+        "CentralStorageStrategy": "central_storage",
+        "ParameterServerStrategy": "parameter_server",
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ray_app import load_config
+from ray_app import load_config, load_for_training, load_model
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.config import Config
@@ -31,7 +32,7 @@ from ray_app.record.redact import guard
 from ray_app.task.tabular import TabularClassification
 from ray_app.track import loader
 from ray_app.track.package import make_package
-from ray_app.track.packaged import fetch_package
+from ray_app.track.packaged import fetch_package, read_export
 from tests.checkpoints import commit_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,6 +208,19 @@ def test_code_in_the_program_of_a_model_is_refused(package: tuple[Path, str], tm
 )
 def test_what_a_size_may_be(text: str, is_size: bool) -> None:
     assert loader._is_size(text) is is_size
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", '"x"', '{"files": null}', '{"files": {}}', '{"task": {}, "inputs": 1}'])
+@pytest.mark.parametrize("name", ["export.json", "data/model/package.json"])
+def test_a_damaged_description_of_an_export_is_refused(package: tuple[Path, str], tmp_path: Path, name: str, content: str) -> None:
+    folder = tmp_path / "export"
+    shutil.copytree(package[0].parents[1], folder)
+    assert load_model(folder).predict(np.ones((2, 3), np.float32)).shape == (2, 2), "the unchanged copy loads"
+    assert read_export(str(folder)).params_digest == package[1]
+    (folder / name).write_text(content)
+    for read in (load_model, load_for_training, lambda place: read_export(str(place))):
+        with pytest.raises(RegistryError, match=f"{name} is damaged"):
+            read(folder)
 
 
 def test_a_pickle_in_place_of_weights_is_refused(tmp_path: Path, ran: Path, payload: bytes, package: tuple[Path, str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 from ray_app import load_config
@@ -328,8 +329,9 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str,
     arrays = {"features": np.random.default_rng(0).normal(0, 1, (359, 3)).astype(np.float32), "label": LABELS}
     package = make_package(task, model, arrays, tmp_path / "package")
     assert package.format == form
+    assert params_digest(load_file(package.folder / "data" / "model" / "model.safetensors")) == params_digest(model.state_dict())
     assert params_digest(parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
-    files = files_of(package.folder)
+    files = files_of(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
     (tmp_path / "elsewhere").mkdir()
     served, inputs = _load(files, tmp_path / "elsewhere")

@@ -1,16 +1,28 @@
 """The summary's figures, from records and events made by hand."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
+from local_world import make_job, write_images
+from rich.console import Console
 
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
 from ray_app.errors import ConfigError
+from ray_app.pipeline.announce import announce
 from ray_app.pipeline.cluster import workers_that_fit
+from ray_app.pipeline.prepare import Prepared
+from ray_app.pipeline.summary import summarize
 from ray_app.record.evaluations import Evaluation, ranked
+from ray_app.record.files import put_json
 from ray_app.record.history import goodput, recoveries, restarts, world_sizes
 from ray_app.record.journal import Event, StepRecord
+from ray_app.report.facts import read_facts
+from ray_app.report.page import render
+from tests.checkpoints import commit_of
 
 
 def record(step: int, time_s: float, workers: int = 2, step_ms: float = 1000.0) -> StepRecord:
@@ -69,6 +81,35 @@ def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
     assert [e.step for e in ranked(found, "accuracy", "max")] == [24, 32, 8]
     assert [e.step for e in ranked(found, "accuracy", "min")] == [8, 24, 32]
     assert ranked(found, "f1", "max") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "done", "begun", "said"),
+    [
+        ({}, 1, 2, "40 rows, 5 steps of 8 rows per epoch, 4 epochs; up to 1 workers (of 2 asked for, as many as fit now), arithmetic of 2"),
+        (
+            {"train__steps_per_epoch": 2},
+            4,
+            4,
+            "40 rows, 2 steps of 8 rows per epoch (a pass over the data has 5), 4 epochs; up to 1 workers (of 2 asked for,",
+        ),
+        ({"train__strategy": "single"}, 1, 2, "40 rows, 5 steps of 8 rows per epoch, 4 epochs; in this process, arithmetic of 2"),
+    ],
+)
+def test_epochs_are_those_of_the_configuration(tmp_path: Path, fields: dict[str, Any], done: int, begun: int, said: str) -> None:
+    """The same eight steps are an epoch and a half of five, or four of two, wherever epochs are counted."""
+    data = write_images(tmp_path / "data", [[20, 20]])
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=8, train__epochs=4, **fields)
+    job.paths.root.mkdir()
+    job.paths.config.write_text(job.config.to_yaml())
+    CheckpointStore(job.paths).write({}, commit_of(8))
+    records = [asdict(replace(record(step, float(step)), epoch=(step - 1) // 5)) for step in range(1, 9)]
+    put_json(job.paths.metrics / "0000000001-0001-1.json", {name: [r[name] for r in records] for name in records[0]})
+    assert summarize(job, "finished")["epochs"] == done
+    assert f"in {begun} epochs begun" in render(read_facts(job.paths))
+    console = Console(record=True, width=300, file=StringIO())
+    announce(console, Prepared(job, None, False), 1)
+    assert said in console.export_text()
 
 
 def test_workers_leave_room_for_reading_and_evaluation() -> None:

@@ -1,0 +1,193 @@
+"""How commands end: the exit code, and one line on standard error that holds no secret."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from ray_app.data.dataset import open_dataset
+from ray_app.drill.command import main as drill
+from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError
+from ray_app.pipeline import evaluating, exporting, ingest, registering, replay, report
+from ray_app.pipeline.ending import exit_code
+from ray_app.pipeline.signals import ending_at_sigterm
+from ray_app.pipeline.training import main as train
+from ray_app.predict.command import main as predict
+from ray_app.record.redact import guard
+from ray_app.retrain.command import main as retrain
+from ray_app.submit.command import main as submit
+from tests.cluster import ROOT
+from tests.made_run import MadeRun
+
+SECRET = "canary-of-a-command"
+OF_A_RUN: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
+    "export": (exporting.main, ["--out", "out", "--run"]),
+    "register": (registering.main, ["--name", "m", "--run"]),
+    "evaluate": (evaluating.main, ["--name", "e", "--data", "data", "--run"]),
+    "track": (replay.main, ["--replay"]),
+    "report": (report.main, ["--run"]),
+}
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def wrapped() -> None:
+    try:
+        raise ConfigError("no")
+    except ConfigError as error:
+        raise RuntimeError("what Ray makes of it") from error
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "said"),
+    [
+        (lambda: None, 0, ""),
+        (raising(ConfigError("no")), 2, "ConfigError: no\n"),
+        (raising(BadRowError("a.parquet", 0, 1, "cut")), 2, "BadRowError: a.parquet, row group 0, row 1: cut\n"),
+        (wrapped, 2, "ConfigError: no\n"),
+        (raising(EvaluationError("gave up")), 1, "It failed: EvaluationError: gave up\n"),
+        (raising(OSError(5, f"no {SECRET}")), 1, "It failed: OSError: [Errno 5] no ***\n"),
+        (raising(RegistryError(SECRET)), 1, "It failed: RegistryError: ***\n"),
+        (raising(KeyboardInterrupt()), 75, "Interrupted; it can be started again.\n"),
+    ],
+)
+def test_what_comes_of_the_work_is_the_exit_code(
+    work: Callable[[], None], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guard({"task": {"init_args": {"api_key": SECRET}}})
+    assert exit_code(work, "It failed") == code
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("after_ray", [False, True])
+def test_sigterm_interrupts_also_after_ray_put_its_own_handler_in_place(after_ray: bool) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def work() -> None:
+        if after_ray:
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as ray.init does
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    assert exit_code(work, "It failed") == 75
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_another_exit_is_left_alone() -> None:
+    with pytest.raises(SystemExit, match="3"), ending_at_sigterm():
+        sys.exit(3)
+
+
+@pytest.mark.parametrize("command", OF_A_RUN)
+@pytest.mark.parametrize(("written", "said"), [("task: [", "is no configuration of this version"), (None, "no config.yaml")])
+def test_a_run_without_a_readable_configuration_is_refused_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, written: str | None, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = MadeRun(tmp_path)
+    run.start()
+    run.paths.config.unlink() if written is None else run.paths.config.write_text(written)
+    main, arguments = OF_A_RUN[command]
+    assert main([*arguments, str(run.paths.root)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "register", "evaluate", "track"])
+def test_a_task_that_cannot_be_made_does_not_tell_its_secret(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    secret = f"canary-of-{command}"
+    fields = {"task__class_path": "nowhere.Task", "task__init_args": {"api_key": secret}, "data__path": str(digits / "train")}
+    run = MadeRun(tmp_path, **fields, data__eval_path=None, tracking__uri="sqlite:///mlflow.db")
+    run.start()
+    run.end(10)
+    run.paths.manifest.write_text(open_dataset(str(digits / "train")).manifest.to_json())
+    main, arguments = OF_A_RUN[command]
+    assert main([*arguments, str(run.paths.root)]) == 2
+    said = capsys.readouterr().err
+    assert "nowhere.Task" in said
+    assert "***" in said
+    assert secret not in said
+
+
+@pytest.mark.parametrize("command", ["evaluate", "track", "report"])
+def test_a_damaged_record_is_a_line_and_not_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = MadeRun(tmp_path)
+    run.start()
+    (run.paths.events / "00000000000000000001-started-9.json").write_text("{")
+    main, arguments = OF_A_RUN[command]
+    assert main([*arguments, str(run.paths.root)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("The ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--num_cpus", "-1"], "evaluate.num_cpus is -1"),
+        (["--batch_size", "0"], "evaluate.batch_size is 0"),
+        (["--threads", "0"], "evaluate.threads is 0"),
+        (["--every", "latest"], "evaluate.patience needs an evaluation of every planned checkpoint"),
+        (["--name", "e", "--every", "latest"], "data path 'made' does not exist"),  # another evaluator stops nothing
+    ],
+)
+def test_options_of_an_evaluation_are_refused_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    run = MadeRun(tmp_path, task__class_path="ray_app.task.image.ImageClassification", evaluate__patience=2)
+    run.start()
+    assert evaluating.main(["--run", str(run.paths.root), *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not ray.is_initialized()
+
+
+def test_ingest_says_what_the_storage_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert ingest.main(["--source", "digits", "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "The data was not ingested: NotADirectoryError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "given"),
+    [
+        (drill, ["--drill.scenarios", SECRET]),
+        (predict, ["--predict.model", "m", "--predict.data", SECRET, "--predict.out", "out"]),
+    ],
+)
+def test_what_is_refused_before_the_start_holds_no_secret(
+    main: Callable[[list[str]], int], given: list[str], digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guard({"task": {"init_args": {"api_key": SECRET}}})
+    data = ["--data.path", str(digits / "train"), "--data.eval_path", str(digits / "eval")]
+    assert main(["--config", str(ROOT / "conf" / "digits.yaml"), *data, *given]) == 2
+    said = capsys.readouterr().err
+    assert "***" in said
+    assert SECRET not in said
+
+
+@pytest.mark.parametrize(
+    ("main", "what"),
+    [(train, "Trains a model"), (predict, "Predicts"), (retrain, "Trains on new data"), (drill, "certifies"), (submit, "Submits a run")],
+)
+def test_the_help_says_what_the_command_does(main: Callable[[list[str]], int], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert what in said
+    assert ("Trains a model" in said) == (main is train)
