@@ -71,8 +71,10 @@ def parse_more(
     """
     importable_from_here()
     parser = _parser(prog, description, exit_on_error, SECTIONS | more)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        parsed = parser.parse_args(arguments)
+        # A default of the parser's would hand all its arguments on to whatever class is named instead.
+        parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *given])
     except ArgumentError as error:
         raise ConfigError(f"The configuration is refused:\n{error}") from error
     values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False)) or {}
@@ -109,7 +111,6 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
     parser.add_subclass_arguments(
         LRScheduler, "schedule", skip={"optimizer"}, instantiate=False, help="Learning-rate schedule, moved after every step; default none."
     )
-    parser.set_defaults({"optimizer": {"class_path": "torch.optim.Adam"}})
     parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
     for name, section in sections.items():
         parser.add_class_arguments(section, name)

@@ -10,10 +10,11 @@ import yaml
 from ray_app import load_config
 from ray_app.config import SECTIONS, Config
 from ray_app.errors import ConfigError
-from ray_app.pipeline.cli import parse_more
+from ray_app.pipeline.cli import parse, parse_more
 from ray_app.pipeline.prepare import make_task
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.retrain.section import RetrainSection
+from ray_app.sections import ClassSpec
 from ray_app.train.state import TrainingState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,3 +107,24 @@ def test_the_page_for_those_who_know_tf_distribute_has_a_configuration_for_each_
         "CentralStorageStrategy": "central_storage",
         "ParameterServerStrategy": "parameter_server",
     }
+
+
+OPTIMIZERS = [kind.__name__ for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_path: Path) -> None:
+    """None of those of Adam, which stands where no optimizer is named."""
+    shipped = load_config(FILES[0])
+    file = tmp_path / "given.yaml"
+    values = {"task": {"class_path": shipped.task.class_path}, "data": {"path": "x"}, "optimizer": {"class_path": f"torch.optim.{name}"}}
+    file.write_text(yaml.safe_dump(values))
+    assert load_config(file).optimizer == ClassSpec(f"torch.optim.{name}")
+    over = load_config(FILES[0], optimizer=f"torch.optim.{name}").optimizer
+    assert over.init_args.items() <= shipped.optimizer.init_args.items(), "what the file gives may stay"
+
+
+def test_an_argument_alone_is_that_of_the_default_optimizer() -> None:
+    given = ["--task=ray_app.task.image.ImageClassification", "--data.path=x"]
+    assert parse(given, exit_on_error=False).optimizer == Config().optimizer
+    assert parse([*given, "--optimizer.init_args.lr=0.01"], exit_on_error=False).optimizer == ClassSpec("torch.optim.Adam", {"lr": 0.01})
