@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+import weakref
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from ray_app.plan.cursor import Cursor
 from ray_app.sections import ClassSpec
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
+from ray_app.train.build import build_step
 from ray_app.train.environment import set_up_torch
 from ray_app.train.job import Job
 from ray_app.train.logical import Buffers, seed_step, single_values
@@ -328,6 +331,27 @@ class OneLayer:
 
 
 TASK: Any = OneLayer()
+
+
+@pytest.mark.parametrize("fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}], ids=["step", "local step"])
+def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, checkpoint__every_epochs=None)
+    set_up_torch(job.config, CPU)
+    state = TrainingState(job.config, job.task, CPU, 100)
+    state.step = 0
+
+    def generation() -> list[weakref.ref[Any]]:
+        with LocalMembership(World(0, 1, 4), tmp_path / "store").generation(0, False) as (world, _):
+            strategy = build_strategy(job.config.train, state.model, world)
+            step = build_step(job, state, strategy, world, CPU, lambda phase: None)
+            feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+            with closing(strategy), closing(feed):
+                step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
+        return [weakref.ref(step), weakref.ref(strategy)]
+
+    alive = generation()
+    gc.collect()
+    assert [held() for held in alive] == [None, None]
 
 
 def test_a_snapshot_is_memory_of_its_own() -> None:
