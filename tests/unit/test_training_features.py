@@ -20,6 +20,7 @@ from ray_app.strategy.build import build_strategy
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.task.mixing import mix, smooth_targets
+from ray_app.train.alone import Alone, train_here
 from ray_app.train.environment import set_up_torch
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
@@ -281,3 +282,18 @@ def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     state = state_of(job)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
         Step(job.config, job.task, state, build_strategy(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU)
+
+
+# --- in the calling process
+
+
+def test_alone_on_a_gpu_it_takes_the_first_one(data: Path, tmp_path: Path) -> None:
+    """Where there is none, PyTorch says so when it is asked for that one."""
+    fields = {"train__strategy": "single", "scaling__gpus_per_worker": 1, "train__max_steps": 1}
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **fields)
+    if torch.cuda.is_available():
+        train_here(job, Alone(1, lambda: False), Hooks())
+        assert result_of(job).commit.environment["device"].startswith("cuda")
+    else:
+        with pytest.raises((RuntimeError, AssertionError), match=r"NVIDIA driver|not compiled with CUDA"):
+            train_here(job, Alone(1, lambda: False), Hooks())
