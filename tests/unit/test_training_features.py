@@ -22,6 +22,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.task.mixing import mix, smooth_targets
 from ray_app.train.alone import Alone, train_here
 from ray_app.train.environment import set_up_torch
+from ray_app.train.freeze import freeze
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
@@ -218,6 +219,11 @@ def test_freezing_nothing_or_all_is_refused(data: Path, tmp_path: Path, patterns
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__freeze=patterns)
     with pytest.raises(ConfigError, match=said.replace("*", r"\*")):
         TrainingState(job.config, job.task, CPU, 10)
+
+
+def test_batch_norm_without_parameters_is_not_frozen_by_the_name_of_another() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert freeze(model, ["0.*", "2.*"]) == [model[2]]
 
 
 # --- epochs of so many steps
