@@ -157,7 +157,7 @@ class _Replica(TrainingState):
     """What one logical worker trains on its own."""
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        super().__init__(config, task, device, total_steps)
+        super().__init__(config.replace(train__ema_decay=None), task, device, total_steps)
         self.trained: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
 
     def follow(self, state: TrainingState) -> None:

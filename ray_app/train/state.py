@@ -32,7 +32,7 @@ NOTHING = -1
 
 
 def load_class(spec: ClassSpec) -> Any:
-    """Imports the class that a configuration names."""
+    """Imports the class, or the function, that a configuration names."""
     module, _, name = spec.class_path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -233,11 +233,23 @@ def _optimizer(spec: ClassSpec, model: nn.Module, can_fuse: Callable[[Any], bool
 
 
 def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    """Makes a schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
     made = load_class(spec)
-    args = dict(spec.init_args)
-    if "total_steps" in inspect.signature(made).parameters:
+    parameters = inspect.signature(made).parameters
+
+    def given(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [given(name, part) for part in value]
+        if isinstance(value, dict) and "class_path" in value:
+            return _schedule(ClassSpec(value["class_path"], value.get("init_args") or {}), optimizer, total_steps)
+        if isinstance(value, str) and name in parameters and "Callable" in str(parameters[name].annotation):
+            return load_class(ClassSpec(value))
+        return value
+
+    args = {name: given(name, value) for name, value in spec.init_args.items()}
+    if "total_steps" in parameters and "epochs" not in args:
         args.setdefault("total_steps", total_steps)
-    return made(optimizer, **args)
+    return made(optimizer=optimizer, **args)
 
 
 def copied(value: Any, into: Any = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:

@@ -128,3 +128,24 @@ def test_an_argument_alone_is_that_of_the_default_optimizer() -> None:
     given = ["--task=ray_app.task.image.ImageClassification", "--data.path=x"]
     assert parse(given, exit_on_error=False).optimizer == Config().optimizer
     assert parse([*given, "--optimizer.init_args.lr=0.01"], exit_on_error=False).optimizer == ClassSpec("torch.optim.Adam", {"lr": 0.01})
+
+
+WARM_UP = """{class_path: torch.optim.lr_scheduler.SequentialLR, init_args: {milestones: [100], schedulers: [
+  {class_path: torch.optim.lr_scheduler.LinearLR, init_args: {start_factor: 0.01, total_iters: 100, end_factor: 1.0}},
+  {class_path: torch.optim.lr_scheduler.CosineAnnealingLR, init_args: {T_max: 900}}]}}"""
+
+
+def test_a_schedule_may_be_made_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "given.yaml"
+    rest = "{task: {class_path: ray_app.task.image.ImageClassification}, data: {path: x}, schedule: %s}"
+    file.write_text(rest % WARM_UP)
+    found = load_config(file).schedule
+    assert found is not None
+    warm_up, cosine = found.init_args["schedulers"]
+    assert warm_up["init_args"] == {"start_factor": 0.01, "total_iters": 100}, "without what is the default in any case"
+    assert cosine["init_args"] == {"T_max": 900}
+    file.write_text(load_config(file).to_yaml())
+    assert load_config(file).schedule == found
+    file.write_text(rest % WARM_UP.replace("T_max", "T_min"))
+    with pytest.raises(ConfigError, match=r"(?s)CosineAnnealingLR.*'T_min' is not accepted"):
+        load_config(file)

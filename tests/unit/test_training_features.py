@@ -53,6 +53,16 @@ class Own(ImageClassification):
 
 
 CNN = {"model_args": {"channels": 4, "dropout": 0.3}}
+WARM_UP = {
+    "class_path": "torch.optim.lr_scheduler.SequentialLR",
+    "init_args": {
+        "schedulers": [
+            {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.1, "total_iters": 8}},
+            {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 10}},
+        ],
+        "milestones": [8],
+    },
+}
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "bf16": ({"train__precision": "bf16"}, {}),
@@ -67,6 +77,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cutmix": ({}, {"cutmix": 1.0}),
     "both": ({"train__ema_decay": 0.9}, {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}),
     "own step": ({}, {"own": True}),
+    "warm-up": ({"schedule": WARM_UP}, {}),
 }
 
 
