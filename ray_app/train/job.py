@@ -14,6 +14,7 @@ from ray_app.plan.order import Plan
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
+from ray_app.train.initial import is_registered
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Job:
     def paths(self) -> RunPaths:
         """The run directory."""
         return RunPaths(location(self.run_root))
+
+    @property
+    def initial(self) -> str | None:
+        """The file with the parameters to begin with, if the model does not draw them."""
+        place = self.config.train.init_from
+        return str(self.paths.initial) if place is not None and is_registered(place) else place
 
     @property
     def rendezvous(self) -> str:

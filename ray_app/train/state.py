@@ -41,13 +41,10 @@ class TrainingState:
     """Model, optimizer, schedule and the number of finished steps.
 
     Args:
-        config: Names optimizer and schedule, and the file of parameters to begin with if there is one.
+        config: Names optimizer and schedule.
         task: Makes the model.
         device: Where it lives.
         total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
-
-    Raises:
-        ConfigError: The parameters to begin with are not there, or not the model's.
     """
 
     is_spread: ClassVar[bool] = False
@@ -57,8 +54,6 @@ class TrainingState:
         self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
         self.step = NOTHING
         self.model = self._made()
-        if config.train.init_from is not None:
-            begin_with(self.model, config.train.init_from, config.train.init_digest)
         self.model.to(device)
         self.master: nn.Module = self._master_of(self.model)
         self._equip()
@@ -96,6 +91,21 @@ class TrainingState:
     def _can_fuse(self, optimizer: Any) -> bool:
         """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
         return "fused" in inspect.signature(optimizer).parameters
+
+    def begin(self, initial: dict[str, Tensor] | None) -> None:
+        """Makes it the state of before the first step.
+
+        Args:
+            initial: The parameters to begin with; None: those that it has.
+
+        Raises:
+            ConfigError: They are not the model's.
+        """
+        if initial is not None:
+            begin_with(self.master, initial, self._config.train.init_from)
+            if self.average is not None:
+                self.average.load(initial, initial)
+        self.step = 0
 
     @property
     def lr(self) -> float:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ray_app import load_config
 from ray_app.config import SECTIONS, Config
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse, parse_more
-from ray_app.pipeline.prepare import make_task
+from ray_app.pipeline.prepare import make_task, prepare
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.retrain.section import RetrainSection
 from ray_app.sections import ClassSpec
@@ -149,3 +150,18 @@ def test_a_schedule_may_be_made_of_others(tmp_path: Path) -> None:
     file.write_text(rest % WARM_UP.replace("T_max", "T_min"))
     with pytest.raises(ConfigError, match=r"(?s)CosineAnnealingLR.*'T_min' is not accepted"):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optimizer": {"class_path": "torch.optim.LBFGS"}, "schedule": None}, r"torch.optim.LBFGS cannot make a step: .*closure"),
+        ({"optimizer": {"class_path": "torch.optim.SparseAdam"}, "schedule": None}, r"torch.optim.SparseAdam cannot make a step: .*dense"),
+        ({"schedule": {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}}, "needs an evaluation at each step"),
+    ],
+    ids=["closure", "sparse gradients", "a metric"],
+)
+def test_what_cannot_make_a_step_is_refused_before_the_start(digits: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
+    with pytest.raises(ConfigError, match=said):
+        prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, **fields))
