@@ -140,6 +140,7 @@ def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task
         fence=1,
         best_metric=prepared.best_metric,
         best_mode=prepared.best_mode,
+        initial=config.train.init_from,
     )
 
 

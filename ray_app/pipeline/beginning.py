@@ -1,4 +1,4 @@
-"""The parameters that a run begins with where it does not draw them: found before its first start, and from then on a file and a digest."""
+"""The parameters that a run begins with where it does not draw them: found before its first start, and from then on kept with the run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from ray_app.track.client import connect
 from ray_app.track.loader import WEIGHTS
 from ray_app.track.packaged import is_export
 from ray_app.track.versions import fetch, named, parameters
-from ray_app.train.initial import is_registered, read
+from ray_app.train.initial import read
+
+_REGISTERED = "models:/"
 
 
 def find_beginning(config: Config, before: Config | None) -> tuple[Config, dict[str, Tensor] | None]:
-    """Finds out what `train.init_from` names; a run that exists and began with the same is not asked for again.
+    """Finds out what `train.init_from` names, unless the run exists and began with it.
 
     Args:
         config: As the user gave it.
         before: That of the run as it is.
 
     Returns:
-        The configuration with a place that holds on every node and the digest of what is there; and the parameters, if they were read.
+        The configuration with the digest of the parameters; and these, if they were read.
 
     Raises:
         ConfigError: There are none.
@@ -38,13 +40,13 @@ def find_beginning(config: Config, before: Config | None) -> tuple[Config, dict[
     config = config.replace(train__init_from=place)
     if before is not None and before.train.init_from == place:
         return config.replace(train__init_digest=config.train.init_digest or before.train.init_digest), None
-    found = _registered(config, place) if is_registered(place) else read(place, config.train.init_digest)
+    found = _registered(config, place) if place.startswith(_REGISTERED) else read(place, config.train.init_digest)
     return config.replace(train__init_digest=config.train.init_digest or params_digest(found)), found
 
 
 def _place(given: str) -> str:
-    """A registered model, or a file; workers have another current folder."""
-    if is_registered(given):
+    """A registered model, or a file; a run may be continued from another folder."""
+    if given.startswith(_REGISTERED):
         return given
     return str(location(given) / "data" / "model" / WEIGHTS if is_export(given) else location(given))
 

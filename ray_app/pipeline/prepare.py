@@ -106,6 +106,8 @@ def prepare(config: Config) -> Prepared:
     fields = {name: spec_like(values) for name, values in row.items()}
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
+    if config.train.init_from is not None:
+        job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
     rehearse(job, row, initial)
     data = _prepare_evaluation(job)
@@ -237,7 +239,7 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
     job = prepared.job
     if not prepared.resumes and job.paths.config.exists():
         raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
-    if prepared.initial is not None and job.initial == str(job.paths.initial):
+    if prepared.initial is not None:
         put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
     if not prepared.resumes:
         put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
 from ray_app.errors import ConfigError, RayAppError
 from ray_app.task.base import Task
-from ray_app.train.initial import read
 from ray_app.train.job import Job
 from ray_app.train.parameter_layout import Layout
 from ray_app.train.snapshots import refuse_if_too_big
@@ -25,14 +23,12 @@ def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] |
     Args:
         job: What is to start.
         row: A decoded row, as a batch of one.
-        initial: The parameters to begin with, if they were read; those of a run without a checkpoint are read here.
+        initial: The parameters to begin with, if they are new to the run.
 
     Raises:
         ConfigError: Something of it fails.
     """
     config, task = job.config, job.task
-    if initial is None and job.initial is not None and not CheckpointStore(job.paths).commits():
-        initial = read(job.initial, config.train.init_digest)
     try:
         with torch.random.fork_rng(devices=[]):
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)

@@ -42,7 +42,7 @@ class RunPaths:
 
     @property
     def initial(self) -> Location:
-        """The parameters that it began with, if they are those of a registered model."""
+        """The parameters that it began with, if `train.init_from` named some."""
         return self.root / "initial.safetensors"
 
     @property

@@ -12,11 +12,6 @@ from ray_app.record.files import location
 _MOST_NAMED = 5
 
 
-def is_registered(place: str) -> bool:
-    """Whether the parameters are those of a model in MLflow's registry, which are kept with the run."""
-    return place.startswith("models:/")
-
-
 def read(place: str, digest: str | None) -> dict[str, Tensor]:
     """Reads a file of parameters.
 
@@ -30,7 +25,9 @@ def read(place: str, digest: str | None) -> dict[str, Tensor]:
     try:
         data = location(place).read_bytes()
     except OSError as error:
-        raise ConfigError(f"train.init_from {place!r} cannot be read: {error}. Name a file that every node sees.") from error
+        raise ConfigError(
+            f"train.init_from {place!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or models:/NAME@ALIAS."
+        ) from error
     try:
         found = safetensors.torch.load(data)
     except Exception as error:  # an exception of the library's own

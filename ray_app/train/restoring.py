@@ -7,7 +7,6 @@ import torch
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.record.journal import put_event
 from ray_app.train import environment
-from ray_app.train.initial import read
 from ray_app.train.job import Job
 from ray_app.train.recorder import Recorder
 from ray_app.train.snapshots import SnapshotSender
@@ -41,7 +40,7 @@ def restore(job: Job, state: TrainingState, recorder: Recorder, sender: Snapshot
         put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
         return
     if found is None:
-        state.begin(read(job.initial, job.config.train.init_digest) if job.initial is not None else None)
+        state.begin(job.read_initial())
         return
     commit, snapshot = found
     state.load(snapshot)

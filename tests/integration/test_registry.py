@@ -42,7 +42,6 @@ from ray_app.track.packaged import fetch_package
 from ray_app.track.registry import champion_of, promote, register
 from ray_app.track.sources import sources_of
 from ray_app.track.versions import fetch, named
-from ray_app.train.initial import read
 from tests.checkpoints import commit_of
 from tests.cluster import ROOT
 from tests.integration.test_track import Server
@@ -505,7 +504,7 @@ def test_a_run_begins_with_a_version_that_is_looked_up_once(request: pytest.Fixt
     assert not prepared.job.paths.root.exists()
     job = claim(prepared, 1).job
     assert job.initial == str(tmp_path / "on" / "initial.safetensors")
-    assert job.config.train.init_digest == params_digest(read(job.initial, None)) == first.params_digest
+    assert job.config.train.init_digest == params_digest(job.read_initial() or {}) == first.params_digest
     assert f"init_from: models:/{name}@champion" in job.paths.config.read_text()
     gone = config.replace(tracking__uri="http://127.0.0.1:9")
     assert prepare(gone).resumes, "nobody is asked again"
