@@ -52,6 +52,13 @@ class Own(ImageClassification):
                 p.clamp_(-0.2, 0.2)
 
 
+class Steep(ImageClassification):
+    """Its gradients are too large for float16 until the scale of the loss has been halved several times."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return super().loss(outputs, batch) * 2000
+
+
 CNN = {"model_args": {"channels": 4, "dropout": 0.3}}
 WARM_UP = {
     "class_path": "torch.optim.lr_scheduler.SequentialLR",
@@ -76,7 +83,8 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixup": ({}, {"mixup": 0.4}),
     "cutmix": ({}, {"cutmix": 1.0}),
     "both": ({"train__ema_decay": 0.9}, {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}),
-    "own step": ({}, {"own": True}),
+    "own step": ({}, {"task": Own}),
+    "overflow": ({"train__precision": "fp16"}, {"task": Steep}),
     "warm-up": ({"schedule": WARM_UP}, {}),
 }
 
@@ -84,7 +92,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def job_of(name: str, folder: Path, data: Path) -> Job:
     fields, args = FEATURES[name]
     args = dict(args)
-    task = (Own if args.pop("own", False) else ImageClassification)(**CNN, **args)
+    task = args.pop("task", ImageClassification)(**CNN, **args)
     fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4, **fields}
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
 
@@ -109,6 +117,8 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     assert "dies after step 7" in str(outcomes[0].error)
     pool.run_job(job, 2, cached)
     assert result_of(job).bits == alone.bits
+    overflowed = [math.isfinite(step[3]) for step in alone.steps].count(False)
+    assert (overflowed > 4) == (name == "overflow"), "more than until the checkpoint that the resume went on from"
     if name not in ("plain", "channels last"):
         assert alone.commit.params_digest != plain_digest, "the feature changes nothing"
 
