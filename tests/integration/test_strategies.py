@@ -90,7 +90,7 @@ def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Co
 
 
 @pytest.mark.parametrize("strategy", [{"train__strategy": "local_sgd", "train__local_steps": 23}])
-def test_the_digits_are_learned(digits: Path, tmp_path: Path, strategy: dict[str, Any]) -> None:
+def test_the_digits_are_learned_although_a_worker_dies(digits: Path, tmp_path: Path, strategy: dict[str, Any]) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml").replace(
         data__path=str(digits / "train"),
         data__eval_path=str(digits / "eval"),
@@ -99,6 +99,8 @@ def test_the_digits_are_learned(digits: Path, tmp_path: Path, strategy: dict[str
         tracking__enabled=False,
         **strategy,
     )
-    result = run_training(config)
+    kill = Kill(str(tmp_path / "killed"), step=310, rank=1)
+    result = run_training(config, faults=Faults(train=Hooks(after_step=kill)))
+    assert kill.happened == 1
     assert result.summary["metrics"]["accuracy"] >= 0.97
     assert result.summary["rows"] == 30 * 1438
