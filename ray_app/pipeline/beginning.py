@@ -16,7 +16,7 @@ from ray_app.track.client import connect
 from ray_app.track.loader import WEIGHTS
 from ray_app.track.packaged import is_export
 from ray_app.track.versions import fetch, named, parameters
-from ray_app.train.initial import read
+from ray_app.train.initial import read, refuse_others
 
 _REGISTERED = "models:/"
 
@@ -40,8 +40,9 @@ def find_beginning(config: Config, before: Config | None) -> tuple[Config, dict[
     config = config.replace(train__init_from=place)
     if before is not None and before.train.init_from == place:
         return config.replace(train__init_digest=config.train.init_digest or before.train.init_digest), None
-    found = _registered(config, place) if place.startswith(_REGISTERED) else read(place, config.train.init_digest)
-    return config.replace(train__init_digest=config.train.init_digest or params_digest(found)), found
+    found = _registered(config, place) if place.startswith(_REGISTERED) else read(place, None)
+    refuse_others(found, place, config.train.init_digest)
+    return config.replace(train__init_digest=params_digest(found)), found
 
 
 def _place(given: str) -> str:

@@ -131,7 +131,7 @@ def _as_set(value: Any) -> Any:
     """A class, or several, with those arguments only that differ from their defaults: what a library adds later is not part of a run."""
     if isinstance(value, list):
         return [_as_set(part) for part in value]
-    if not isinstance(value, dict) or value.keys() != {"class_path", "init_args"}:
+    if not isinstance(value, dict) or not value.keys() >= {"class_path", "init_args"}:
         return value
     module, _, name = value["class_path"].rpartition(".")
     parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters

@@ -32,12 +32,21 @@ def read(place: str, digest: str | None) -> dict[str, Tensor]:
         found = safetensors.torch.load(data)
     except Exception as error:  # an exception of the library's own
         raise ConfigError(f"train.init_from {place!r} is no safetensors file: {error}. Save parameters with safetensors.torch.") from error
+    refuse_others(found, place, digest)
+    return found
+
+
+def refuse_others(found: dict[str, Tensor], place: str, digest: str | None) -> None:
+    """Refuses parameters that do not have the digest that they must have.
+
+    Raises:
+        ConfigError: They do not.
+    """
     if digest is not None and params_digest(found) != digest:
         raise ConfigError(
-            f"train.init_from {place!r} holds parameters with the digest {params_digest(found)}, but the run begins with {digest}. Give the"
-            " file of before, or start a new run."
+            f"train.init_from {place!r} holds parameters with the digest {params_digest(found)}, but the run begins with {digest}. Give"
+            " those of before, or start a new run."
         )
-    return found
 
 
 def begin_with(model: nn.Module, found: dict[str, Tensor], called: str | None) -> None:

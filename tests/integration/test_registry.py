@@ -512,6 +512,8 @@ def test_a_run_begins_with_a_version_that_is_looked_up_once(request: pytest.Fixt
         prepare(gone.replace(run__name="other"))
     with pytest.raises(ConfigError, match=r"MLflow has no models:/begun-\w+/9"):
         prepare(config.replace(run__name="other", train__init_from=f"models:/{name}/9"))
+    with pytest.raises(ConfigError, match=f"holds parameters with the digest {first.params_digest}, but the run begins with {'d' * 64}"):
+        prepare(config.replace(run__name="other", train__init_digest="d" * 64))
     with pytest.raises(ConfigError, match="models:/NAME@ALIAS"):
         prepare(config.replace(run__name="other", train__init_from="models:/"))
     with pytest.raises(RunExistsError, match=r"\+ train.init_digest"):
