@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -74,6 +75,7 @@ _ABOVE_ZERO = (
     "evaluate.budget",
     "tracking.system_metrics_s",
 )
+_FINITE = ("data.read_task_mb", "train.bucket_mb")
 
 
 def _check_ranges(config: Config) -> list[str]:
@@ -91,6 +93,9 @@ def _check_ranges(config: Config) -> list[str]:
     for name in _ABOVE_ZERO:
         if values[name] is not None and not values[name] > 0:
             problems.append(f"{name} is {values[name]}; it must be greater than 0.")
+    for name in _FINITE:
+        if math.isinf(values[name]):
+            problems.append(f"{name} is {values[name]}; it must be finite.")
     return problems
 
 

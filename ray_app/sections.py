@@ -157,10 +157,11 @@ class TrainSection:
             keep their statistics.
         compile: Compiles the model with `torch.compile`; needs a C++ compiler on the workers' nodes, and minutes for a big model.
         channels_last: Lays images out with the channels last, which convolutions on GPUs with tensor cores prefer.
-        init_from: Safetensors file with the parameters (and persistent buffers) to begin with, which every node sees; not given: what the
+        init_from: Parameters (and persistent buffers) to begin with: a safetensors file, the folder of an export, or a registered model
+            (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the run's first start and kept with it; not given: what the
             model's own initialization draws from the seed.
-        init_digest: SHA-256 of these parameters, as `params_digest` in `summary.json`, which decides the result where the file's path does
-            not; not given: that of the file at the run's first start.
+        init_digest: SHA-256 of these parameters, as `params_digest` in `summary.json`, which decides the result where their place does
+            not; not given: that of those at the run's first start.
     """
 
     epochs: int = result(1)

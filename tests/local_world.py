@@ -140,6 +140,7 @@ def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task
         fence=1,
         best_metric=prepared.best_metric,
         best_mode=prepared.best_mode,
+        initial=config.train.init_from,
     )
 
 
@@ -373,16 +374,18 @@ class Trained:
     @property
     def bits(self) -> dict[str, Any]:
         """The parameters' digest and all else that the newest checkpoint holds, tensors as digests."""
-        rest = _plain({"optimizer": self.snapshot.optimizer, "schedule": self.snapshot.schedule})
-        return {"params": self.commit.params_digest, "model": self.commit.files[MODEL]["sha256"], "rest": rest}
+        return {"params": self.commit.params_digest, "file": self.commit.files[MODEL]["sha256"], **plain(self.snapshot)}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Whatever a snapshot may hold, or one itself, to be compared: tensors as digests."""
+    if isinstance(value, Snapshot):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Tensor):
         return params_digest({"": value})
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def result_of(job: Job) -> Trained:

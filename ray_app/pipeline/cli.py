@@ -71,8 +71,10 @@ def parse_more(
     """
     importable_from_here()
     parser = _parser(prog, description, exit_on_error, SECTIONS | more)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        parsed = parser.parse_args(arguments)
+        # A default of the parser's would hand all its arguments on to whatever class is named instead.
+        parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *given])
     except ArgumentError as error:
         raise ConfigError(f"The configuration is refused:\n{error}") from error
     values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False)) or {}
@@ -91,8 +93,18 @@ def importable_from_here() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
+class _Parser(ArgumentParser):
+    """Knows that its optimizer is no argument of a schedule, also of one in another: jsonargparse makes parsers of this class for them."""
+
+    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
+        """See `ArgumentParser.add_class_arguments`."""
+        if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
+            kwargs["skip"] = {"optimizer", *kwargs.get("skip", ())}
+        return super().add_class_arguments(theclass, *args, **kwargs)
+
+
 def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = _Parser(
         prog=prog,
         usage=f"{prog} --config FILE [--SECTION.FIELD VALUE ...]",
         description=description,
@@ -107,22 +119,25 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
         Optimizer, "optimizer", skip={"params"}, instantiate=False, help="The optimizer; default torch.optim.Adam."
     )
     parser.add_subclass_arguments(
-        LRScheduler, "schedule", skip={"optimizer"}, instantiate=False, help="Learning-rate schedule, moved after every step; default none."
+        LRScheduler, "schedule", instantiate=False, help="Learning-rate schedule, moved after every step; default none."
     )
-    parser.set_defaults({"optimizer": {"class_path": "torch.optim.Adam"}})
     parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
     for name, section in sections.items():
         parser.add_class_arguments(section, name)
     return parser
 
 
-def _as_set(spec: dict[str, Any]) -> dict[str, Any]:
-    """A class with those arguments only that differ from its defaults: what a library adds later is not part of a run."""
-    module, _, name = spec["class_path"].rpartition(".")
+def _as_set(value: Any) -> Any:
+    """A class, or several, with those arguments only that differ from their defaults: what a library adds later is not part of a run."""
+    if isinstance(value, list):
+        return [_as_set(part) for part in value]
+    if not isinstance(value, dict) or not value.keys() >= {"class_path", "init_args"}:
+        return value
+    module, _, name = value["class_path"].rpartition(".")
     parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    given = spec.get("init_args") or {}
-    kept = {k: v for k, v in given.items() if k not in parameters or not _same(parameters[k].default, v)}
-    return {"class_path": spec["class_path"], "init_args": kept}
+    given = value["init_args"] or {}
+    kept = {k: _as_set(v) for k, v in given.items() if k not in parameters or not _same(parameters[k].default, v)}
+    return {"class_path": value["class_path"], "init_args": kept}
 
 
 def _same(default: Any, value: Any) -> bool:

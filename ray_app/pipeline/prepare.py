@@ -8,19 +8,20 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
-import psutil
+import safetensors.torch
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import Tensor
 
 from ray_app.checks import check
 from ray_app.config import Config, digest, from_yaml, refuse_other_config, result_fields
 from ray_app.data.columns import spec_like
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.source import Reader, RowSource, first_row, probe, rows_per_task
-from ray_app.errors import ConfigError, DataError, RayAppError, RunExistsError
+from ray_app.errors import ConfigError, DataError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
+from ray_app.pipeline.beginning import find_beginning
 from ray_app.pipeline.planning import classes_of, make_plan, refuse_other_classes
+from ray_app.pipeline.rehearsal import rehearse
 from ray_app.plan.manifest import Manifest
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import location, put_atomic, put_json
@@ -28,11 +29,8 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.task.base import Rows, Task
 from ray_app.task.scoring import combine, score
-from ray_app.train.initial import digest_of
 from ray_app.train.job import Job
-from ray_app.train.parameter_layout import Layout
-from ray_app.train.snapshots import refuse_if_too_big
-from ray_app.train.state import TrainingState, load_class
+from ray_app.train.state import load_class
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +67,13 @@ class Prepared:
         job: What its workers get.
         evaluation: What its evaluator gets, if there is evaluation data.
         resumes: Whether the run exists already.
+        initial: The parameters to begin with, if they were read.
     """
 
     job: Job
     evaluation: EvaluationJob | None
     resumes: bool
+    initial: dict[str, Tensor] | None = None
 
 
 def prepare(config: Config) -> Prepared:
@@ -94,10 +94,7 @@ def prepare(config: Config) -> Prepared:
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check(config)
-    if config.train.init_from is not None:
-        place = str(location(config.train.init_from))  # workers have another current folder
-        known = config.train.init_digest or (before.train.init_digest if before else digest_of(place))
-        config = config.replace(train__init_from=place, train__init_digest=known)
+    config, initial = find_beginning(config, before)
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
     plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
@@ -109,13 +106,15 @@ def prepare(config: Config) -> Prepared:
     fields = {name: spec_like(values) for name, values in row.items()}
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
+    if config.train.init_from is not None:
+        job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
-    _rehearse(job, row)
+    rehearse(job, row, initial)
     data = _prepare_evaluation(job)
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data)
-    return Prepared(replace(job, evaluation=data), evaluation, before is not None)
+    return Prepared(replace(job, evaluation=data), evaluation, before is not None, initial)
 
 
 def training_row(config: Config, dataset: Dataset, task: Task) -> Rows:
@@ -180,49 +179,6 @@ def _check_rounds(job: Job) -> None:
         )
 
 
-def _rehearse(job: Job, row: dict[str, npt.NDArray]) -> None:
-    """Makes model, optimizer and schedule once and takes one row through the loss, so that what cannot work is refused before the start.
-
-    Raises:
-        ConfigError: Something of it fails.
-    """
-    config, task = job.config, job.task
-    try:
-        with torch.random.fork_rng(devices=[]):
-            state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
-            batch = {name: torch.from_numpy(values.copy()) for name, values in row.items()}
-            with torch.inference_mode():
-                task.loss(task.forward(state.model.eval(), batch), batch)
-    except RayAppError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"A trial with one row failed: {type(error).__name__}: {error}. Check task.init_args, optimizer and schedule; tried were"
-            f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path} {config.optimizer.init_args}"
-            + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
-        ) from error
-    if config.checkpoint.snapshot_every_steps is not None:
-        refuse_if_too_big(state.model, psutil.virtual_memory().available)
-    if config.train.strategy == "parameter_server":
-        Layout(state.model, config.train)
-        if type(task).apply_gradients is not Task.apply_gradients:
-            raise ConfigError(
-                f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients"
-                " moves the whole. Use another strategy, or leave that method out."
-            )
-    if isinstance(state.schedule, ReduceLROnPlateau):
-        raise ConfigError(
-            "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
-            " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
-        )
-    steps = getattr(state.schedule, "total_steps", job.total_steps)
-    if steps < job.total_steps:
-        raise ConfigError(
-            f"schedule.init_args.total_steps is {steps}, but the run has {job.total_steps} steps; leave it out to use these, or set at"
-            " least as many."
-        )
-
-
 def _prepare_evaluation(job: Job) -> RowSource | None:
     """The evaluation data, if there is any.
 
@@ -281,9 +237,11 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         RunExistsError: Another start made the run since `prepare` looked.
     """
     job = prepared.job
+    if not prepared.resumes and job.paths.config.exists():
+        raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
+    if prepared.initial is not None:
+        put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
     if not prepared.resumes:
-        if job.paths.config.exists():
-            raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
         put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
         if job.plan.classes is not None:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})

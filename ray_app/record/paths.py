@@ -41,6 +41,11 @@ class RunPaths:
         return self.root / "classes.json"
 
     @property
+    def initial(self) -> Location:
+        """The parameters that it began with, if `train.init_from` named some."""
+        return self.root / "initial.safetensors"
+
+    @property
     def checkpoints(self) -> Location:
         """Folder of committed checkpoints."""
         return self.root / "checkpoints"

@@ -75,7 +75,7 @@ def train_here(job: Job, membership: Alone, hooks: Hooks) -> None:
         membership: Of this process.
         hooks: For fault tests.
     """
-    device = torch.device("cuda" if job.config.scaling.gpus_per_worker else "cpu")
+    device = torch.device("cuda", 0) if job.config.scaling.gpus_per_worker else torch.device("cpu")
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None

@@ -18,7 +18,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
         patterns: Names, with `*` for any text.
 
     Returns:
-        The batch-norm layers that are frozen as a whole: they are to keep their statistics, as in Keras.
+        The batch-norm layers that have parameters, all of them frozen: they are to keep their statistics, as in Keras.
 
     Raises:
         ConfigError: A pattern matches no parameter, or nothing is left to train.
@@ -32,8 +32,8 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
             p.requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):
         raise ConfigError(f"train.freeze {patterns} leaves nothing to train; the model has {_some(list(named))}.")
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)] if patterns else []
-    return [layer for layer in layers if all(not p.requires_grad for p in layer.parameters())]
+    layers = [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, _BatchNorm)] if patterns else []
+    return [layer for layer, trained in layers if trained and not any(trained)]
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The parameters that a run begins with where they come from a file and not from the seed."""
+"""The parameters that a run begins with where they do not come from the seed."""
 
 from __future__ import annotations
 
@@ -12,50 +12,61 @@ from ray_app.record.files import location
 _MOST_NAMED = 5
 
 
-def digest_of(place: str) -> str:
-    """The `params_digest` of a file of parameters.
-
-    Raises:
-        ConfigError: It cannot be read, or is no safetensors file.
-    """
-    return params_digest(_read(place))
-
-
-def begin_with(model: nn.Module, place: str, digest: str | None) -> None:
-    """Gives a model, on the CPU, the parameters of a file.
+def read(place: str, digest: str | None) -> dict[str, Tensor]:
+    """Reads a file of parameters.
 
     Args:
-        model: The model as its task built it.
         place: A safetensors file, a path or an s3:// URI.
         digest: `params_digest` that they must have; None: any.
 
     Raises:
-        ConfigError: The file cannot be read, holds other parameters than these, or ones that are not the model's.
+        ConfigError: It cannot be read, is no safetensors file, or holds other parameters than these.
     """
-    found = _read(place)
-    if digest is not None and params_digest(found) != digest:
-        raise ConfigError(
-            f"train.init_from {place!r} holds parameters with the digest {params_digest(found)}, but the run begins with {digest}. Give the"
-            " file of before, or start a new run."
-        )
-    problems = _differences(model.state_dict(), found)
-    if problems:
-        raise ConfigError(
-            f"train.init_from {place!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same model, or set"
-            " task.init_args to what they were trained with."
-        )
-    model.load_state_dict(found)
-
-
-def _read(place: str) -> dict[str, Tensor]:
     try:
         data = location(place).read_bytes()
     except OSError as error:
-        raise ConfigError(f"train.init_from {place!r} cannot be read: {error}. Name a file that every node sees.") from error
+        raise ConfigError(
+            f"train.init_from {place!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or models:/NAME@ALIAS."
+        ) from error
     try:
-        return safetensors.torch.load(data)
+        found = safetensors.torch.load(data)
     except Exception as error:  # an exception of the library's own
         raise ConfigError(f"train.init_from {place!r} is no safetensors file: {error}. Save parameters with safetensors.torch.") from error
+    refuse_others(found, place, digest)
+    return found
+
+
+def refuse_others(found: dict[str, Tensor], place: str, digest: str | None) -> None:
+    """Refuses parameters that do not have the digest that they must have.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if digest is not None and params_digest(found) != digest:
+        raise ConfigError(
+            f"train.init_from {place!r} holds parameters with the digest {params_digest(found)}, but the run begins with {digest}. Give"
+            " those of before, or start a new run."
+        )
+
+
+def begin_with(model: nn.Module, found: dict[str, Tensor], called: str | None) -> None:
+    """Gives a model parameters.
+
+    Args:
+        model: The model as its task built it.
+        found: Its parameters and persistent buffers by name.
+        called: What the configuration calls them.
+
+    Raises:
+        ConfigError: They are not the model's.
+    """
+    problems = _differences(model.state_dict(), found)
+    if problems:
+        raise ConfigError(
+            f"train.init_from {called!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same model, or set"
+            " task.init_args to what they were trained with."
+        )
+    model.load_state_dict(found)
 
 
 def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:

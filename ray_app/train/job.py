@@ -6,6 +6,8 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ray_app.config import Config
 from ray_app.data.columns import ArraySpec
 from ray_app.data.disk_folder import cached_fetch
@@ -14,6 +16,7 @@ from ray_app.plan.order import Plan
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
 from ray_app.task.base import Task
+from ray_app.train.initial import read
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Job:
         best_metric: Metric that decides which checkpoint is best.
         best_mode: `max` or `min`.
         evaluation: The evaluation data, if there is any.
+        initial: The file with the parameters to begin with, if the model does not draw them.
     """
 
     config: Config
@@ -45,11 +49,20 @@ class Job:
     best_metric: str
     best_mode: str
     evaluation: RowSource | None = None
+    initial: str | None = None
 
     @property
     def paths(self) -> RunPaths:
         """The run directory."""
         return RunPaths(location(self.run_root))
+
+    def read_initial(self) -> dict[str, Tensor] | None:
+        """The parameters to begin with, if the model does not draw them.
+
+        Raises:
+            ConfigError: They are gone.
+        """
+        return read(self.initial, self.config.train.init_digest) if self.initial is not None else None
 
     @property
     def rendezvous(self) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ray_app.config import Config
 from ray_app.data.windows import MicroBatch
+from ray_app.errors import PeerLostError
 from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import World, gather
 from ray_app.strategy.ddp import DataParallel
@@ -91,6 +92,9 @@ class LocalStep(Step):
             return 0.0, 0.0
         losses = self._losses(cursor, batch, replica.model)
         losses.backward(self._weights(batch.rows, batch.rows, 1.0))
+        for p in replica.trained:
+            if p.grad is None:  # or the optimizer would hold a part of what it needs of it after the average
+                p.grad = torch.zeros_like(p)
         return losses.detach().sum().item() / batch.rows, self._clip(replica.trained)
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
@@ -100,17 +104,25 @@ class LocalStep(Step):
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
     def _average(self) -> None:
-        """Makes the state that of the end of the round; a collective of all ranks."""
+        """Makes the state that of the end of the round; a collective of all ranks.
+
+        Raises:
+            PeerLostError: A peer left meanwhile; the state is that of the beginning of the round.
+        """
         state, first = self._state, next(iter(self._replicas.values()))
         starts = [p.detach().clone() for p in self._parameters]
         held = copy.deepcopy(first.optimizer.state_dict())
-        for name in first.averaged():
+        here = {name for replica in self._replicas.values() for name in replica.averaged()}
+        for name in sorted(set().union(*gather(here, self._world))):  # a logical worker that had no rows yet knows none
             for i, value in enumerate(self._mean({v: replica.values(name) for v, replica in self._replicas.items()})):
                 held["state"].setdefault(i, {})[name] = value
-        for i, numbers in gather(first.numbers(), self._world)[0].items():  # those of logical worker 0, who never has fewer rows
-            held["state"].setdefault(i, {}).update(numbers)
-        state.take_round(self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()}), held, first, self._done)
+        most = self._consumed.index(max(self._consumed))  # logical worker 0, unless rows were skipped
+        for found in gather(self._replicas[most].numbers() if most in self._replicas else {}, self._world):
+            for i, numbers in found.items():
+                held["state"].setdefault(i, {}).update(numbers)
+        change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
+        state.take_round(change, held, first, self._done)
         self._begin_round()
 
     def _mean(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
@@ -127,21 +139,25 @@ class LocalStep(Step):
         return [p.grad.clone() for p in self._parameters if p.grad is not None]
 
     def _share_buffers(self) -> None:
-        """Gives all ranks the buffers of logical worker 0."""
-        if 0 in self._replicas:
-            with torch.no_grad():
-                for mine, theirs in zip(self._state.model.buffers(), self._replicas[0].model.buffers(), strict=True):
-                    mine.copy_(theirs)
+        """Gives all ranks the buffers of logical worker 0, or none."""
         self._buffers.begin()
-        self._buffers.launch()
-        self._buffers.finish()
+        try:
+            if 0 in self._replicas:
+                with torch.no_grad():
+                    for mine, theirs in zip(self._state.model.buffers(), self._replicas[0].model.buffers(), strict=True):
+                        mine.copy_(theirs)
+            self._buffers.launch()
+            self._buffers.finish()
+        except PeerLostError:
+            self._buffers.roll_back()
+            raise
 
 
 class _Replica(TrainingState):
     """What one logical worker trains on its own."""
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        super().__init__(config, task, device, total_steps)
+        super().__init__(config.replace(train__ema_decay=None), task, device, total_steps)
         self.trained: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
 
     def follow(self, state: TrainingState) -> None:

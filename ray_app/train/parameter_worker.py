@@ -66,6 +66,8 @@ class ParameterWorker:
         self._job, self._name, self._ask, self._servers, self._membership = job, name, ask, servers, membership
         self._open, self._device, self._hooks = open_windows, device, hooks
         state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
+        if job.config.train.freeze is not None:  # servers hold no more than what is trained
+            state.begin(job.read_initial())
         self._layout = Layout(state.model, job.config.train)
         self._step = _UnitStep(job.config, job.task, state, build_strategy(job.config.train, state.model, _ALONE), _ALONE, device)
         self._streams: dict[int, _Stream] = {}

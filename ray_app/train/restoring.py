@@ -31,6 +31,7 @@ def restore(job: Job, state: TrainingState, recorder: Recorder, sender: Snapshot
 
     Raises:
         CheckpointError: There are checkpoints, but not one is intact, and no snapshot.
+        ConfigError: There is nothing to go on from, and the parameters to begin with are gone.
     """
     kept = sender.newest()
     try:
@@ -47,7 +48,7 @@ def restore(job: Job, state: TrainingState, recorder: Recorder, sender: Snapshot
         put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
         return
     if found is None:
-        state.step = 0
+        state.begin(job.read_initial())
         return
     commit, snapshot = found
     state.load(snapshot)

@@ -32,7 +32,7 @@ NOTHING = -1
 
 
 def load_class(spec: ClassSpec) -> Any:
-    """Imports the class that a configuration names."""
+    """Imports the class, or the function, that a configuration names."""
     module, _, name = spec.class_path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -41,13 +41,10 @@ class TrainingState:
     """Model, optimizer, schedule and the number of finished steps.
 
     Args:
-        config: Names optimizer and schedule, and the file of parameters to begin with if there is one.
+        config: Names optimizer and schedule.
         task: Makes the model.
         device: Where it lives.
         total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
-
-    Raises:
-        ConfigError: The parameters to begin with are not there, or not the model's.
     """
 
     is_spread: ClassVar[bool] = False
@@ -57,8 +54,6 @@ class TrainingState:
         self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
         self.step = NOTHING
         self.model = self._made()
-        if config.train.init_from is not None:
-            begin_with(self.model, config.train.init_from, config.train.init_digest)
         self.model.to(device)
         self.master: nn.Module = self._master_of(self.model)
         self._equip()
@@ -96,6 +91,21 @@ class TrainingState:
     def _can_fuse(self, optimizer: Any) -> bool:
         """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
         return "fused" in inspect.signature(optimizer).parameters
+
+    def begin(self, initial: dict[str, Tensor] | None) -> None:
+        """Makes it the state of before the first step.
+
+        Args:
+            initial: The parameters to begin with; None: those that it has.
+
+        Raises:
+            ConfigError: They are not the model's.
+        """
+        if initial is not None:
+            begin_with(self.master, initial, self._config.train.init_from)
+            if self.average is not None:
+                self.average.load(initial, initial)
+        self.step = 0
 
     @property
     def lr(self) -> float:
@@ -233,11 +243,23 @@ def _optimizer(spec: ClassSpec, model: nn.Module, can_fuse: Callable[[Any], bool
 
 
 def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    """Makes a schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
     made = load_class(spec)
-    args = dict(spec.init_args)
-    if "total_steps" in inspect.signature(made).parameters:
+    parameters = inspect.signature(made).parameters
+
+    def given(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [given(name, part) for part in value]
+        if isinstance(value, dict) and "class_path" in value:
+            return _schedule(ClassSpec(value["class_path"], value.get("init_args") or {}), optimizer, total_steps)
+        if isinstance(value, str) and name in parameters and "Callable" in str(parameters[name].annotation):
+            return load_class(ClassSpec(value))
+        return value
+
+    args = {name: given(name, value) for name, value in spec.init_args.items()}
+    if "total_steps" in parameters and "epochs" not in args:
         args.setdefault("total_steps", total_steps)
-    return made(optimizer, **args)
+    return made(optimizer=optimizer, **args)
 
 
 def copied(value: Any, into: Any = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:

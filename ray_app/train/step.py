@@ -8,7 +8,6 @@ import struct
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -104,6 +103,7 @@ class Step:
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
         if config.train.compile:
             _need_compiler(device)
+        self._compiled_models: dict[nn.Module, Any] = {}
         self._scale = state.scale
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
@@ -183,7 +183,6 @@ class Step:
         self._strategy.backward(losses, self._weights(batch.rows, global_rows, scale), batch.logical_worker)
         return losses.detach().sum().item() / global_rows
 
-    @lru_cache(maxsize=8)  # noqa: B019 - lives as long as its generation
     def _weights(self, rows: int, global_rows: int, scale: float) -> Tensor:
         """One over the global number of rows, scaled, for every row of a micro-batch, shape (rows,)."""
         return torch.full((rows,), scale / global_rows, device=self._device)
@@ -205,10 +204,11 @@ class Step:
             )
         return losses.float()
 
-    @cache  # noqa: B019 - lives as long as its generation
     def _compiled(self, model: nn.Module) -> Any:
         """A model compiled for every shape that comes, each on its own: what a shape gives must not depend on those before it."""
-        return torch.compile(model, dynamic=False)
+        if model not in self._compiled_models:
+            self._compiled_models[model] = torch.compile(model, dynamic=False)
+        return self._compiled_models[model]
 
     def _exchange(self, mine: list[Row]) -> StepResult:
         """Tells all ranks every logical worker's rows, loss and flags; each row of the table comes from one rank, so sums are exact."""

@@ -25,7 +25,7 @@ from ray_app import load_config, run_training
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config, default_tracking_uri
-from ray_app.errors import ConfigError, RegistryError
+from ray_app.errors import ConfigError, RegistryError, RunExistsError
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import example_of, main, register_best, try_to_register
 from ray_app.pipeline.result import Result
@@ -491,6 +491,33 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
     for model in ("models:/fetched@nobody", "models:/fetched/9", "models:/nothing@champion"):
         with pytest.raises(ConfigError, match=f"MLflow has no {model}"):
             named(client, model)
+
+
+@pytest.mark.parametrize("uri", ["server", "store"])
+def test_a_run_begins_with_a_version_that_is_looked_up_once(request: pytest.FixtureRequest, digits: Path, uri: str, tmp_path: Path) -> None:
+    place, name = request.getfixturevalue(uri), f"begun-{uri}"
+    before = Finished(tmp_path, digits, place, tracking__registered_model=name)
+    register_best(before.job, name, place)
+    first, second = CheckpointStore(before.job.paths).commits()
+    config = before.config.replace(run__name="on", tracking__registered_model=None, train__init_from=f"models:/{name}@champion")
+    prepared = prepare(config)
+    assert not prepared.job.paths.root.exists()
+    job = claim(prepared, 1).job
+    assert job.initial == str(tmp_path / "on" / "initial.safetensors")
+    assert job.config.train.init_digest == params_digest(job.read_initial() or {}) == first.params_digest
+    assert f"init_from: models:/{name}@champion" in job.paths.config.read_text()
+    gone = config.replace(tracking__uri="http://127.0.0.1:9")
+    assert prepare(gone).resumes, "nobody is asked again"
+    with pytest.raises(ConfigError, match=r"cannot be had from http://127.0.0.1:9"):
+        prepare(gone.replace(run__name="other"))
+    with pytest.raises(ConfigError, match=r"MLflow has no models:/begun-\w+/9"):
+        prepare(config.replace(run__name="other", train__init_from=f"models:/{name}/9"))
+    with pytest.raises(ConfigError, match=f"holds parameters with the digest {first.params_digest}, but the run begins with {'d' * 64}"):
+        prepare(config.replace(run__name="other", train__init_digest="d" * 64))
+    with pytest.raises(ConfigError, match="models:/NAME@ALIAS"):
+        prepare(config.replace(run__name="other", train__init_from="models:/"))
+    with pytest.raises(RunExistsError, match=r"\+ train.init_digest"):
+        prepare(config.replace(train__init_from=str(before.job.paths.checkpoint(second.step, second.fence) / "model.safetensors")))
 
 
 def test_files_that_arrived_otherwise_make_no_version(server: str, packaged: Any, tmp_path: Path) -> None:

@@ -66,16 +66,21 @@ def test_a_run_of_workers_is_continued_in_the_calling_process(short_run: Callabl
 
 @pytest.mark.usefixtures("same_threads")
 def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Config], tmp_path: Path) -> None:
-    """The others go back to the last average and take over its logical workers; the bits are those of a run in one process."""
-    fields = {"train__strategy": "local_sgd", "train__local_steps": 4, "scaling__min_workers": 2, "scaling__max_workers": 2}
+    """The others go back to the last average, also behind windows that they left, and take over its logical workers; the bits are those of
+    a run in one process."""
+    fields: dict[str, Any] = {"train__strategy": "local_sgd", "train__local_steps": 4, "scaling__min_workers": 2, "scaling__max_workers": 2}
+    fields |= {"data__cache": "none", "data__shuffle_window_rows": 16}
     alone = claim(prepare(short_run(run__name="undisturbed", **fields)), 1).job
+    assert 12 // alone.plan.steps_per_window < 13 // alone.plan.steps_per_window
     train_here(alone, Alone(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
     result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
     assert (kill.happened, kill.gone) == (1, True)
-    events = read_events(RunPaths(result.path), "formed", "failed")
+    events = read_events(RunPaths(result.path), "formed", "failed", "resumed")
     assert [(e.details["workers"], e.details["step"]) for e in events if e.kind == "formed"][:2] == [(2, 0), (1, 12)]
+    resumed = [e.details["step"] for e in events if e.kind == "resumed"]
+    assert set(resumed) <= {30}, "nobody went on from a checkpoint, but a replacement that came after the last step"
     [failed] = [e for e in events if e.kind == "failed"]
     assert "died" in next(iter(failed.details["errors"].values()))
     assert result.summary["redone_steps"] in (1, 2), "those of the round"
@@ -85,7 +90,7 @@ def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Co
 
 
 @pytest.mark.parametrize("strategy", [{"train__strategy": "local_sgd", "train__local_steps": 23}])
-def test_the_digits_are_learned(digits: Path, tmp_path: Path, strategy: dict[str, Any]) -> None:
+def test_the_digits_are_learned_although_a_worker_dies(digits: Path, tmp_path: Path, strategy: dict[str, Any]) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml").replace(
         data__path=str(digits / "train"),
         data__eval_path=str(digits / "eval"),
@@ -94,6 +99,8 @@ def test_the_digits_are_learned(digits: Path, tmp_path: Path, strategy: dict[str
         tracking__enabled=False,
         **strategy,
     )
-    result = run_training(config)
+    kill = Kill(str(tmp_path / "killed"), step=310, rank=1)
+    result = run_training(config, faults=Faults(train=Hooks(after_step=kill)))
+    assert kill.happened == 1
     assert result.summary["metrics"]["accuracy"] >= 0.97
     assert result.summary["rows"] == 30 * 1438

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import yaml
 from ray_app import load_config
 from ray_app.config import SECTIONS, Config
 from ray_app.errors import ConfigError
-from ray_app.pipeline.cli import parse_more
-from ray_app.pipeline.prepare import make_task
+from ray_app.pipeline.cli import parse, parse_more
+from ray_app.pipeline.prepare import make_task, prepare
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.retrain.section import RetrainSection
+from ray_app.sections import ClassSpec
 from ray_app.train.state import TrainingState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,3 +108,60 @@ def test_the_page_for_those_who_know_tf_distribute_has_a_configuration_for_each_
         "CentralStorageStrategy": "central_storage",
         "ParameterServerStrategy": "parameter_server",
     }
+
+
+OPTIMIZERS = [kind.__name__ for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_path: Path) -> None:
+    """None of those of Adam, which stands where no optimizer is named."""
+    shipped = load_config(FILES[0])
+    file = tmp_path / "given.yaml"
+    values = {"task": {"class_path": shipped.task.class_path}, "data": {"path": "x"}, "optimizer": {"class_path": f"torch.optim.{name}"}}
+    file.write_text(yaml.safe_dump(values))
+    assert load_config(file).optimizer == ClassSpec(f"torch.optim.{name}")
+    over = load_config(FILES[0], optimizer=f"torch.optim.{name}").optimizer
+    assert over.init_args.items() <= shipped.optimizer.init_args.items(), "what the file gives may stay"
+
+
+def test_an_argument_alone_is_that_of_the_default_optimizer() -> None:
+    given = ["--task=ray_app.task.image.ImageClassification", "--data.path=x"]
+    assert parse(given, exit_on_error=False).optimizer == Config().optimizer
+    assert parse([*given, "--optimizer.init_args.lr=0.01"], exit_on_error=False).optimizer == ClassSpec("torch.optim.Adam", {"lr": 0.01})
+
+
+WARM_UP = """{class_path: torch.optim.lr_scheduler.SequentialLR, init_args: {milestones: [100], schedulers: [
+  {class_path: torch.optim.lr_scheduler.LinearLR, init_args: {start_factor: 0.01, total_iters: 100, end_factor: 1.0}},
+  {class_path: torch.optim.lr_scheduler.CosineAnnealingLR, init_args: {T_max: 900}}]}}"""
+
+
+def test_a_schedule_may_be_made_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "given.yaml"
+    rest = "{task: {class_path: ray_app.task.image.ImageClassification}, data: {path: x}, schedule: %s}"
+    file.write_text(rest % WARM_UP)
+    found = load_config(file).schedule
+    assert found is not None
+    warm_up, cosine = found.init_args["schedulers"]
+    assert warm_up["init_args"] == {"start_factor": 0.01, "total_iters": 100}, "without what is the default in any case"
+    assert cosine["init_args"] == {"T_max": 900}
+    file.write_text(load_config(file).to_yaml())
+    assert load_config(file).schedule == found
+    file.write_text(rest % WARM_UP.replace("T_max", "T_min"))
+    with pytest.raises(ConfigError, match=r"(?s)CosineAnnealingLR.*'T_min' is not accepted"):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optimizer": {"class_path": "torch.optim.LBFGS"}, "schedule": None}, r"torch.optim.LBFGS cannot make a step: .*closure"),
+        ({"optimizer": {"class_path": "torch.optim.SparseAdam"}, "schedule": None}, r"torch.optim.SparseAdam cannot make a step: .*dense"),
+        ({"schedule": {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}}, "needs an evaluation at each step"),
+    ],
+    ids=["closure", "sparse gradients", "a metric"],
+)
+def test_what_cannot_make_a_step_is_refused_before_the_start(digits: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
+    with pytest.raises(ConfigError, match=said):
+        prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, **fields))

@@ -95,6 +95,8 @@ def test_the_valid_one_is_accepted() -> None:
             "data.global_batch_size is 30, not divisible by the 4 logical workers; the nearest valid values are 28 or 32.",
         ),
         ({"train__bucket_mb": 0.0}, "train.bucket_mb is 0.0; it must be greater than 0."),
+        ({"train__bucket_mb": math.inf}, "train.bucket_mb is inf; it must be finite."),
+        ({"data__read_task_mb": math.inf}, "data.read_task_mb is inf; it must be finite."),
         ({"train__backend": "mpi"}, "train.backend is 'mpi'; it must be one of auto, nccl, gloo."),
         (
             {"train__backend": "nccl"},

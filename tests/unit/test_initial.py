@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from local_world import DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
 
 from ray_app import load_config
 from ray_app.checkpoint.format import params_digest
@@ -15,6 +17,7 @@ from ray_app.config import Config, result_fields
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.pipeline.prepare import claim, prepare
 from ray_app.task.base import Task
+from ray_app.train.hooks import Hooks
 from ray_app.train.state import TrainingState
 from tests.cluster import ROOT
 
@@ -40,10 +43,51 @@ def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_
     assert job.config.train.init_digest == params_digest(state)
     assert result_fields(job.config, "m")["train.init_digest"] == params_digest(state)
     assert "train.init_from" not in result_fields(job.config, "m")
-    made = [TrainingState(job.config, task, torch.device("cpu"), job.total_steps) for _ in range(2)]
-    assert {params_digest(one.model.state_dict()) for one in made} == {params_digest(state)}
-    seeded = TrainingState(given, task, torch.device("cpu"), job.total_steps)
-    assert params_digest(seeded.model.state_dict()) != params_digest(state)
+    made = TrainingState(job.config.replace(train__ema_decay=0.9), task, torch.device("cpu"), job.total_steps)
+    assert params_digest(made.model.state_dict()) != params_digest(state)
+    claim(prepare(config), 1)
+    made.begin(job.read_initial())
+    assert made.step == 0
+    assert params_digest(made.model.state_dict()) == params_digest(made.snapshot().model) == params_digest(state)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}, {"train__strategy": "central_storage"}], ids=str
+)
+def test_workers_need_the_parameters_only_to_begin(pool: Pool, tmp_path: Path, fields: dict[str, Any]) -> None:
+    task, place = TinyImages(), tmp_path / "first.safetensors"
+    parameters(task, place)
+    fields = {"train__init_from": str(place), "train__ema_decay": 0.9, "checkpoint__every_epochs": None, **fields}
+    data = write_images(tmp_path / "data", [[20]])
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=task, checkpoint__every_steps=2, train__epochs=2, **fields)
+    whole = pool.trained(job, 1, cached)
+    seeded = dataclasses.replace(job, initial=None)
+    assert pool.trained(seeded, 1, cached).steps[0] != whole.steps[0]
+    pool.train(job, 2, Hooks(after_step=DieAfter(5)), cached)
+    place.unlink()
+    pool.run_job(job, 2, cached)
+    assert result_of(job).bits == whole.bits
+
+
+def test_a_run_that_has_begun_needs_the_file_no_more(given: Config, tmp_path: Path) -> None:
+    place = tmp_path / "first.safetensors"
+    state = parameters(prepare(given).job.task, place)
+    config = given.replace(train__init_from=str(place))
+    claim(prepare(config), 1)
+    place.unlink()
+    again = claim(prepare(config), 2)
+    assert again.resumes
+    assert again.job.config.train.init_digest == params_digest(again.job.read_initial() or {}) == params_digest(state)
+
+
+def test_the_folder_of_an_export_stands_for_its_parameters(given: Config, tmp_path: Path) -> None:
+    data = tmp_path / "model" / "data" / "model"
+    data.mkdir(parents=True)
+    (data / "package.json").write_text("{}")
+    state = parameters(prepare(given).job.task, data / "model.safetensors")
+    job = prepare(given.replace(train__init_from=str(tmp_path / "model"))).job
+    assert job.config.train.init_from == str(data / "model.safetensors")
+    assert job.config.train.init_digest == params_digest(state)
 
 
 def test_a_run_goes_on_with_the_parameters_that_it_began_with(given: Config, tmp_path: Path) -> None:
@@ -56,15 +100,20 @@ def test_a_run_goes_on_with_the_parameters_that_it_began_with(given: Config, tmp
     assert prepare(config.replace(train__init_from=str(tmp_path / "moved.safetensors"))).resumes
     with pytest.raises(RunExistsError, match=r"- train.init_digest: "):
         prepare(given)
+    claim(prepare(given.replace(run__name="drawn")), 1)
+    with pytest.raises(RunExistsError, match=r"\+ train.init_digest: "):
+        prepare(given.replace(run__name="drawn", train__init_from=str(tmp_path / "moved.safetensors")))
     parameters(task, place, seed=6)
-    with pytest.raises(ConfigError, match=rf"the run begins with {params_digest(state)}"):
-        prepare(config)
+    job = prepare(config).job
+    assert params_digest(job.read_initial() or {}) == params_digest(state), "it keeps its own"
+    with pytest.raises(ConfigError, match=rf"but the run begins with {params_digest(state)}"):
+        prepare(config.replace(run__name="new", train__init_digest=params_digest(state)))
 
 
 def test_parameters_that_are_not_the_models_are_refused_by_name(given: Config, tmp_path: Path) -> None:
     place = tmp_path / "first.safetensors"
     config = given.replace(train__init_from=str(place))
-    with pytest.raises(ConfigError, match=r"first.safetensors' cannot be read: .* every node sees"):
+    with pytest.raises(ConfigError, match=r"first.safetensors' cannot be read: .*Name a safetensors file"):
         prepare(config)
     place.write_bytes(b"pickle")
     with pytest.raises(ConfigError, match="is no safetensors file"):

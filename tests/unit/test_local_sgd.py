@@ -8,19 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from local_world import CPU, DieAfter, LocalMembership, Pool, cached, feed_of, make_job, result_of, write_images
+from local_world import (
+    CLASSES,
+    CPU,
+    DieAfter,
+    LocalMembership,
+    Pool,
+    TinyImages,
+    cached,
+    feed_of,
+    make_job,
+    plain,
+    result_of,
+    write_images,
+)
+from torch import Tensor, nn
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, PeerLostError
 from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
+from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_step
 from ray_app.train.environment import set_up_torch
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.local_step import LocalStep
+from ray_app.train.logical import Buffers
 from ray_app.train.messages import Flags
 from ray_app.train.state import TrainingState
 
@@ -41,8 +57,8 @@ def local_job(folder: Path, data: Path, **fields: Any) -> Job:
         "checkpoint__every_epochs": None,
         "checkpoint__every_steps": 6,
     }
-    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
+    defaults["task"] = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
+    return make_job(folder, data, logical_workers=4, batch=12, **(defaults | fields))
 
 
 @pytest.mark.parametrize(
@@ -72,10 +88,11 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     assert again.workers[6:8] == [[3, 2], [3, 2]], "the round's steps were done again"
 
 
-def step_of(job: Job, store: Path) -> tuple[LocalStep, TrainingState, Any]:
+def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[LocalStep, TrainingState, Any]:
     set_up_torch(job.config, CPU)
-    state = TrainingState(job.config, job.task, CPU, job.total_steps)
-    state.step = 0
+    if state is None:
+        state = TrainingState(job.config, job.task, CPU, job.total_steps)
+        state.step = 0
     world = World(0, 1, job.plan.logical_workers)
     with LocalMembership(world, store).generation(0, False):
         step = build_step(job, state, build_strategy(job.config.train, state.model, world), world, CPU, lambda phase: None)
@@ -102,6 +119,70 @@ def test_the_average_is_the_mean_of_what_the_logical_workers_found(data: Path, t
         held = state.optimizer.state[p]
         values = [replica.optimizer.state[replica.trained[i]]["momentum_buffer"] for replica in found]
         assert torch.allclose(held["momentum_buffer"], torch.stack(values).mean(0), atol=1e-6)
+
+
+def test_a_peer_that_is_lost_at_the_end_of_a_round_takes_all_of_it_back(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers are the last that travels: nothing may have moved by then."""
+    job = local_job(tmp_path / "run", data, train__ema_decay=0.9, train__outer_momentum=0.9)
+    step, state, feed = step_of(job, tmp_path / "store")
+    before = state.snapshot()
+
+    def lose(self: Buffers) -> None:
+        raise PeerLostError("while buffers travel")
+
+    for i in range(2):
+        step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(Buffers, "launch", lose)
+        with pytest.raises(PeerLostError):
+            step.run(Cursor.at(2, 9), feed.next(), 12, Flags(0))
+    assert plain(state.snapshot()) == plain(before)
+    assert state.step == 0
+    again, _, feed = step_of(job, tmp_path / "again", state)
+    other, undisturbed, its_feed = step_of(job, tmp_path / "other")
+    for i in range(3):
+        again.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
+        other.run(Cursor.at(i, 9), its_feed.next(), 12, Flags(0))
+    assert state.step == 3
+    assert plain(state.snapshot()) == plain(undisturbed.snapshot())
+
+
+class Branches(TinyImages):
+    """Has a parameter that gets a gradient only in some steps, and one that never does."""
+
+    def __init__(self) -> None:
+        super().__init__("unused")
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_parameter("branch", nn.Parameter(torch.ones(CLASSES)))
+        return model
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        outputs = super().forward(model, batch)
+        return outputs * model.branch if model.training and torch.rand(()) < 0.3 else outputs  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["sgd", "adam"])
+def test_a_parameter_that_a_logical_worker_has_no_gradient_for(pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    job = local_job(tmp_path / "run", data, optimizer=optimizer, task=Branches())
+    alone = pool.trained(job, 1, cached)
+    assert pool.trained(job, 3, cached).bits == alone.bits
+    moments = [values["exp_avg" if "exp_avg" in values else "momentum_buffer"] for values in alone.snapshot.optimizer["state"].values()]
+    assert [bool(value.any()) for value in moments] == [False] + [True] * 7, "unused, then the branch, then the layers"
+
+
+def test_a_logical_worker_without_rows_meets_the_others_all_the_same(pool: Pool, tmp_path: Path) -> None:
+    """Of two rows the first two of four logical workers get one each, so a worker may have none but such that never moved."""
+    few = write_images(tmp_path / "few", [[2]])
+    job = local_job(tmp_path / "run", few, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2)
+    alone = pool.trained(job, 1, cached)
+    several = pool.trained(job, 2, cached)
+    assert several.bits == alone.bits
+    assert [step[4] for step in several.steps] == [(1, 1, 0, 0)] * 4
+    assert pool.trained(job, 4, cached).bits == alone.bits
 
 
 def test_flags_wait_for_the_average(data: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+import weakref
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from ray_app.plan.cursor import Cursor
 from ray_app.sections import ClassSpec
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
+from ray_app.train.build import build_step
 from ray_app.train.environment import set_up_torch
 from ray_app.train.job import Job
 from ray_app.train.logical import Buffers, seed_step, single_values
@@ -30,6 +33,15 @@ from ray_app.train.step import Step, StepResult
 
 ROWS = [[50, 1], [46]]
 """97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
+
+
+WARM_UP = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.1, "total_iters": 4}}
+COSINE = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 8}}
+
+
+def falling(step: int) -> float:
+    """For `LambdaLR`."""
+    return 1 / (1 + step)
 
 
 @pytest.fixture(scope="session")
@@ -276,6 +288,9 @@ def test_random_numbers_belong_to_seed_epoch_step_and_logical_worker() -> None:
         ("MultiStepLR", {"milestones": [2, 5, 5], "gamma": 0.5}),
         ("CosineAnnealingLR", {"T_max": 7}),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 12}),
+        ("SequentialLR", {"schedulers": [WARM_UP, COSINE], "milestones": [4]}),
+        ("ChainedScheduler", {"schedulers": [WARM_UP, {**COSINE, "init_args": {"T_max": 20}}]}),
+        ("LambdaLR", {"lr_lambda": f"{__name__}.falling"}),
         ("CosineAnnealingWarmRestarts", {"T_0": 3}),
         ("LinearLR", {"total_iters": 5}),
     ],
@@ -316,6 +331,38 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
         assert params_digest(second.model.state_dict()) == params_digest(undisturbed.model.state_dict())
 
 
+def rates_of(name: str, args: dict[str, Any], steps: int) -> list[float]:
+    """The learning rates of a run of so many steps that begins with 0.1."""
+    schedule = ClassSpec(f"torch.optim.lr_scheduler.{name}", args)
+    state = TrainingState(Config(optimizer=ClassSpec("torch.optim.SGD", {"lr": 0.1}), schedule=schedule), TASK, CPU, steps)
+    found = []
+    for _ in range(steps):
+        found.append(state.lr)
+        state.optimizer.step()
+        state.pass_over()
+    return found
+
+
+def test_a_linear_warm_up_and_then_a_cosine() -> None:
+    found = rates_of("SequentialLR", {"schedulers": [WARM_UP, COSINE], "milestones": [4]}, 12)
+    assert found[:4] == pytest.approx([0.01 + 0.09 * i / 4 for i in range(4)])
+    assert found[4:] == pytest.approx([0.05 * (1 + math.cos(math.pi * i / 8)) for i in range(8)])
+
+
+def test_a_function_is_named_by_its_path() -> None:
+    assert rates_of("LambdaLR", {"lr_lambda": f"{__name__}.falling"}, 5) == [0.1 * falling(i) for i in range(5)]
+
+
+def test_a_schedule_takes_the_length_of_the_run_unless_it_has_one() -> None:
+    def lowest(args: dict[str, Any]) -> int:
+        found = rates_of("OneCycleLR", {"max_lr": 0.1, **args}, 30)
+        return found.index(min(found))
+
+    assert lowest({}) == 29
+    with pytest.raises(ValueError, match="Tried to step 13 times"):
+        lowest({"epochs": 3, "steps_per_epoch": 4})
+
+
 @dataclass
 class OneLayer:
     """As much of a task as the training state needs."""
@@ -328,6 +375,27 @@ class OneLayer:
 
 
 TASK: Any = OneLayer()
+
+
+@pytest.mark.parametrize("fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}], ids=["step", "local step"])
+def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, checkpoint__every_epochs=None)
+    set_up_torch(job.config, CPU)
+    state = TrainingState(job.config, job.task, CPU, 100)
+    state.step = 0
+
+    def generation() -> list[weakref.ref[Any]]:
+        with LocalMembership(World(0, 1, 4), tmp_path / "store").generation(0, False) as (world, _):
+            strategy = build_strategy(job.config.train, state.model, world)
+            step = build_step(job, state, strategy, world, CPU, lambda phase: None)
+            feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+            with closing(strategy), closing(feed):
+                step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
+        return [weakref.ref(step), weakref.ref(strategy)]
+
+    alive = generation()
+    gc.collect()
+    assert [held() for held in alive] == [None, None]
 
 
 def test_a_snapshot_is_memory_of_its_own() -> None:

@@ -20,7 +20,9 @@ from ray_app.strategy.build import build_strategy
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.task.mixing import mix, smooth_targets
+from ray_app.train.alone import Alone, train_here
 from ray_app.train.environment import set_up_torch
+from ray_app.train.freeze import freeze
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
@@ -50,7 +52,24 @@ class Own(ImageClassification):
                 p.clamp_(-0.2, 0.2)
 
 
+class Steep(ImageClassification):
+    """Its gradients are too large for float16 until the scale of the loss has been halved several times."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return super().loss(outputs, batch) * 2000
+
+
 CNN = {"model_args": {"channels": 4, "dropout": 0.3}}
+WARM_UP = {
+    "class_path": "torch.optim.lr_scheduler.SequentialLR",
+    "init_args": {
+        "schedulers": [
+            {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.1, "total_iters": 8}},
+            {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 10}},
+        ],
+        "milestones": [8],
+    },
+}
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "bf16": ({"train__precision": "bf16"}, {}),
@@ -64,14 +83,16 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixup": ({}, {"mixup": 0.4}),
     "cutmix": ({}, {"cutmix": 1.0}),
     "both": ({"train__ema_decay": 0.9}, {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}),
-    "own step": ({}, {"own": True}),
+    "own step": ({}, {"task": Own}),
+    "overflow": ({"train__precision": "fp16"}, {"task": Steep}),
+    "warm-up": ({"schedule": WARM_UP}, {}),
 }
 
 
 def job_of(name: str, folder: Path, data: Path) -> Job:
     fields, args = FEATURES[name]
     args = dict(args)
-    task = (Own if args.pop("own", False) else ImageClassification)(**CNN, **args)
+    task = args.pop("task", ImageClassification)(**CNN, **args)
     fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4, **fields}
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
 
@@ -96,6 +117,8 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     assert "dies after step 7" in str(outcomes[0].error)
     pool.run_job(job, 2, cached)
     assert result_of(job).bits == alone.bits
+    overflowed = [math.isfinite(step[3]) for step in alone.steps].count(False)
+    assert (overflowed > 4) == (name == "overflow"), "more than until the checkpoint that the resume went on from"
     if name not in ("plain", "channels last"):
         assert alone.commit.params_digest != plain_digest, "the feature changes nothing"
 
@@ -219,6 +242,11 @@ def test_freezing_nothing_or_all_is_refused(data: Path, tmp_path: Path, patterns
         TrainingState(job.config, job.task, CPU, 10)
 
 
+def test_batch_norm_without_parameters_is_not_frozen_by_the_name_of_another() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert freeze(model, ["0.*", "2.*"]) == [model[2]]
+
+
 # --- epochs of so many steps
 
 
@@ -281,3 +309,18 @@ def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     state = state_of(job)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
         Step(job.config, job.task, state, build_strategy(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU)
+
+
+# --- in the calling process
+
+
+def test_alone_on_a_gpu_it_takes_the_first_one(data: Path, tmp_path: Path) -> None:
+    """Where there is none, PyTorch says so when it is asked for that one."""
+    fields = {"train__strategy": "single", "scaling__gpus_per_worker": 1, "train__max_steps": 1}
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **fields)
+    if torch.cuda.is_available():
+        train_here(job, Alone(1, lambda: False), Hooks())
+        assert result_of(job).commit.environment["device"].startswith("cuda")
+    else:
+        with pytest.raises((RuntimeError, AssertionError), match=r"NVIDIA driver|not compiled with CUDA"):
+            train_here(job, Alone(1, lambda: False), Hooks())

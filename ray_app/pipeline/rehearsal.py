@@ -1,0 +1,86 @@
+"""What a run is to do, tried once before it starts."""
+
+from __future__ import annotations
+
+import numpy.typing as npt
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ray_app.config import Config
+from ray_app.errors import ConfigError, RayAppError
+from ray_app.task.base import Task
+from ray_app.train.job import Job
+from ray_app.train.parameter_layout import Layout
+from ray_app.train.snapshots import refuse_if_too_big
+from ray_app.train.state import TrainingState, load_class
+
+
+def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] | None) -> None:
+    """Makes model, optimizer and schedule once and takes one row through the loss, so that what cannot work is refused before the start.
+
+    Args:
+        job: What is to start.
+        row: A decoded row, as a batch of one.
+        initial: The parameters to begin with, if they are new to the run.
+
+    Raises:
+        ConfigError: Something of it fails.
+    """
+    config, task = job.config, job.task
+    try:
+        with torch.random.fork_rng(devices=[]):
+            state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
+            state.begin(initial)
+            batch = {name: torch.from_numpy(values.copy()) for name, values in row.items()}
+            with torch.inference_mode():
+                task.loss(task.forward(state.model.eval(), batch), batch)
+    except RayAppError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"A trial with one row failed: {type(error).__name__}: {error}. Check task.init_args, optimizer and schedule; tried were"
+            f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path} {config.optimizer.init_args}"
+            + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
+        ) from error
+    if type(task).apply_gradients is Task.apply_gradients:
+        _try_optimizer(config, state.model)
+    if config.checkpoint.snapshot_every_steps is not None:
+        refuse_if_too_big(state.model, psutil.virtual_memory().available)
+    if config.train.strategy == "parameter_server":
+        Layout(state.model, config.train)
+        if type(task).apply_gradients is not Task.apply_gradients:
+            raise ConfigError(
+                f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients"
+                " moves the whole. Use another strategy, or leave that method out."
+            )
+    if isinstance(state.schedule, ReduceLROnPlateau):
+        raise ConfigError(
+            "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
+            " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
+        )
+    steps = getattr(state.schedule, "total_steps", job.total_steps)
+    if steps < job.total_steps:
+        raise ConfigError(
+            f"schedule.init_args.total_steps is {steps}, but the run has {job.total_steps} steps; leave it out to use these, or set at"
+            " least as many."
+        )
+
+
+def _try_optimizer(config: Config, model: nn.Module) -> None:
+    """Moves a copy of the smallest parameter by a gradient of zeros.
+
+    Raises:
+        ConfigError: That is not all that the optimizer needs.
+    """
+    least = min((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
+    tried = nn.Parameter(torch.zeros_like(least))
+    tried.grad = torch.zeros_like(least)
+    try:
+        load_class(config.optimizer)([tried], **config.optimizer.init_args).step()
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {type(error).__name__}: {error}. Steps here have the"
+            " gradient, which is dense, and no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
+        ) from error
