@@ -14,7 +14,6 @@ from rich.console import Console
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.checks import check
 from ray_app.config import Config
-from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, EvaluationError, RayAppError
 from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
@@ -22,9 +21,10 @@ from ray_app.pipeline.cli import importable_from_here
 from ray_app.pipeline.closing import newest_start
 from ray_app.pipeline.cluster import cluster
 from ray_app.pipeline.ending import exit_code
-from ray_app.pipeline.prepare import evaluation_source, make_task
+from ray_app.pipeline.prepare import check_evaluation_data, evaluation_source, make_task
 from ray_app.pipeline.replay import replay
 from ray_app.pipeline.report import report_end
+from ray_app.pipeline.trained import training_data
 from ray_app.record.configuration import read_config
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import location, poll_s
@@ -119,8 +119,10 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
 
 
 def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
-    ready = make_task(config).prepare(open_dataset(config.data.path).facts)
+    ready = make_task(config).prepare(training_data(paths, config).facts)
     data = evaluation_source(ready, str(config.data.eval_path), config.data.read_task_mb)
+    if options.name is None:
+        check_evaluation_data(paths, config, data.manifest.digest)
     return EvaluationJob(config.evaluate, ready, str(paths.root), newest_fence(paths), data, options.name, attached=True)
 
 

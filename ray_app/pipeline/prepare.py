@@ -179,6 +179,20 @@ def _check_rounds(job: Job) -> None:
         )
 
 
+def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
+    """Refuses other data than before for a run whose result depends on its evaluations.
+
+    Raises:
+        DataError: It is other data.
+    """
+    before = {e.data_digest for e in read_evaluations(paths)} - {digest}
+    if before and config.evaluate.patience is not None:
+        raise DataError(
+            f"data.eval_path {config.data.eval_path} (digest {digest}) is not what this run was evaluated on before ({', '.join(before)}),"
+            " but evaluate.patience makes the result depend on it. Give the data of before, or another run.name."
+        )
+
+
 def _prepare_evaluation(job: Job) -> RowSource | None:
     """The evaluation data, if there is any.
 
@@ -200,12 +214,7 @@ def _prepare_evaluation(job: Job) -> RowSource | None:
         known = sorted(combine(job.task, score(job.task, job.task.build_model(), blank, 2, torch.device("cpu"))).values)
         if job.best_metric not in known:
             raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task's metrics of one number are {', '.join(known)}.")
-    before = {e.data_digest for e in read_evaluations(job.paths)} - {source.manifest.digest}
-    if before and config.evaluate.patience is not None:
-        raise DataError(
-            f"data.eval_path {config.data.eval_path} (digest {source.manifest.digest}) is not what this run was evaluated on before"
-            f" ({', '.join(before)}), but evaluate.patience makes the result depend on it. Give the data of before, or another run.name."
-        )
+    check_evaluation_data(job.paths, config, source.manifest.digest)
     return source
 
 

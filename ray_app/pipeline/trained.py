@@ -11,11 +11,13 @@ import torch
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import params_digest, unpack_model
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config import Config
 from ray_app.data.columns import spec_like
-from ray_app.data.dataset import open_dataset
+from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.pipeline.closing import stored_job
 from ray_app.pipeline.prepare import training_row
+from ray_app.plan.manifest import Manifest
 from ray_app.record.evaluations import Evaluation
 from ray_app.record.paths import RunPaths
 from ray_app.train.early_stop import best_first
@@ -34,15 +36,25 @@ def trained_job(paths: RunPaths) -> Job:
         DataError: The data is not what it was.
     """
     job = stored_job(paths)
-    dataset = open_dataset(job.config.data.path)
-    if dataset.manifest.digest != job.plan.manifest.digest:
-        raise DataError(
-            f"The data {job.config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
-            " Restore it, or use the version that the run was registered as."
-        )
+    dataset = training_data(paths, job.config)
     task = job.task.prepare(dataset.facts)
     fields = {name: spec_like(values) for name, values in training_row(job.config, dataset, task).items()}
     return replace(job, task=task, data_root=dataset.root, fields=fields)
+
+
+def training_data(paths: RunPaths, config: Config) -> Dataset:
+    """The data that a run was trained on.
+
+    Raises:
+        DataError: It is not what it was.
+    """
+    dataset = open_dataset(config.data.path)
+    if dataset.manifest.digest != Manifest.from_json(paths.manifest.read_text()).digest:
+        raise DataError(
+            f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
+            " Restore it, or use the version that the run was registered as."
+        )
+    return dataset
 
 
 def chosen(job: Job, which: str) -> Commit:

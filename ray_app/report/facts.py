@@ -71,7 +71,7 @@ class Facts:
         evaluations: Those of the run's own evaluator, by step.
         others: Those of other evaluators, by their name.
         newest: The newest checkpoint.
-        stopped: `summary.json` of a run that stopped early, otherwise empty.
+        summary: `summary.json` of a run whose newest start has ended, otherwise empty.
         metric: Metric that decides which checkpoint is best.
         mode: Whether more (`max`) or less (`min`) of it is better.
         bad_rows: Those that cannot be decoded.
@@ -88,7 +88,7 @@ class Facts:
     evaluations: list[Evaluation]
     others: dict[str, list[Evaluation]]
     newest: Commit | None
-    stopped: dict[str, Any]
+    summary: dict[str, Any]
     metric: str
     mode: str
     bad_rows: BadRows
@@ -97,8 +97,8 @@ class Facts:
 
     @property
     def best(self) -> Evaluation | None:
-        """The best evaluation; of a run that stopped early the one that named its result."""
-        named = (self.stopped.get("stopped_early") or {}).get("best_step")
+        """The best evaluation: of a run that has ended the one that its summary names."""
+        named = (self.summary.get("best") or {}).get("step")
         return next((e for e in self.evaluations if e.step == named), None) or next(
             iter(ranked(self.evaluations, self.metric, self.mode)), None
         )
@@ -106,7 +106,7 @@ class Facts:
     @property
     def digest(self) -> str | None:
         """Digest of the run's result: of its newest checkpoint, or of the best where training stopped early."""
-        return self.stopped.get("params_digest") or (self.newest.params_digest if self.newest else None)
+        return self.summary.get("params_digest") or (self.newest.params_digest if self.newest else None)
 
     @property
     def story(self) -> str:
@@ -194,7 +194,7 @@ def read_facts(paths: RunPaths) -> Facts:
         evaluations,
         {name: read_evaluations(paths, name) for name in evaluator_names(paths)},
         commits[-1] if commits else None,
-        (read_json(paths.summary) or {}) if status == "stopped early" else {},
+        (read_json(paths.summary) or {}) if _end(events) is not None else {},
         metric,
         mode,
         read_bad_rows(paths),

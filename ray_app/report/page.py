@@ -116,7 +116,7 @@ def cards_of(facts: Facts) -> list[Card]:
         Card(
             "parameters",
             digest[:10] or "-",
-            "sha256 of the result" if facts.stopped else "sha256 of the newest checkpoint" if digest else "no checkpoint",
+            "sha256 of the result" if facts.status == "stopped early" else "sha256 of the newest checkpoint" if digest else "no checkpoint",
             digest,
         ),
     ]

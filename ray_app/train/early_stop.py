@@ -22,8 +22,10 @@ def early_stop(job: Job) -> Verdict | None:
 
 
 def best_first(job: Job) -> list[Evaluation]:
-    """The evaluations that may name the run's result, from best to worst."""
+    """The evaluations that may name the run's result, from best to worst; only those on the data that was evaluated last."""
     evaluations = read_evaluations(job.paths)
+    newest = max(evaluations, key=lambda e: e.time_s, default=None)
+    evaluations = [e for e in evaluations if newest is not None and e.data_digest == newest.data_digest]
     if job.config.evaluate.patience is not None:
         last = max((e.step for e in evaluations), default=0)
         found = early_stop(job)

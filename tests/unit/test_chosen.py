@@ -14,13 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from torch import nn
 
 from ray_app import load_config
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
-from ray_app.errors import CheckpointError, ConfigError
+from ray_app.errors import CheckpointError, ConfigError, DataError
+from ray_app.pipeline.evaluating import EvaluateOptions, evaluate_run
 from ray_app.pipeline.exporting import ExportOptions, export_run
 from ray_app.pipeline.prepare import claim, prepare
 from ray_app.pipeline.result import Result
@@ -28,6 +30,7 @@ from ray_app.pipeline.trained import best_commit
 from ray_app.predict.model import model_of_run
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json
+from ray_app.record.journal import put_event
 from ray_app.train.job import Job
 from tests.checkpoints import commit_of
 from tests.cluster import ROOT
@@ -109,6 +112,23 @@ def test_all_mean_the_same_best_one_also_when_an_evaluation_comes_late_or_it_is_
     with caplog.at_level(logging.WARNING):
         assert chosen_everywhere(job, tmp_path / "out") == {20}
     assert caplog.text.count("The best checkpoint, of step 30, is gone") == 5
+
+
+def test_evaluations_of_other_data_are_not_compared(job: Job) -> None:
+    [newest] = [c for c in CheckpointStore(job.paths).commits() if c.step == 30]
+    put_evaluation(job.paths, Evaluation(30, 0, newest.params_digest, {"accuracy": 0.6}, 10, 0.1, time_s=1.0, data_digest="other"))
+    assert best_commit(job)[0].step == 30
+
+
+def test_a_run_is_evaluated_only_with_the_data_that_its_task_was_made_from(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits / "train", tmp_path / "train")
+    fields: dict[str, Any] = {"data__path": str(tmp_path / "train"), "data__eval_path": str(digits / "eval")}
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", run__storage_path=str(tmp_path / "runs"), **fields)
+    made = trained(config, 10)
+    put_event(made.paths, "started", 1)
+    shutil.copy(next((tmp_path / "train").glob("*.parquet")), tmp_path / "train" / "more.parquet")
+    with pytest.raises(DataError, match="is not what it was trained on"):
+        evaluate_run(EvaluateOptions(run=str(made.paths.root)), None, Console(quiet=True))
 
 
 def test_without_a_checkpoint_there_is_nothing_to_load(job: Job) -> None:
