@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from ray_app.config import Config, default_tracking_uri
-from ray_app.errors import DataError
+from ray_app.errors import DataError, StorageError
 from ray_app.record.files import remove_tree
 from ray_app.record.lease import Lease, acquire, refuse_if_lost
 from ray_app.record.paths import RunPaths
@@ -74,6 +74,7 @@ def retrain(
         ConfigError: The configuration is refused.
         RunHeldError: Another scheduler retrains this model.
         DataError: There is no data.
+        StorageError: The data cannot be read now; starting again goes on.
         RayAppError: The training failed, or MLflow refused something; starting again goes on.
     """
     check_section(config, section)
@@ -147,6 +148,8 @@ class _Start:
             return Outcome("data refused", f"the same data was refused before: {before['reason']} ({before['at']})")
         try:
             decision = self._given.decide(judged)
+        except StorageError:
+            raise
         except DataError as error:
             decision = Decision(True, "new data", f"the delivered data cannot be used: {error}")
         return decision if decision.retrain else Outcome("nothing", decision.reason)
@@ -183,6 +186,8 @@ class _Start:
             trained = self._stage(round, "trained", stages.train)
         except InterruptedRunError:
             return Outcome("interrupted", "the run was stopped with a checkpoint; starting again continues it")
+        except StorageError:  # says nothing of the data
+            raise
         except DataError as error:
             return self._refused_data(round, [str(error)])
         self._say("trained", f"run {trained['run']}: {trained['status']}, {trained['steps']:,} steps")
