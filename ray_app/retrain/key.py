@@ -73,7 +73,7 @@ class Inputs:
 
     @property
     def key(self) -> str:
-        """Equal keys give equal parameters and are judged alike."""
+        """Equal keys give equal parameters and are judged alike, against the same champion."""
         return digest_of(asdict(self))
 
 

@@ -143,6 +143,8 @@ class _Start:
         """The decision to train, or why there is nothing to do."""
         same = Round(self._paths, self._given.inputs.key)
         before = same.read("concluded") if same.is_done else None
+        if before and self._is_overtaken(before):
+            before = None
         judged = f"{before['outcome']}: {before['reason']} ({before['at']})" if before else None
         if before and before["outcome"] == "data refused":
             return Outcome("data refused", f"the same data was refused before: {before['reason']} ({before['at']})")
@@ -154,8 +156,16 @@ class _Start:
             decision = Decision(True, "new data", f"the delivered data cannot be used: {error}")
         return decision if decision.retrain else Outcome("nothing", decision.reason)
 
+    def _is_overtaken(self, concluded: dict[str, Any]) -> bool:
+        """Whether a model was refused that was not compared with what serves now."""
+        champion = self._given.champion
+        serves = champion.version.version if champion is not None else None
+        return concluded["outcome"] == "gate refused" and serves not in (concluded["before"], concluded["version"])
+
     def _begun(self, decision: Decision) -> Round:
         made = Round(self._paths, self._given.inputs.key)
+        if made.is_done:  # and overtaken; its entry in the audit record stays
+            remove_tree(self._paths.round(made.key))
         champion = self._given.champion
         value = {
             "inputs": asdict(self._given.inputs),
@@ -239,7 +249,7 @@ class _Start:
                 "figures": judged.get("figures"),
                 "validation": {name: (round.read("validated") or {}).get(name) for name in ("problems", "agreement", "drift", "because")},
             }
-            audit(self._paths, round.key, concluded["outcome"], concluded["reason"], details)
+            audit(self._paths, f"{round.key} {decided['champion']} {decided['at']}", concluded["outcome"], concluded["reason"], details)
             return {}
 
         self._stage(round, "recorded", make)

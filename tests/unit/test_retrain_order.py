@@ -29,6 +29,7 @@ from ray_app.retrain.retraining import Outcome, retrain
 from ray_app.retrain.rounds import entries
 from ray_app.retrain.section import RetrainSection
 from ray_app.track.client import connect
+from ray_app.track.registry import promote
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 SECTION = RetrainSection()
@@ -181,3 +182,24 @@ def test_a_storage_that_is_away_refuses_no_data(
     assert entries(watch.paths) == []
     assert main(arguments) == 2
     assert "the evaluation data has 60 rows" in capsys.readouterr().out
+
+
+def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+    watch = Watch(config)
+    assert start(config, watch).what == "data refused"
+    [record] = Path(str(watch.paths.rounds)).glob("*/concluded.json")
+    concluded = {"outcome": "gate refused", "reason": "version 2 has become the champion meanwhile", "before": "1", "version": "3"}
+    put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
+    client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    client.create_registered_model("m")
+    for number in ("1", "2", "3"):
+        client.create_model_version("m", str(tmp_path), None)
+        promote(client, "m", number, "better", "me")
+        again = start(config, watch)
+        if number != "2":
+            assert again.what == "nothing"
+            assert "already judged: gate refused" in again.reason
+        else:
+            assert again.what == "data refused", "it is not looked at again"
+            assert [entry["what"] for entry in entries(watch.paths)] == ["data refused", "data refused"]
+            put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
