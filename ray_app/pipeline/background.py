@@ -83,8 +83,8 @@ class Training:
         self._newest: Status | None = None
         self._asking, self._over = threading.Lock(), False
         self._thread = threading.Thread(target=self._go, name="training", daemon=True)
+        atexit.register(self._leave)  # before the thread, which unregisters it
         self._thread.start()
-        atexit.register(self._leave)
 
     @property
     def status(self) -> str:
