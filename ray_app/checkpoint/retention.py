@@ -16,11 +16,13 @@ class Hold:
         done_step: Newest step that it is done with.
         expires_s: When the hold ends unless it is renewed, seconds since 1970 (UTC).
         most: How many it keeps alive at most; older ones go, and are recorded as skipped.
+        evaluator: Name of the evaluator; None: the run's own.
     """
 
     done_step: int
     expires_s: float
     most: int = 32
+    evaluator: str | None = None
 
 
 def removable(steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[int]:
@@ -41,7 +43,10 @@ def removable(steps: Iterable[int], keep_last: int, best: Iterable[int], holds: 
     return set(ordered) - kept
 
 
-def skipped(gone: Iterable[int], holds: Iterable[Hold], now_s: float) -> list[int]:
-    """Which of the removed checkpoints a live follower was still waiting for: it lags too far behind."""
-    live = [hold.done_step for hold in holds if hold.expires_s > now_s]
-    return sorted(step for step in gone if live and step > min(live))
+def skipped(gone: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[tuple[int, str | None]]:
+    """The removed checkpoints that an evaluator was still waiting for, each with its name; the run's own has none.
+
+    A named one counts while its hold lives; the run's own waits also when it finds no room or is being started again.
+    """
+    waiting = [hold for hold in holds if hold.evaluator is None or hold.expires_s > now_s]
+    return {(step, hold.evaluator) for hold in waiting for step in gone if step > hold.done_step}

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from ray_app.data.columns import is_text, spec_of
 from ray_app.data.labels import count_labels
-from ray_app.data.places import files_below, find, is_folder, parquet, relative
+from ray_app.data.places import files_below, find, is_folder, parquet, relative, unusable
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.manifest import Manifest
@@ -86,7 +86,7 @@ def _footer(file: Location) -> pq.FileMetaData:
         with parquet(file) as opened:
             return opened.metadata
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {error}. Remove it or ingest the data again.") from error
+        raise unusable(file, error, "It cannot be read as Parquet; remove it or ingest the data again.") from error
 
 
 def _facts(path: str, rows: int, schema: pa.Schema, footers: list[pq.FileMetaData], root: Location) -> DataFacts:

@@ -200,7 +200,7 @@ def _file(place: Location, info: Any) -> File | None:
     return File(place, int(info.size), int(info.mtime_ns or 0))
 
 
-def unusable(file: File, error: Exception, advice: str) -> DataError:
+def unusable(file: File | Location, error: Exception, advice: str) -> DataError:
     """What to raise where a file cannot be read: a StorageError, or a DataError with advice if what is in it is to blame.
 
     Python and pyarrow call both OSError; only one of the system has a number, and only one of S3 says so.

@@ -73,6 +73,8 @@ def chosen(section: DrillSection) -> list[str]:
 def drilled(config: Config, section: DrillSection, own: bool) -> Config:
     """The configuration of every drilled run: nothing that decides the result is another but the number of steps.
 
+    It does not stop early either, so that the scenarios have their steps.
+
     Args:
         config: The user's.
         section: What the drill does.
@@ -82,11 +84,15 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
         ConfigError: The configuration promises no equal bits, or has too few steps.
         DataError: The data is refused.
     """
-    if config.train.reduction != "exact":
-        raise ConfigError(
-            f"train.reduction is {config.train.reduction!r}, which does not promise the same bits; a drill compares them. Give"
-            " --train.reduction exact."
-        )
+    train, free = config.train, "does not promise the same bits, which a drill compares"
+    for is_refused, problem in (
+        (train.reduction != "exact", f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact."),
+        (train.strategy == "fsdp", f"train.strategy is fsdp, which {free} on another number of workers."),
+        (train.staleness, f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0."),
+        (train.strategy == "single", "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on."),
+    ):
+        if is_refused:
+            raise ConfigError(problem)
     changed: dict[str, Any] = {
         "run__name": "undisturbed",
         "run__storage_path": str(_out(config, section)),
@@ -97,6 +103,7 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
         "failure__max_preemptions": -1,
         "failure__step_timeout_s": None,
         "failure__heartbeat_timeout_s": min(config.failure.heartbeat_timeout_s, _HEARTBEAT_S),
+        "evaluate__patience": None,
         "tracking__enabled": False,
     }
     if own:

@@ -81,6 +81,8 @@ def evaluator(ground: Ground) -> Disturbance | str:
     """The evaluator is killed while it evaluates."""
     if ground.config.data.eval_path is None:
         return "there is no evaluator without data.eval_path"
+    if ground.config.evaluate.where == "workers":
+        return "there is no evaluator with evaluate.where workers"
     step = ground.checkpoint()
 
     def confirm(run: Ended) -> list[str]:

@@ -24,12 +24,12 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.cache import fetch_at_once
 from ray_app.data.decoded import load_all
 from ray_app.data.source import Fetch
-from ray_app.errors import CheckpointError
+from ray_app.errors import CheckpointError, RunHeldError
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.record.files import poll_s
 from ray_app.record.journal import put_event
-from ray_app.record.lease import LIFE_S, Observer
+from ray_app.record.lease import LIFE_S, Observer, is_taken_over
 from ray_app.record.redact import guard_run
 from ray_app.task.scoring import combine, score
 
@@ -49,8 +49,8 @@ class Evaluator:
         job: What to evaluate on, and how.
         fetch: How read tasks run.
         before_evaluation: For fault tests: called before each evaluation.
-        when_orphaned: Called with the run's directory when the driver is gone and everything is evaluated; not given: the driver is not
-            watched, and the evaluator ends with it.
+        when_orphaned: Called with the run's directory when the driver is gone and everything is evaluated, and again if it raises
+            RunHeldError or OSError; not given: the driver is not watched, and the evaluator ends with it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Evaluator:
             try:
                 if self._driver == "superseded":
                     return self._leave()
-                waiting = pending(self._job)
+                waiting = pending(self._job) if self._error is None else []
                 if waiting:
                     wait_s, duration_s = 0.0, self._evaluate_next(waiting)
                     self._hurry.wait(pause_s(duration_s, self._share(), self._job.section.budget))
@@ -106,13 +106,15 @@ class Evaluator:
                     return self._end_of_driver()
                 else:
                     wait_s = look_s
+            except RunHeldError as error:  # the driver lives after all, or somebody else closes the run at this moment
+                logger.warning("The evaluator goes on: %s", error)
+                wait_s = LIFE_S / _LOOKS_PER_LEASE
             except (OSError, ray.exceptions.RayError) as error:  # storage or cluster; may pass
                 logger.warning("The evaluator will try again: %s", error)
                 wait_s = min(_LONGEST_PAUSE_S, 2 * max(wait_s, look_s))
-            except Exception as error:
+            except Exception as error:  # only the end of the driver is waited for now
                 logger.exception("The evaluator gives up")
-                self._error = f"{type(error).__name__}: {error}"
-                return None
+                self._error, wait_s = f"{type(error).__name__}: {error}", look_s
             self._stopped.wait(wait_s)
         return None
 
@@ -125,21 +127,31 @@ class Evaluator:
                 logger.warning("The evaluator's hold could not be renewed, will try again: %s", error)
 
     def _watch(self) -> None:
-        """Looks whether the driver that started this evaluator still lives."""
-        observer = Observer(self._job.paths, self._job.fence)
-        while self._driver in ("held", "unclear") and not self._stopped.wait(LIFE_S / _LOOKS_PER_LEASE):
+        """Looks whether the driver that started this evaluator still lives, also after it seemed to be gone."""
+        job, observer = self._job, Observer(self._job.paths, self._job.fence)
+        while not self._stopped.wait(LIFE_S / _LOOKS_PER_LEASE):
             try:
-                self._driver = observer.look()
+                seen = observer.look()
+                if seen == "superseded" and not is_taken_over(job.paths, job.fence):
+                    seen = "over"
             except OSError as error:
                 logger.warning("The driver's lease could not be read, will try again: %s", error)
-        self._hurry.set()
+                continue
+            if seen in ("over", "superseded"):
+                self._hurry.set()
+            elif self._driver == "over":
+                self._hurry.clear()
+            self._driver = seen
 
     def _end_of_driver(self) -> None:
         assert self._when_orphaned is not None
         try:
             self._when_orphaned(self._job.run_root)
-        finally:
-            self._leave()
+        except (RunHeldError, OSError):
+            raise  # may pass
+        except Exception:
+            logger.exception("The run could not be closed")
+        self._leave()
 
     def _leave(self) -> None:
         """Ends this actor for good: a detached actor has nobody else to end it."""

@@ -51,9 +51,8 @@ class EvaluationJob:
 
     def hold(self, done_step: int, expires_s: float) -> Hold:
         """Says which checkpoints it still needs: those after `done_step`."""
-        if self.section.patience is not None:
-            return Hold(done_step, expires_s, ALL)
-        return Hold(done_step, expires_s, 1 if self.section.every == "latest" else self.section.most_waiting)
+        most = ALL if self.section.patience is not None else 1 if self.section.every == "latest" else self.section.most_waiting
+        return Hold(done_step, expires_s, most, self.name)
 
 
 def pending(job: EvaluationJob) -> list[Commit]:

@@ -83,8 +83,8 @@ class Training:
         self._newest: Status | None = None
         self._asking, self._over = threading.Lock(), False
         self._thread = threading.Thread(target=self._go, name="training", daemon=True)
+        atexit.register(self._leave)  # before the thread, which unregisters it
         self._thread.start()
-        atexit.register(self._leave)
 
     @property
     def status(self) -> str:
@@ -96,6 +96,8 @@ class Training:
     @property
     def step(self) -> int:
         """Finished steps."""
+        if self._result is not None:
+            return int(self._result.summary["steps"])
         seen = self._look()
         return seen.record.step if seen is not None and seen.record is not None else 0
 
@@ -113,19 +115,22 @@ class Training:
             limit_s: Seconds to wait at most.
 
         Raises:
-            RunEndedError: The run ended before.
+            RunEndedError: The run has ended and did not come there, or no longer has so many workers.
             TimeoutError: It was not there in time.
         """
         wanted = " and ".join([f"step {step}"] * (step is not None) + [f"{workers} workers"] * (workers is not None)) or "nothing"
         deadline_s = time.monotonic() + limit_s
 
         def is_there() -> bool:
-            if not self._thread.is_alive():
+            is_over = not self._thread.is_alive()
+            if self.step >= (step or 0) and (workers is None or self._steps_with(workers)):
+                return True
+            if is_over:
                 why = f"it failed: {self._error}" if self._error else f"it is {self.status}. Let it train longer, or slow it: pause_s"
                 raise RunEndedError(f"The run never came to {wanted}; {why}.") from self._error
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"The run did not come to {wanted} within {limit_s:g} s; it is at step {self.step}.")
-            return self.step >= (step or 0) and (workers is None or self._steps_with(workers))
+            return False
 
         self._show_until(is_there)
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_app.config import Config, default_tracking_uri, digest
-from ray_app.errors import ConfigError, RunHeldError
+from ray_app.errors import ConfigError
 from ray_app.pipeline.planning import make_plan
 from ray_app.pipeline.prepare import make_task
 from ray_app.pipeline.summary import Status, newest_commit, summarize
 from ray_app.plan.balance import Classes
 from ray_app.plan.manifest import Manifest
 from ray_app.record.configuration import read_config
+from ray_app.record.evaluations import evaluated_steps
 from ray_app.record.files import location, put_json, read_json
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import acquire, is_released, newest_fence
@@ -52,36 +53,35 @@ def close_orphan(root: str) -> bool:
     """Says what became of a run if its driver is gone without having said it, or was killed while it did.
 
     Blocks for as long as the lease of a driver on another machine must be watched (half a minute), and for MLflow at most 20 s. A start
-    at the same moment waits until this has ended. Once for each lost driver: what MLflow does not get now, `replay` sends.
+    at the same moment waits until this has ended. Once for each lost driver, and again for evaluations that came after that: what MLflow
+    does not get now, `replay` sends.
 
     Args:
         root: The run's directory, as a path or an S3 URI.
 
     Returns:
-        Whether it was closed now; False if it lives, has ended in order, or someone else closed it.
+        Whether it was closed now; False if it has ended in order, or someone else closed it.
 
     Raises:
+        RunHeldError: Its driver lives, or someone else closes it at this moment.
         ConfigError: The run's task cannot be made here.
         OSError: The storage does not answer.
     """
     paths = RunPaths(location(root))
     before = newest_fence(paths)
     start = _newest_start(paths)
-    if start is None or (start.status is not None and is_released(paths)):
+    if start is None or (start.status is not None and is_released(paths) and not _lacks_evaluations(paths)):
         return False
-    try:
-        with acquire(paths, closing=True) as lease:
-            if lease.fence != before + 1:
-                return False
-            job = stored_job(paths)
-            status = settle(job, start)
-            logger.warning("The driver of %s is gone; the run is closed as %s.", paths.name, status)
-            if _is_tracked(job.config):
-                late_tracker(job, job.config).close(mlflow_status(status), _TRACKING_S)
-                put_json(paths.summary, summarize(job, status))
-            return True
-    except RunHeldError:
-        return False
+    with acquire(paths, closing=True) as lease:
+        if lease.fence != before + 1:
+            return False
+        job = stored_job(paths)
+        status = settle(job, start)
+        logger.warning("The driver of %s is gone; the run is closed as %s.", paths.name, status)
+        if _is_tracked(job.config):
+            late_tracker(job, job.config).close(mlflow_status(status), _TRACKING_S)
+            put_json(paths.summary, summarize(job, status))
+        return True
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,15 @@ def settle(job: Job, start: Start) -> Status:
         status = "stopped_early" if early_stop(job) else "finished" if step >= job.total_steps else "interrupted"
         noticed_by = f"process {os.getpid()} on {platform.node()}"
         put_event(job.paths, "driver_lost", start.fence, status=status, step=step, noticed_by=noticed_by)
-    if start.status is None or (read_json(job.paths.summary) or {}).get("status") != status:
+    if start.status is None or (read_json(job.paths.summary) or {}).get("status") != status or _lacks_evaluations(job.paths):
         put_json(job.paths.summary, summarize(job, status))
     return status
+
+
+def _lacks_evaluations(paths: RunPaths) -> bool:
+    """Whether there are evaluations that `summary.json` does not know, or no summary."""
+    summary = read_json(paths.summary)
+    return summary is None or sum(step <= summary["steps"] for step in evaluated_steps(paths)) > summary["evaluation"]["done"]
 
 
 def late_tracker(job: Job, config: Config) -> Tracker:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from ray_app.config import Config
+from ray_app.data.contents import contents
 from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.places import opened
 from ray_app.data.source import Reader, ReadSpec, probe, rows_per_task, specs_of
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import Manifest
@@ -128,7 +128,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
         "params_digest": model.params_digest,
         "task": class_path(model.task),
         "manifest_digest": manifest.digest,
-        "content_digest": _content_digest(dataset),
+        "content_digest": hashlib.sha256(json.dumps(contents(location(dataset.root), manifest.paths)).encode()).hexdigest(),
         "columns": carried,
         "rows_per_part": max(sum(piece.rows for piece in spec) for spec in cut),
         "batch_size": section.batch_size,
@@ -190,18 +190,6 @@ def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
         groups[-1].append(Segment(i, 0, rows))
         room -= rows
     return [spec for group in groups for spec in specs_of(manifest, group, most_rows)]
-
-
-def _content_digest(dataset: Dataset) -> str:
-    """SHA-256 over the files' footers (sizes and ranges of the columns), which tells other contents apart without reading them."""
-    sha = hashlib.sha256()
-    for path in dataset.manifest.paths:
-        with opened(location(dataset.root) / path) as file:
-            file.seek(-8, 2)
-            length = int.from_bytes(file.read(4), "little")
-            file.seek(-8 - length, 2)
-            sha.update(file.read())
-    return sha.hexdigest()
 
 
 def _refuse_other(prepared: Prepared) -> None:

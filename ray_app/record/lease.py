@@ -176,6 +176,16 @@ def newest_fence(paths: RunPaths) -> int:
     return max((int(name.removesuffix(".json")) for name in names(paths.fences)), default=0)
 
 
+def is_taken_over(paths: RunPaths, fence: int) -> bool:
+    """Whether a later start has taken a run over; who only says what became of it has not.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    later = (_read(paths.fence(number)) for number in range(fence + 1, newest_fence(paths) + 1))
+    return any(record is None or not record.closing for record in later)
+
+
 def is_released(paths: RunPaths) -> bool:
     """Whether the last holder of the run has ended in order."""
     fence = newest_fence(paths)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ray_app.config import Config, result_fields
+from ray_app.data.contents import contents, sha256
 from ray_app.errors import DataError, RegistryError
 from ray_app.retrain.section import RetrainSection
 from ray_app.task.base import Task
 from ray_app.track.sources import sources_of
 
-_THREADS = 8
 _DESCRIPTION = "dataset.json"
 
 
@@ -74,7 +73,7 @@ class Inputs:
 
     @property
     def key(self) -> str:
-        """Equal keys give equal parameters and are judged alike."""
+        """Equal keys give equal parameters and are judged alike, against the same champion."""
         return digest_of(asdict(self))
 
 
@@ -116,16 +115,10 @@ def _contents(path: str) -> dict[str, str]:
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file (looked at {target}); deliver the data first.")
     root = target if target.is_dir() else target.parent
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = dict(zip((str(file.relative_to(root)) for file in files), pool.map(_sha256, files), strict=True))
+    found = contents(root, (str(file.relative_to(root)) for file in files))
     if (root / _DESCRIPTION).is_file():  # of what stands in it only the classes count: it also says when and from what it was made
         found[_DESCRIPTION] = digest_of(json.loads((root / _DESCRIPTION).read_text()).get("classes"))
     return found
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _code(task: type[Task]) -> str:
@@ -136,4 +129,4 @@ def _code(task: type[Task]) -> str:
     except RegistryError:  # it can be trained all the same; then its own file counts
         module = __import__(task.__module__, fromlist=["_"])
         files[task.__module__] = Path(str(module.__file__))
-    return digest_of({name: _sha256(file) for name, file in sorted(files.items())})
+    return digest_of({name: sha256(file) for name, file in sorted(files.items())})

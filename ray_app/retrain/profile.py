@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from ray_app.data.columns import decode, spec_of
 from ray_app.data.dataset import Dataset
-from ray_app.errors import DataError
+from ray_app.data.places import unusable
 from ray_app.plan.keyed import hash_array, key
 
 _BINS = 10
@@ -151,6 +151,7 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
 
     Raises:
         DataError: A file is damaged.
+        StorageError: The storage does not answer.
     """
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
@@ -159,7 +160,7 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
                 for group in np.flatnonzero(manifest.file_of == index).tolist():
                     yield int(manifest.first_row[group]), file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} of {dataset.root} cannot be read: {error}. Deliver it again.") from error
+            raise unusable(Path(dataset.root) / path, error, "It cannot be read; deliver it again.") from error
 
 
 def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:

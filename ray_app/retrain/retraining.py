@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from ray_app.config import Config, default_tracking_uri
-from ray_app.errors import DataError
+from ray_app.errors import DataError, StorageError
 from ray_app.record.files import remove_tree
 from ray_app.record.lease import Lease, acquire, refuse_if_lost
 from ray_app.record.paths import RunPaths
@@ -74,6 +74,7 @@ def retrain(
         ConfigError: The configuration is refused.
         RunHeldError: Another scheduler retrains this model.
         DataError: There is no data.
+        StorageError: The data cannot be read now; starting again goes on.
         RayAppError: The training failed, or MLflow refused something; starting again goes on.
     """
     check_section(config, section)
@@ -142,17 +143,29 @@ class _Start:
         """The decision to train, or why there is nothing to do."""
         same = Round(self._paths, self._given.inputs.key)
         before = same.read("concluded") if same.is_done else None
+        if before and self._is_overtaken(before):
+            before = None
         judged = f"{before['outcome']}: {before['reason']} ({before['at']})" if before else None
         if before and before["outcome"] == "data refused":
             return Outcome("data refused", f"the same data was refused before: {before['reason']} ({before['at']})")
         try:
             decision = self._given.decide(judged)
+        except StorageError:
+            raise
         except DataError as error:
             decision = Decision(True, "new data", f"the delivered data cannot be used: {error}")
         return decision if decision.retrain else Outcome("nothing", decision.reason)
 
+    def _is_overtaken(self, concluded: dict[str, Any]) -> bool:
+        """Whether a model was refused that was not compared with what serves now."""
+        champion = self._given.champion
+        serves = champion.version.version if champion is not None else None
+        return concluded["outcome"] == "gate refused" and serves not in (concluded["before"], concluded["version"])
+
     def _begun(self, decision: Decision) -> Round:
         made = Round(self._paths, self._given.inputs.key)
+        if made.is_done:  # and overtaken; its entry in the audit record stays
+            remove_tree(self._paths.round(made.key))
         champion = self._given.champion
         value = {
             "inputs": asdict(self._given.inputs),
@@ -183,6 +196,8 @@ class _Start:
             trained = self._stage(round, "trained", stages.train)
         except InterruptedRunError:
             return Outcome("interrupted", "the run was stopped with a checkpoint; starting again continues it")
+        except StorageError:  # says nothing of the data
+            raise
         except DataError as error:
             return self._refused_data(round, [str(error)])
         self._say("trained", f"run {trained['run']}: {trained['status']}, {trained['steps']:,} steps")
@@ -234,7 +249,7 @@ class _Start:
                 "figures": judged.get("figures"),
                 "validation": {name: (round.read("validated") or {}).get(name) for name in ("problems", "agreement", "drift", "because")},
             }
-            audit(self._paths, round.key, concluded["outcome"], concluded["reason"], details)
+            audit(self._paths, f"{round.key} {decided['champion']} {decided['at']}", concluded["outcome"], concluded["reason"], details)
             return {}
 
         self._stage(round, "recorded", make)

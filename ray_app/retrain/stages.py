@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ray_app.config import Config
 from ray_app.data.dataset import open_dataset
-from ray_app.errors import DataError, RegistryError
+from ray_app.errors import DataError, RegistryError, StorageError
 from ray_app.pipeline.prepare import prepare
 from ray_app.pipeline.registering import register_best, user
 from ray_app.pipeline.run import Faults, run_training
@@ -48,11 +48,17 @@ class Stages:
         self._now, self._round, self._console, self._at = situation, round, console, at
 
     def validate(self) -> dict[str, Any]:
-        """Looks whether the data is sound."""
+        """Looks whether the data is sound.
+
+        Raises:
+            StorageError: It cannot be said now.
+        """
         now = self._now
         found: dict[str, Any] = {"delivery": asdict(now.delivery)}
         try:
             look = now.look
+        except StorageError:
+            raise
         except DataError as error:
             return {**found, "problems": [str(error)], "accepted": False}
         known = now.champion.known if now.champion is not None else Known()

@@ -26,7 +26,7 @@ class Facts:
         then: Its value when the champion was promoted; None: not known.
         now: Its value on the evaluation data as it is now; None: not known.
         drift: Population stability index of every column that drifted.
-        judged: What came of the same data, configuration and code before; None: they are new.
+        judged: What came of the same data, configuration and code before; None: they are new, or were refused for another champion.
     """
 
     champion: str | None = None

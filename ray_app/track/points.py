@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ray_app.record.evaluations import Evaluation, evaluator_names, read_evaluations
@@ -111,10 +112,12 @@ class Backlog:
             if record.step > sent.sent_step:
                 self._steps[record.step] = record
         for name in (OWN, *evaluator_names(self._paths)):
-            if self._has_changed(self._paths.evaluations_of(name or None)):
-                self._evaluations[name] = read_evaluations(self._paths, name or None)
-        if self._has_changed(self._paths.events):
-            self._failed_at_s = [event.time_s for event in read_events(self._paths, "failed")]
+            with self._change(self._paths.evaluations_of(name or None)) as is_new:
+                if is_new:
+                    self._evaluations[name] = read_evaluations(self._paths, name or None)
+        with self._change(self._paths.events) as is_new:
+            if is_new:
+                self._failed_at_s = [event.time_s for event in read_events(self._paths, "failed")]
         self._looks |= read_looks(self._paths, sent.look, self._looks)
 
     def sent(self, sent: Sent) -> None:
@@ -162,11 +165,12 @@ class Backlog:
         behind = next((step for step in range(last + 1, newest + 1) if step in self._steps), newest)
         return self._steps[newest].time_s - self._steps[behind].time_s >= _LOST_AFTER_S
 
-    def _has_changed(self, folder: Location) -> bool:
-        """Whether a folder of files that are never changed has more of them than before."""
+    @contextmanager
+    def _change(self, folder: Location) -> Iterator[bool]:
+        """Whether a folder of files that are never changed has more of them than were read before; noted when they are read."""
         files = len(names(folder))
-        before, self._files[folder] = self._files.get(folder, 0), files
-        return files != before
+        yield files != self._files.get(folder, 0)
+        self._files[folder] = files
 
 
 def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point:

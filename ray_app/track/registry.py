@@ -108,6 +108,8 @@ def champion_of(client: Any, name: str) -> str | None:
 def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     """Makes a version the champion, with the reason on record first; the one call that changes what is served comes last.
 
+    What is promoted is no longer rolled back, nor is what serves until then, whose rollback was stopped before the alias moved.
+
     Args:
         client: MLflow's client.
         name: Name of the model.
@@ -127,7 +129,9 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     before = champion_of(client, name)
     if before == str(version):
         return False
-    _need_version(client, name, version)
+    for one in (version, *([before] if before is not None else [])):
+        for tag in {_BACK_BECAUSE, _BACK_AT, _BACK_BY} & _need_version(client, name, one).tags.keys():
+            client.delete_model_version_tag(name, one, tag)
     for tag, value in ((_BECAUSE, reason[:_TAG_CHARS]), (_AT, _now()), (_BY, by), (_REPLACES, before or "none")):
         client.set_model_version_tag(name, version, tag, value)
     client.set_registered_model_alias(name, CHAMPION, version)
@@ -156,10 +160,10 @@ class Rollback:
 def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     """Makes the version that the champion replaced serve again; the reason goes on record first, at the version that is left.
 
-    The tags of the version that serves again stay as they are, so a second rollback goes back further, never to the one that was left.
+    The tags of the version that serves again stay as they are, so a second rollback goes back further, never to one that was left.
 
     Raises:
-        RegistryError: There is no reason, no champion, or nothing that it replaced; nothing is changed.
+        RegistryError: There is no reason, no champion, nothing that it replaced, or that was rolled back itself; nothing is changed.
         Exception: Whatever MLflow raises; the champion serves on.
     """
     if not reason.strip():
@@ -173,7 +177,12 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
             f"Version {now} of {name!r} replaced no other champion, so there is none to go back to. Promote another version with"
             " jobs/register.py --promote."
         )
-    _need_version(client, name, before)
+    left = _need_version(client, name, before).tags
+    if _BACK_AT in left:
+        raise RegistryError(
+            f"Version {now} of {name!r} replaced version {before}, which was rolled back itself: {left.get(_BACK_BECAUSE, '')}. Promote"
+            " another version with jobs/register.py --promote."
+        )
     made = Rollback(now, before, reason[:_TAG_CHARS], _now(), by)
     for tag, value in ((_BACK_BECAUSE, made.reason), (_BACK_AT, made.at), (_BACK_BY, by)):
         client.set_model_version_tag(name, now, tag, value)
@@ -224,11 +233,11 @@ def _make_model(client: Any, name: str) -> None:
             raise
 
 
-def _need_version(client: Any, name: str, version: str) -> None:
+def _need_version(client: Any, name: str, version: str) -> Any:
     from mlflow.exceptions import MlflowException
 
     try:
-        client.get_model_version(name, version)
+        return client.get_model_version(name, version)
     except MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise

@@ -16,6 +16,7 @@ from ray_app.checkpoint.format import Snapshot, params_digest, writers
 from ray_app.checkpoint.retention import skipped
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, LeaseLostError
+from ray_app.record.evaluations import evaluated_steps
 from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
 from ray_app.sections import CheckpointSection
@@ -148,7 +149,9 @@ class Saver:
                 self._abandoned.pop()
             holds = self._store.holds()  # before the best steps: what is evaluated and let go meanwhile is in one of the two
             gone = self._store.retain(self._section.keep_last, self._best_steps(), holds)
-            for step in skipped(gone, holds, time.time()):
-                put_event(self._paths, "evaluation_skipped", fence, step=step, reason="the evaluator lags too far behind")
+            for step, name in sorted(skipped(gone, holds, time.time()), key=lambda one: one[0]):
+                if step not in evaluated_steps(self._paths, name):
+                    details = {"by": name} if name else {}
+                    put_event(self._paths, "evaluation_skipped", fence, step=step, reason="the evaluator lags too far behind", **details)
         except Exception as error:
             logger.warning("Old checkpoints could not be removed, will try again: %s", error)

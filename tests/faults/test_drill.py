@@ -21,7 +21,7 @@ from ray_app.drill.certificate import Trace, difference, judge, measures, verdic
 from ray_app.drill.command import DrillSection, chosen, drilled, main
 from ray_app.drill.faults import Kill, Proofs
 from ray_app.drill.ground import Disturbance, Ended, Ground
-from ray_app.drill.processes import kill
+from ray_app.drill.processes import evaluator, kill
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.pipeline.run import Faults
@@ -170,10 +170,31 @@ def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Confi
     )
     assert made.checkpoint.every_steps == 5
     assert Path(made.run.storage_path).parent == tmp_path / "drills"
-    with pytest.raises(ConfigError, match="does not promise the same bits"):
-        drilled(digits_config(train__reduction="overlapped"), DrillSection(), own=True)
+    assert drilled(digits_config(evaluate__patience=2), DrillSection(), own=True).evaluate.patience is None
     with pytest.raises(ConfigError, match=r"would have 19 steps; a drill needs 20\. Raise drill\.max_steps"):
         drilled(config, DrillSection(max_steps=19), own=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"train__reduction": "overlapped"}, "train.reduction is 'overlapped', which does not promise the same bits"),
+        ({"train__strategy": "fsdp"}, "train.strategy is fsdp, which does not promise the same bits"),
+        ({"train__strategy": "parameter_server", "train__staleness": 2}, "train.staleness is 2, which does not promise the same bits"),
+        ({"train__strategy": "single"}, "train.strategy is single: its only worker is the driver"),
+    ],
+)
+def test_what_cannot_be_drilled_is_refused(digits_config: Callable[..., Config], fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        drilled(digits_config(**fields), DrillSection(), own=True)
+
+
+def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = digits_config(evaluate__where="workers")
+    ground = Ground(
+        config, 2, 40, 20, 5, Proofs(str(tmp_path / "proofs")), random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
+    )
+    assert evaluator(ground) == "there is no evaluator with evaluate.where workers"
 
 
 def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ray_app.config import Config, default_tracking_uri
 from ray_app.errors import RunHeldError
 from ray_app.pipeline import closing
 from ray_app.pipeline.closing import close_orphan
+from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import read_json
 from ray_app.record.journal import read_events
 from ray_app.record.lease import acquire, newest_fence
@@ -61,14 +63,22 @@ def mlflow_run(config: Config) -> Any:
 
 def test_a_killed_driver_is_noticed_once(driver: subprocess.Popen[str], config: Config, paths: RunPaths, tmp_path: Path) -> None:
     root = str(paths.root)
-    assert not close_orphan(root), "its driver lives"
+    with pytest.raises(RunHeldError):  # its driver lives
+        close_orphan(root)
     assert mlflow_run(config).info.status == "RUNNING"
     driver.kill()
     assert driver.wait() == -signal.SIGKILL
     Path(config.data.path).rename(tmp_path / "out of reach")
     try:
         results: list[bool] = []
-        both = [threading.Thread(target=lambda: results.append(close_orphan(root))) for _ in range(2)]
+
+        def close() -> None:
+            try:
+                results.append(close_orphan(root))
+            except RunHeldError:  # by the other one
+                results.append(False)
+
+        both = [threading.Thread(target=close) for _ in range(2)]
         for one in both:
             one.start()
         for one in both:
@@ -97,7 +107,8 @@ def check_the_next_start(paths: RunPaths) -> None:
     with acquire(paths) as lease:
         assert lease.fence == 3
         store.write(pack(snapshot_of(30)), commit_of(30, lease.fence))
-        assert not close_orphan(str(paths.root))
+        with pytest.raises(RunHeldError):
+            close_orphan(str(paths.root))
     assert [(c.step, c.fence) for c in store.commits()] == [(20, 1), (30, 3)]
 
 
@@ -115,6 +126,19 @@ def test_a_driver_that_was_killed_while_it_told_mlflow(config: Config, paths: Ru
     assert mlflow_run(config).info.status == "FAILED"
     assert not read_events(paths, "driver_lost")
     assert not close_orphan(str(paths.root))
+
+
+def test_evaluations_that_come_after_somebody_closed_the_run(config: Config, paths: RunPaths) -> None:
+    orphan(config, last=30)
+    assert close_orphan(str(paths.root))
+    assert not close_orphan(str(paths.root))
+    put_evaluation(paths, Evaluation(30, 0, "abc", {"accuracy": 0.75}, 10, 0.5, time.time()))
+    assert close_orphan(str(paths.root))
+    summary = read_json(paths.summary)
+    assert (summary["status"], summary["evaluation"]["done"], summary["metrics"]) == ("finished", 1, {"accuracy": 0.75})
+    assert mlflow_run(config).data.metrics["eval_accuracy"] == 0.75
+    assert not close_orphan(str(paths.root)), "nothing is new"
+    assert len(read_events(paths, "driver_lost")) == 1
 
 
 def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(

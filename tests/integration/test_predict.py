@@ -26,12 +26,13 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.columns import decode, spec_of
 from ray_app.data.dataset import open_dataset
 from ray_app.data.source import Reader, fetch_here, probe, whole
-from ray_app.errors import DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.pipeline.exporting import ExportOptions, export_run
 from ray_app.pipeline.registering import register_best
 from ray_app.predict.actor import Model, PredictJob, Predictor
 from ray_app.predict.command import main
-from ray_app.predict.prepare import parts_of
+from ray_app.predict.prepare import MADE_FROM, PredictSection, parts_of, prepare_prediction
+from ray_app.record.files import put_json
 from ray_app.task.base import Task
 from ray_app.task.tabular import TabularRegression
 from tests.cluster import ROOT
@@ -214,6 +215,26 @@ def test_what_does_not_fit_is_refused(run: Finished, digits: Path, tmp_path: Pat
         assert expected in capsys.readouterr().err
     assert not out.exists()
     assert [path.name for path in made.iterdir()] == ["made_from.json"]
+
+
+def test_other_values_are_other_data_though_the_footers_are_the_same(run: Finished, digits: Path, tmp_path: Path) -> None:
+    table, data = pq.read_table(digits / "eval" / "part-00000.parquet"), tmp_path / "data"
+    order = list(range(table.num_rows))
+    order[100], order[200] = order[200], order[100]
+    footers = []
+    for rows in (
+        table,
+        table.set_column(table.column_names.index("image"), table.schema.field("image"), table.column("image").take(order)),
+    ):
+        data.mkdir(exist_ok=True)
+        pq.write_table(rows, data / "part.parquet", compression="none", use_dictionary=False, write_statistics=False)
+        footers.append(pq.read_metadata(data / "part.parquet"))
+        section = PredictSection(data=str(data), out=str(tmp_path / "out"), run=str(run.job.paths.root))
+        if len(footers) == 1:
+            put_json(tmp_path / "out" / MADE_FROM, prepare_prediction(run.config, section).made_from)
+    assert footers[0].equals(footers[1])
+    with pytest.raises(ConfigError, match="content_digest"):
+        prepare_prediction(run.config, section)
 
 
 def predictor_of(task: Task, data: Path, out: Path) -> tuple[Predictor, list[pa.Table], Any]:

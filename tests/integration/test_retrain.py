@@ -109,7 +109,7 @@ class Days:
             "versions": [(v.version, v.tags[digest], v.tags["ray_app.gate"], v.tags["ray_app.retrain_key"]) for v in versions],
             "champion": self.serves(),
             "replaces": versions[-1].tags["ray_app.replaces"],
-            "audit": [(entry["id"], entry["what"], entry["figures"]) for entry in entries(self.paths)],
+            "audit": [(entry["key"], entry["what"], entry["figures"]) for entry in entries(self.paths)],
             "runs": runs,
             "tracked": [len(mlflow_runs(self.uri, name)) for name in runs],
             "open": open_rounds(self.paths),

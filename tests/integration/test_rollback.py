@@ -82,6 +82,28 @@ def test_a_rollback_that_is_stopped_leaves_the_champion_and_is_none(client: Any,
     assert rollback(StoppingClient(client, 5), "stopped", "bad", "me").to == "1"
 
 
+def test_a_rollback_goes_to_no_version_that_was_left_until_it_is_promoted_again(client: Any, tmp_path: Path) -> None:
+    model(client, "fro", 2, tmp_path)
+    promote(client, "fro", "1", "the older one, by hand", "me")
+    assert rollback(client, "fro", "worse still", "me").to == "2"
+    with pytest.raises(RegistryError, match="Version 2 of 'fro' replaced version 1, which was rolled back itself: worse still"):
+        rollback(client, "fro", "bad", "me")
+    assert champion_of(client, "fro") == "2"
+    promote(client, "fro", "1", "it was the data", "me")
+    assert rollbacks(client, "fro") == []
+    assert rollback(client, "fro", "no", "me").to == "2"
+
+
+def test_a_rollback_that_was_stopped_is_none_either_when_another_version_was_promoted(client: Any, tmp_path: Path) -> None:
+    model(client, "passed", 2, tmp_path)
+    with pytest.raises(Stopped):
+        rollback(StoppingClient(client, 4), "passed", "bad", "me")
+    client.create_model_version("passed", str(tmp_path), None)
+    promote(client, "passed", "3", "better", "me")
+    assert rollbacks(client, "passed") == []
+    assert rollback(client, "passed", "bad", "me").to == "2"
+
+
 def test_what_cannot_be_rolled_back_is_refused(client: Any, tmp_path: Path) -> None:
     model(client, "one", 2, tmp_path)
     with pytest.raises(RegistryError, match="needs a reason"):

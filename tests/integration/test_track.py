@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from ray_app.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.record.evaluations import Evaluation, evaluated_steps, evaluator_names, put_evaluation, read_evaluations
 from ray_app.record.files import put_json, read_json
-from ray_app.record.journal import MetricsWriter, StepRecord, put_event, read_events
+from ray_app.record.journal import Event, MetricsWriter, StepRecord, put_event, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
 from ray_app.record.system import Look, put_look
 from ray_app.sections import ClassSpec
 from ray_app.track.client import DataSet
-from ray_app.track.points import Backlog, Sent
+from ray_app.track.points import OWN, Backlog, Sent
 from ray_app.track.runs import Tracker, check_available, run_tags
 from tests.mlflow_server import Server, until
 
@@ -405,6 +406,28 @@ def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatc
         backlog.read(Sent())
     backlog.read(Sent())
     assert [point.step for point in backlog.points(Sent(), finished=False)] == [10, 20]
+
+
+def test_evaluations_and_failures_that_cannot_be_read_for_now_are_read_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    backlog, read = Backlog(run.paths, EVERY), Path.read_bytes
+    run.record(1, 10)
+    run.evaluate(10)
+    put_json(run.paths.events / "1-failed-1.json", asdict(Event("failed", BASE_S, 1, {})))
+    for away in (run.paths.evaluations, run.paths.events):
+
+        def read_bytes(path: Path, away: Path = away) -> bytes:
+            if path.parent == away:
+                raise OSError("away")
+            return read(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+        with pytest.raises(OSError, match="away"):
+            backlog.read(Sent())
+    monkeypatch.setattr(Path, "read_bytes", read)
+    backlog.read(Sent())
+    block, evaluation = backlog.points(Sent(), finished=True)
+    assert (evaluation.step, evaluation.evaluator) == (10, OWN)
+    assert (block.step, block.metrics["restarts"]) == (10, 1)
 
 
 @pytest.mark.parametrize(

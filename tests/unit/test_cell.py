@@ -6,12 +6,21 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from io import StringIO
+from pathlib import Path
+from typing import cast
 
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
+from local_world import make_job, write_images
 
+from ray_app.errors import RunEndedError
+from ray_app.pipeline.background import Training
 from ray_app.pipeline.cell import LiveLine
+from ray_app.pipeline.result import Result
+from ray_app.pipeline.run import Run
 from ray_app.pipeline.signals import stopping_at_signals
 
 
@@ -55,6 +64,27 @@ def test_the_first_interrupt_asks_the_second_insists_and_the_handlers_of_before_
         assert calls == ["kernel"]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_has_ended_is_past_the_steps_that_it_made(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "run", write_images(tmp_path / "data", [[32]]), logical_workers=1, batch=8)
+
+    class Ended:
+        """A run that ends at once."""
+
+        def __init__(self) -> None:
+            self.job = job
+
+        def go(self) -> Result:
+            return Result(tmp_path, {"status": "finished", "steps": 690}, job.task)
+
+    training = Training(cast(Run, Ended()), ExitStack(), StringIO(), tmp_path / "slowed")
+    training.wait()
+    training.watch(step=100)
+    assert training.step == 690
+    for step, workers in ((691, None), (1, 1)):
+        with pytest.raises(RunEndedError, match="never came to"):
+            training.watch(step=step, workers=workers)
 
 
 def test_a_run_in_another_thread_leaves_the_signals_alone() -> None:

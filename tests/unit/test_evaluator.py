@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,12 @@ from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.decoded import load_all
 from ray_app.data.source import fetch_here
+from ray_app.errors import RunHeldError
 from ray_app.evaluate import actor
 from ray_app.evaluate.actor import Evaluator
 from ray_app.evaluate.job import EvaluationJob, pause_s, pending
 from ray_app.record.evaluations import read_evaluations
+from ray_app.record.files import put_json
 from ray_app.record.journal import read_events
 from ray_app.record.lease import acquire
 from ray_app.sections import EvaluateSection
@@ -193,3 +195,82 @@ def test_when_a_later_start_has_taken_over_it_just_ends(job: EvaluationJob, monk
     with acquire(job.paths), following(replace(job, fence=1), when_orphaned=pytest.fail) as evaluator:
         wait_until(evaluator._stopped.is_set, "it ends")
         assert evaluator.error() is None
+
+
+def test_one_that_gave_up_has_the_run_closed_all_the_same(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "LIFE_S", 0.5)
+    lease = acquire(job.paths)
+    commit(job, 1)
+    closed: list[str] = []
+
+    def broken(_: Commit) -> None:
+        raise ValueError("the metric is broken")
+
+    with following(replace(job, fence=lease.fence), broken, closed.append) as evaluator:
+        wait_until(lambda: evaluator.error() is not None, "it gives up")
+        assert closed == []
+        lease.release()
+        wait_until(evaluator._stopped.is_set, "it ends")
+    assert evaluator.error() == "ValueError: the metric is broken"
+    assert closed == [job.run_root]
+    assert read_evaluations(job.paths) == []
+
+
+def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease was overdue because the storage was away."""
+    monkeypatch.setattr(actor, "LIFE_S", 0.5)
+    lease = acquire(job.paths)
+    asked: list[str] = []
+
+    def renewed_and_held(root: str) -> None:
+        asked.append(root)
+        if len(asked) == 1:
+            put_json(job.paths.fence(lease.fence), asdict(lease._record))
+            raise RunHeldError("its driver lives")
+
+    with following(replace(job, fence=lease.fence), when_orphaned=renewed_and_held) as evaluator:
+        gone = replace(lease._record, holder=replace(lease._record.holder, pid_ticks=-1))
+        put_json(job.paths.fence(lease.fence), asdict(gone))
+        wait_until(lambda: bool(asked), "it seems to be gone")
+        wait_until(lambda: evaluator._driver == "held", "it is seen to live")
+        commit(job, 1)
+        wait_until(lambda: not pending(job), "what comes then is evaluated")
+        assert evaluator.error() is None
+        assert not evaluator._hurry.is_set()
+        lease.release()
+        wait_until(evaluator._stopped.is_set, "it ends with the driver")
+    assert len(asked) == 2
+
+
+def test_storage_that_is_away_at_the_end_is_asked_again(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "LIFE_S", 0.5)
+    acquire(job.paths).release()
+    answers = iter([OSError("away"), None])
+
+    def close(_: str) -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    with following(job, when_orphaned=close) as evaluator:
+        wait_until(evaluator._stopped.is_set, "it ends")
+    assert next(answers, "all used") == "all used"
+
+
+def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "LIFE_S", 0.5)
+    acquire(job.paths).release()
+    for step in (1, 2, 3):
+        commit(job, step)
+    seen: list[str] = []
+
+    def meanwhile(found: Commit) -> None:
+        if found.step == 1:
+            acquire(job.paths, closing=True).release()
+        else:
+            wait_until(lambda: evaluator._driver != "held", "the end of the driver is seen")
+
+    evaluator = Evaluator(job, fetch_here, meanwhile, seen.append)
+    wait_until(evaluator._stopped.is_set, "it ends")
+    evaluator.stop()
+    assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
+    assert seen == [job.run_root]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,15 +17,19 @@ from rich.console import Console
 
 from ray_app import load_config
 from ray_app.config import Config
+from ray_app.data import dataset
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.record.files import put_json
 from ray_app.record.lease import Holder, Record
 from ray_app.record.paths import RunPaths
+from ray_app.retrain import profile
+from ray_app.retrain.command import main
 from ray_app.retrain.places import RetrainPaths
 from ray_app.retrain.retraining import Outcome, retrain
 from ray_app.retrain.rounds import entries
 from ray_app.retrain.section import RetrainSection
 from ray_app.track.client import connect
+from ray_app.track.registry import promote
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 SECTION = RetrainSection()
@@ -148,3 +154,52 @@ def test_a_start_after_that_goes_on_where_it_was_recorded(config: Config) -> Non
     assert start(config, again).what == "data refused"
     assert list(again.seen) == ["concluded", "recorded"], "what was recorded is not done again"
     assert [entry["what"] for entry in entries(again.paths)] == ["data refused"]
+
+
+def test_a_storage_that_is_away_refuses_no_data(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--task.class_path",
+        config.task.class_path,
+        "--data.path",
+        config.data.path,
+        "--data.eval_path",
+        str(config.data.eval_path),
+    ]
+    arguments += ["--run.storage_path", config.run.storage_path, "--tracking.registered_model", "m"]
+
+    def away(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    for module, name, value in ((dataset, "parquet", away), (profile, "pq", SimpleNamespace(ParquetFile=away))):
+        with monkeypatch.context() as broken:
+            broken.setattr(module, name, value)
+            assert main(arguments) == 1
+        assert "part.parquet cannot be read: [Errno 116] Stale file handle" in capsys.readouterr().err
+    watch = Watch(config)
+    assert watch.recorded == ["decided"]
+    assert entries(watch.paths) == []
+    assert main(arguments) == 2
+    assert "the evaluation data has 60 rows" in capsys.readouterr().out
+
+
+def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+    watch = Watch(config)
+    assert start(config, watch).what == "data refused"
+    [record] = Path(str(watch.paths.rounds)).glob("*/concluded.json")
+    concluded = {"outcome": "gate refused", "reason": "version 2 has become the champion meanwhile", "before": "1", "version": "3"}
+    put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
+    client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    client.create_registered_model("m")
+    for number in ("1", "2", "3"):
+        client.create_model_version("m", str(tmp_path), None)
+        promote(client, "m", number, "better", "me")
+        again = start(config, watch)
+        if number != "2":
+            assert again.what == "nothing"
+            assert "already judged: gate refused" in again.reason
+        else:
+            assert again.what == "data refused", "it is not looked at again"
+            assert [entry["what"] for entry in entries(watch.paths)] == ["data refused", "data refused"]
+            put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})

@@ -29,6 +29,7 @@ from ray_app.checkpoint.retention import Hold, removable
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.errors import CheckpointError
 from ray_app.record import files as files_module
+from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_atomic
 from ray_app.record.journal import MetricsReader, MetricsWriter, StepRecord, put_event, read_events
 from ray_app.record.paths import RunPaths
@@ -621,3 +622,19 @@ def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths:
     saver.check()
     assert [c.step for c in store.commits()] == list(range(6, Hold.most + 6))
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
+
+
+def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_what_another_one_misses_as_its_own(paths: RunPaths) -> None:
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(1, time.time() - 1))  # waits for longer than its hold lasts; step 2 was its last evaluation
+    put_evaluation(paths, Evaluation(2, 0, "", {}, 1, 0.1, 0.0))
+    store.hold("evaluator-august-attached", Hold(3, time.time() + 1000, most=1, evaluator="august"))
+    store.hold("evaluator-gone-attached", Hold(-1, time.time() - 1, evaluator="gone"))
+    saver = Saver(paths, CheckpointSection(keep_last=1), lambda: [])
+    for step in range(1, 6):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.check()
+    assert [c.step for c in store.commits()] == [5]
+    found = [(e.details["step"], e.details.get("by")) for e in read_events(paths, "evaluation_skipped")]
+    assert set(found) == {(3, None), (4, None), (4, "august")}
+    assert len(found) == 3
