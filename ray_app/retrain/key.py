@@ -10,6 +10,7 @@ from typing import Any
 
 from ray_app.config import Config, result_fields
 from ray_app.data.contents import contents, sha256
+from ray_app.data.places import files_below, relative
 from ray_app.errors import DataError, RegistryError
 from ray_app.retrain.section import RetrainSection
 from ray_app.task.base import Task
@@ -111,11 +112,11 @@ def digest_of(value: Any) -> str:
 
 def _contents(path: str) -> dict[str, str]:
     target = Path(path).resolve()
-    files = sorted(target.rglob("*.parquet")) if target.is_dir() else [target] if target.is_file() else []
+    files = files_below(target, ".parquet") if target.is_dir() else [target] if target.is_file() else []
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file (looked at {target}); deliver the data first.")
     root = target if target.is_dir() else target.parent
-    found = contents(root, (str(file.relative_to(root)) for file in files))
+    found = contents(root, (relative(file, root) for file in files))
     if (root / _DESCRIPTION).is_file():  # of what stands in it only the classes count: it also says when and from what it was made
         found[_DESCRIPTION] = digest_of(json.loads((root / _DESCRIPTION).read_text()).get("classes"))
     return found
