@@ -117,7 +117,9 @@ class Rendezvous:
         leave = beat.node in self._draining
         if leave and not self._stayers():
             flags |= Flags.SAVE
-        orders = Orders(beat.generation, flags, stale or (current and self._urgent), leave, member.dump, member.exit, self._recorded)
+        others_dump = any(other.dump for other in self._members.values() if other is not member)
+        exits = member.exit and not others_dump  # or they would show what they do after that
+        orders = Orders(beat.generation, flags, stale or (current and self._urgent), leave, member.dump, exits, self._recorded)
         member.dump = False
         return orders
 

@@ -269,9 +269,8 @@ def test_a_standstill_ends_who_holds_the_others_up(clock: Clock) -> None:
         await group.beat("a")
         await group.beat("b")
         group.rendezvous.look(clock.now)
-        first, second = await group.beat("a"), await group.beat("b")
-        assert (first.dump, first.exit) == (True, False)
-        assert (second.dump, second.exit) == (True, True)
+        orders = [await group.beat(name) for name in "bab"]
+        assert [(order.dump, order.exit) for order in orders] == [(True, False), (True, False), (False, True)], "a has not shown its stacks"
 
     play(story, step_timeout_s=8.0)
 
@@ -314,6 +313,7 @@ def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(cl
             for name in "ab":
                 await group.beat(name)
             group.rendezvous.look(clock.now)
+            await group.beat("b")
             orders = await group.beat("a")
             assert (orders.abort, orders.exit) == expected
 
