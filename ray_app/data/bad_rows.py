@@ -50,6 +50,9 @@ def decode_around(decode: Decode, rows: dict[str, Any], count: int, into: Rows) 
 
     Returns:
         For each row why it is bad, or None.
+
+    Raises:
+        ImportError: This process cannot decode any row.
     """
     reasons: list[str | None] = [None] * count
     todo = [(0, count)]
@@ -58,6 +61,8 @@ def decode_around(decode: Decode, rows: dict[str, Any], count: int, into: Rows) 
         places = {name: values[low:high] for name, values in into.items()}
         try:
             decode_into(decode, {name: values[low:high] for name, values in rows.items()}, places)
+        except ImportError:
+            raise
         except Exception as error:
             if high - low > 1:
                 todo += [(low, (low + high) // 2), ((low + high) // 2, high)]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import ray.data
+from ray import cloudpickle
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
@@ -25,7 +31,7 @@ class PlannedSource(Datasource):
 
     def __init__(self, reader: Reader, specs: Sequence[ReadSpec]) -> None:
         super().__init__()
-        self._reader, self._specs = reader, specs
+        self._reader, self._specs = cloudpickle.dumps(reader), specs
 
     def estimate_inmemory_data_size(self) -> int | None:
         """Unknown before the first decode."""
@@ -36,18 +42,42 @@ class PlannedSource(Datasource):
         del parallelism, per_task_row_limit, data_context
         return [
             ReadTask(
-                _read(self._reader, spec),
+                partial(_read, self._reader, spec),
                 BlockMetadata(num_rows=sum(p.rows for p in spec), size_bytes=None, input_files=None, exec_stats=None),
             )
             for spec in self._specs
         ]
 
 
-def _read(reader: Reader, spec: ReadSpec) -> Callable[[], Iterable[pa.Table]]:
-    def run() -> Iterable[pa.Table]:
-        return reader.read(spec)
+def _read(packed: bytes, spec: ReadSpec) -> Iterator[pa.Table]:
+    with _uninterrupted():
+        reader: Reader = pickle.loads(packed)
+        tables = reader.read(spec)
+        table = next(tables, None)
+    while table is not None:
+        yield table
+        with _uninterrupted():
+            table = next(tables, None)
 
-    return run
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds an interrupt back to the end.
+
+    Ray cancels a task by an interrupt of its process, which goes on to serve other tasks. In the middle of an import it would leave a
+    broken module there (torch registers some things once per process), and no row of any later task could be decoded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,14 @@ def test_just_the_bad_rows_are_zeros_with_a_reason(values: list[int]) -> None:
             assert "(3,)" in str(reason), "it does not say which shape the row has"
 
 
+def test_a_process_that_cannot_decode_is_no_bad_row() -> None:
+    def decode(rows: dict[str, Any]) -> dict[str, Any]:
+        raise ModuleNotFoundError(f"no decoder for {len(rows)}")
+
+    with pytest.raises(ModuleNotFoundError, match="no decoder"):
+        decode_around(decode, {"x": [1, 2]}, 2, {"y": np.zeros((2, 2))})
+
+
 # --- the feed
 
 

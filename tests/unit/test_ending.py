@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import ray
 
 from ray_app.data.dataset import open_dataset
 from ray_app.drill.command import main as drill
@@ -148,13 +148,16 @@ def test_a_damaged_record_is_a_line_and_not_a_traceback(
     ],
 )
 def test_options_of_an_evaluation_are_refused_before_ray_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str], said: str
 ) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("ray.init", lambda *arguments, **fields: started.append(fields))
+    monkeypatch.setattr("ray.is_initialized", lambda: bool(started))  # other tests of this process have their cluster
     run = MadeRun(tmp_path, task__class_path="ray_app.task.image.ImageClassification", evaluate__patience=2)
     run.start()
     assert evaluating.main(["--run", str(run.paths.root), *given]) == 2
     assert said in capsys.readouterr().err
-    assert not ray.is_initialized()
+    assert not started
 
 
 def test_ingest_says_what_the_storage_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
