@@ -19,62 +19,59 @@ Rows = dict[str, npt.NDArray]
 Decode = Callable[[dict[str, Any]], Rows]
 
 
-def decode_into(decode: Decode, rows: dict[str, Any], into: Rows) -> None:
+def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> Rows:
     """Decodes rows.
 
     Args:
         decode: See `Task.decode`.
         rows: What it gets.
-        into: Where each field goes, (rows, ...).
+        count: How many rows that is.
+        fields: What a decoded row looks like.
+
+    Returns:
+        Each field, (count, ...).
 
     Raises:
         ValueError: They decode to something else.
         Exception: What `decode` raises.
     """
-    part = decode(rows)
-    if part.keys() != into.keys() or any(_looks(part[name]) != _looks(values) for name, values in into.items()):
-        found, expected = ({name: _looks(values) for name, values in side.items()} for side in (part, into))
+    decoded = decode(rows)
+    found = {name: (len(values), spec_like(values)) for name, values in decoded.items()}
+    expected = {name: (count, spec) for name, spec in fields.items()}
+    if found != expected:
         raise ValueError(f"it decodes to {found}, other rows to {expected}")
-    for name, values in part.items():
-        into[name][:] = values
+    return {name: decoded[name] for name in fields}
 
 
-def decode_around(decode: Decode, rows: dict[str, Any], count: int, into: Rows) -> list[str | None]:
-    """Decodes rows of which some may be bad, which become zeros; see `decode_into`.
-
-    Args:
-        decode: See `Task.decode`.
-        rows: What it gets.
-        count: How many rows that is.
-        into: Where each field goes, (count, ...).
+def decode_around(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> tuple[Rows, list[str | None]]:
+    """Decodes rows of which some may be bad, which become zeros; see `decode_all`.
 
     Returns:
-        For each row why it is bad, or None.
+        Each field, (count, ...), and for each row why it is bad, or None.
 
     Raises:
         ImportError: This process cannot decode any row.
     """
     reasons: list[str | None] = [None] * count
+    into = {name: np.zeros((count, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
     todo = [(0, count)]
     while todo:
         low, high = todo.pop()
-        places = {name: values[low:high] for name, values in into.items()}
         try:
-            decode_into(decode, {name: values[low:high] for name, values in rows.items()}, places)
+            part = decode_all(decode, {name: values[low:high] for name, values in rows.items()}, high - low, fields)
         except ImportError:
             raise
         except Exception as error:
             if high - low > 1:
                 todo += [(low, (low + high) // 2), ((low + high) // 2, high)]
-                continue
-            reasons[low] = (str(error) or type(error).__name__)[:_LONGEST]
-            for values in places.values():
-                values[:] = np.zeros((), values.dtype)
-    return reasons
-
-
-def _looks(values: npt.NDArray) -> tuple[int, ArraySpec]:
-    return len(values), spec_like(values)
+            else:
+                reasons[low] = (str(error) or type(error).__name__)[:_LONGEST]
+            continue
+        if high - low == count:
+            return part, reasons
+        for name, values in part.items():
+            into[name][low:high] = values
+    return into, reasons
 
 
 def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:

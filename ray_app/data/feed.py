@@ -113,7 +113,7 @@ class Feed:
             self._current.pop(v, None)  # frees the old windows before the new ones are waited for
         for v in stream.played:
             self._current[v] = wanted, stream.windows.take(self._order, v, wanted[1])
-        step_bytes = sum(window.step_bytes for _, window in self._current.values())
+        step_bytes = sum(window.step_bytes for _, window in self._current.values() if not window.is_prepared)
         self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // step_bytes)) if step_bytes > _WORTH_A_THREAD else 0
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.bad_rows import REASON, Decode, Rows, decode_around, decode_into
+from ray_app.data.bad_rows import REASON, Decode, Rows, decode_all, decode_around
 from ray_app.data.columns import ArraySpec, decode, encode, is_text, spec_like, spec_of
 from ray_app.data.dataset import Dataset
 from ray_app.data.places import parquet
@@ -86,33 +86,31 @@ class Reader:
                 yield self._decoded(few, {name: values[low : low + step] for name, values in rows.items()})
 
     def _decoded(self, piece: Piece, rows: dict[str, Any]) -> pa.Table:
-        into = {name: np.empty((piece.rows, *field.shape), np.dtype(field.dtype)) for name, field in self.fields.items()}
         reasons: list[str | None] = []
         if self.skips:
-            reasons = decode_around(self.decode, rows, piece.rows, into)
+            decoded, reasons = decode_around(self.decode, rows, piece.rows, self.fields)
         else:
             try:
-                decode_into(self.decode, rows, into)
+                decoded = decode_all(self.decode, rows, piece.rows, self.fields)
             except Exception as error:
-                raise _named(self.decode, piece, rows, into, error) from error
-        into[POSITION] = np.arange(piece.position, piece.position + piece.rows)
-        encoded = [encode(name, values) for name, values in into.items()]
+                raise self._named(piece, rows, error) from error
+        decoded[POSITION] = np.arange(piece.position, piece.position + piece.rows)
+        encoded = [encode(name, values) for name, values in decoded.items()]
         table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
         return table.append_column(REASON, pa.array(reasons, pa.string())) if self.skips else table
+
+    def _named(self, piece: Piece, rows: dict[str, Any], error: Exception) -> DataError:
+        """The error that says which row of a piece cannot be decoded."""
+        for i in range(piece.rows):
+            try:
+                decode_all(self.decode, {name: values[i : i + 1] for name, values in rows.items()}, 1, self.fields)
+            except Exception as row_error:
+                return BadRowError(piece.path, piece.row_group, piece.first + i, f"{row_error}")
+        return DataError(f"{piece.path}, row group {piece.row_group} cannot be decoded as a whole: {error}")
 
 
 def _stored(file: pq.ParquetFile, piece: Piece, columns: list[str]) -> pa.Table:
     return file.read_row_group(piece.row_group, columns=columns, use_threads=False).slice(piece.first, piece.rows)
-
-
-def _named(decode: Decode, piece: Piece, rows: dict[str, Any], into: Rows, error: Exception) -> DataError:
-    """The error that says which row of a piece cannot be decoded."""
-    for i in range(piece.rows):
-        try:
-            decode_into(decode, *({name: values[i : i + 1] for name, values in side.items()} for side in (rows, into)))
-        except Exception as row_error:
-            return BadRowError(piece.path, piece.row_group, piece.first + i, f"{row_error}")
-    return DataError(f"{piece.path}, row group {piece.row_group} cannot be decoded as a whole: {error}")
 
 
 def rows_of(table: pa.Table) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import EpochOrder, Plan
 
 _TASKS_PER_EXECUTION = 64
-_PREPARED = 3
-"""Steps of a window that are gathered before it is taken."""
+_PREPARED, _PREPARED_BYTES = 3, 16 << 20
+"""Steps of a window that are gathered before it is taken; all of them, if they are no more than so many bytes."""
 _EARLY = 4
 """Windows per logical worker before the end of a Ray Data execution at which the next is started, which takes a few tenths of a second."""
 
@@ -151,13 +151,14 @@ class StreamedWindows:
 
     def _read(self, wanted: list[_Wanted], tables: Iterator[pa.Table]) -> Iterator[tuple[tuple[int, int, int], Window]]:
         """A group of windows in their order."""
-        rows, steps = Cut(tables), min(_PREPARED, self._plan.steps_per_window)
+        rows = Cut(tables)
         for item in wanted:
             order, v, window = item.order, item.logical_worker, item.window
             stored = order.stored_positions(v, window)
             fields, reasons = self._tensors(rows.take(len(stored)), stored)
             index = order.window_order(v, window)
-            yield (order.epoch, window, v), Window(order, v, window, fields, index, stored[index], reasons).prepare(steps)
+            made = Window(order, v, window, fields, index, stored[index], reasons).prepare(_PREPARED, _PREPARED_BYTES)
+            yield (order.epoch, window, v), made
 
     def _tensors(self, tables: list[pa.Table], stored: npt.NDArray[np.int64]) -> tuple[dict[str, Tensor], dict[int, str]]:
         """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are the planned ones."""

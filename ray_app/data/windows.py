@@ -66,6 +66,7 @@ class Window:
 
     Attributes:
         step_bytes: Bytes of a micro-batch, all of whose rows are there.
+        is_prepared: Whether all micro-batches were gathered in advance.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Window:
     ) -> None:
         self._micro, self._logical_worker = order.plan.micro_batch, logical_worker
         self._first_step = window * order.plan.steps_per_window
+        self._end = min(self._first_step + order.plan.steps_per_window, order.plan.steps_per_epoch)
         self.step_bytes = self._micro * sum(math.prod(values.shape[1:]) * values.element_size() for values in fields.values())
         self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
         uses = positions + (order.window_repeats(logical_worker, window) << _REPEAT_BITS)
@@ -88,10 +90,17 @@ class Window:
         self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
         self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
         self._prepared: dict[int, MicroBatch] = {}
+        self.is_prepared = False
 
-    def prepare(self, steps: int) -> Window:
-        """Gathers the rows of the first steps, in the thread that reads, which at those steps would be busy with the next window."""
-        self._prepared = {step: self.micro_batch(step) for step in range(self._first_step, self._first_step + steps)}
+    def prepare(self, at_least: int, most_bytes: int) -> Window:
+        """Gathers the rows of all steps in advance, of as many bytes at most; where they are more, those of the first steps.
+
+        In the thread that reads: at the first steps it would be busy with the next window, and a thread that gathers for every step waits
+        for Python's lock.
+        """
+        steps = range(self._first_step, self._end)
+        self.is_prepared = len(steps) * self.step_bytes <= most_bytes
+        self._prepared = {step: self.micro_batch(step) for step in (steps if self.is_prepared else steps[:at_least])}
         return self
 
     def micro_batch(self, step: int) -> MicroBatch:

@@ -89,6 +89,8 @@ class Task(ABC):
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Turns rows as read into arrays of one fixed shape per name, each (rows, ...); runs on any CPU of the cluster.
 
+        The arrays are used as they are, and must not change afterwards.
+
         Raises:
             Exception: Any, for rows that cannot be decoded; the reader finds out which row it is and says so.
         """

@@ -19,6 +19,7 @@ from local_world import CPU, DieAfter, Pool, TinyImages, cached, feed_of, make_j
 from torch import nn
 
 from ray_app.data.bad_rows import decode_around
+from ray_app.data.columns import ArraySpec
 from ray_app.data.dataset import open_dataset
 from ray_app.data.source import first_row, first_rows
 from ray_app.data.windows import MicroBatch
@@ -78,10 +79,9 @@ def decode_numbers(rows: dict[str, Any]) -> dict[str, Any]:
 @given(st.lists(st.sampled_from([1, 2, 3, -1, 99]), min_size=1, max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_just_the_bad_rows_are_zeros_with_a_reason(values: list[int]) -> None:
-    fields = {"y": np.full((len(values), 2), 5)}
-    reasons = decode_around(decode_numbers, {"x": values}, len(values), fields)
+    decoded, reasons = decode_around(decode_numbers, {"x": values}, len(values), {"y": ArraySpec("<i8", (2,))})
     assert [reason is not None for reason in reasons] == [v in (-1, 99) for v in values]
-    assert fields["y"].tolist() == [[0, 0] if v in (-1, 99) else [v, v] for v in values]
+    assert decoded["y"].tolist() == [[0, 0] if v in (-1, 99) else [v, v] for v in values]
     for value, reason in zip(values, reasons, strict=True):
         if value == -1:
             assert reason == "negative"
@@ -94,7 +94,7 @@ def test_a_process_that_cannot_decode_is_no_bad_row() -> None:
         raise ModuleNotFoundError(f"no decoder for {len(rows)}")
 
     with pytest.raises(ModuleNotFoundError, match="no decoder"):
-        decode_around(decode, {"x": [1, 2]}, 2, {"y": np.zeros((2, 2))})
+        decode_around(decode, {"x": [1, 2]}, 2, {"y": ArraySpec("<i8", (2,))})
 
 
 # --- the feed

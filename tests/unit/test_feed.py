@@ -214,7 +214,8 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset, window=window)
     expected = deliver(dataset, plan, streamed, 1)
-    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", -1)
+    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr("ray_app.data.streamed._PREPARED_BYTES", 0)
     submitted: list[int] = []
     gather = feed_module._gather
 
