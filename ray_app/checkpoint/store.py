@@ -8,7 +8,6 @@ over from commits nothing; should both happen at the same moment, the commit is 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import time
@@ -21,7 +20,18 @@ from ray_app.checkpoint.commit import COMMIT, NAME, Commit, key_of, parsed, seal
 from ray_app.checkpoint.format import Snapshot, unpack
 from ray_app.checkpoint.retention import Hold, removable
 from ray_app.errors import CheckpointError, LeaseLostError
-from ray_app.record.files import Content, Location, listing, put_atomic, put_json, read_all, read_json, remove_temporary, remove_tree
+from ray_app.record.files import (
+    Content,
+    Location,
+    listing,
+    put_atomic,
+    put_json,
+    read_all,
+    read_all_json,
+    read_json,
+    remove_temporary,
+    remove_tree,
+)
 from ray_app.record.lease import refuse_if_lost
 from ray_app.record.paths import RunPaths
 
@@ -188,7 +198,8 @@ class CheckpointStore:
 
     def holds(self) -> list[Hold]:
         """What the followers of this run say."""
-        return [Hold(**json.loads(data)) for data in read_all(listing(self._paths.holds).values())]
+        found = read_all_json(listing(self._paths.holds).values(), missing=b"null")  # a follower may be done just now
+        return [Hold(**value) for value in found if value]
 
     def hold(self, follower: str, hold: Hold) -> None:
         """Says for a follower what it still needs."""

@@ -21,7 +21,7 @@ from ray_app.errors import DataError
 from ray_app.record.files import Location, read_json
 
 SUFFIXES = (".arrow", ".parquet")
-_NUMBERED = re.compile(r"-\d{5}-of-\d{5}.*$")
+_NUMBERED = re.compile(r"-(\d{5})-of-(\d{5}).*$")
 _BATCH_ROWS = 1000
 _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 """What ends an Arrow stream; the second one until Arrow 0.15."""
@@ -80,6 +80,8 @@ class HuggingFace:
                 f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or dataset_dict.json),"
                 " or a folder with .arrow or .parquet files, or one of them. Save it with dataset.save_to_disk(DIR)."
             )
+        if not one:
+            _need_all_numbers(self.root, there)
         return splits
 
     def _form(self, file: File) -> _Form:
@@ -127,6 +129,19 @@ def _saved(folder: Location) -> list[File]:
     if missing := [name for name, file in zip(names, found, strict=True) if file is None]:
         raise DataError(f"{folder}: state.json names {missing[0]!r}, which is not in this folder. Save it again.")
     return [file for file in found if file]
+
+
+def _need_all_numbers(folder: Location, files: list[File]) -> None:
+    """Raises `DataError` where a file is missing of those that are numbered as parts of one."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if numbered := _NUMBERED.search(file.name):
+            found.setdefault((file.name[: numbered.start()], int(numbered[2])), set()).add(int(numbered[1]))
+    for (name, total), numbers in found.items():
+        if missing := sorted(set(range(total)) - numbers):
+            raise DataError(
+                f"{folder}: {name}-{missing[0]:05d}-of-{total:05d} is missing, {len(numbers)} of {total} are there. Copy it again."
+            )
 
 
 def _split_of(file: File) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ray_app.record.files import listing, names, put_json, read_all
+from ray_app.record.files import listing, names, put_json, read_all_json
 from ray_app.record.paths import RunPaths
 
 
@@ -53,7 +52,7 @@ def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = N
 def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
     """The evaluations of one evaluator by step."""
     folder = paths.evaluations_of(name)
-    return [Evaluation(**json.loads(data)) for data in read_all(folder / file for file in sorted(filter(_is_evaluation, names(folder))))]
+    return [Evaluation(**value) for value in read_all_json(folder / file for file in sorted(filter(_is_evaluation, names(folder))))]
 
 
 def evaluated_steps(paths: RunPaths, name: str | None = None) -> set[int]:

@@ -100,11 +100,22 @@ def put_json(path: Location, value: Any, *, if_absent: bool = False) -> bool:
 
 
 def read_json(path: Location) -> Any:
-    """The JSON value of a file, or None if there is no such file."""
+    """The JSON value of a file, or None if there is no such file.
+
+    Raises:
+        ValueError: It holds something else.
+    """
     try:
-        return json.loads(path.read_bytes())
+        return _parsed(path, path.read_bytes())
     except FileNotFoundError:
         return None
+
+
+def _parsed(path: Location, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, it should hold JSON: {error}") from error
 
 
 def names(folder: Location) -> list[str]:
@@ -166,6 +177,12 @@ def read_all(paths: Iterable[Location], missing: bytes | None = None) -> list[by
         return [read(place) for place in places]
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(read, places))
+
+
+def read_all_json(paths: Iterable[Location], missing: bytes | None = None) -> list[Any]:
+    """The JSON values of many small files; see `read_all` and `read_json`."""
+    places = list(paths)
+    return [_parsed(place, data) for place, data in zip(places, read_all(places, missing), strict=True)]
 
 
 def remove_temporary(folder: Location) -> None:

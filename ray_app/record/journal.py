@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ray_app.record.files import listing, names, poll_s, put_atomic, put_json, read_all
+from ray_app.record.files import listing, names, poll_s, put_atomic, put_json, read_all_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard_run, redacted
 
@@ -135,9 +135,9 @@ class MetricsReader:
         """Reads what is new; returns the steps that were not known before, in the order of their segments."""
         new = []
         unseen = sorted(set(names(self._paths.metrics)) - self._seen, key=lambda n: n.rsplit("-", 1)[1])
-        for name, segment in zip(unseen, read_all(self._paths.metrics / name for name in unseen), strict=True):
+        for name, segment in zip(unseen, read_all_json(self._paths.metrics / name for name in unseen), strict=True):
             self._seen.add(name)
-            for record in _read_segment(json.loads(segment)):
+            for record in _read_segment(segment):
                 known = self.records.get(record.step)
                 if known is None:
                     self.records[record.step] = record
@@ -154,7 +154,7 @@ def newest_record(paths: RunPaths) -> StepRecord | None:
         OSError: The storage does not answer.
     """
     name = max(names(paths.metrics), key=lambda n: n.rsplit("-", 1)[1], default=None)
-    return list(_read_segment(json.loads((paths.metrics / name).read_bytes())))[-1] if name else None
+    return list(_read_segment(read_json(paths.metrics / name)))[-1] if name else None
 
 
 def _read_segment(columns: dict[str, list[Any]]) -> Iterator[StepRecord]:
@@ -194,4 +194,4 @@ def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
 def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
     """The run's events in the order of time, all or those of some kinds."""
     wanted = [file for name, file in listing(paths.events).items() if not kinds or name.split("-")[1] in kinds]
-    return [Event(**json.loads(data)) for data in read_all(wanted)]
+    return [Event(**value) for value in read_all_json(wanted)]

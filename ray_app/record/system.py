@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from ray_app.record.files import names, put_json, read_all
+from ray_app.record.files import names, put_json, read_all_json
 from ray_app.record.paths import RunPaths
 
 
@@ -50,4 +49,4 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
         known: Names of others that are not.
     """
     wanted = sorted(name for name in names(paths.system) if name > after and name not in known)
-    return dict(zip(wanted, (Look(**json.loads(data)) for data in read_all(paths.system / name for name in wanted)), strict=True))
+    return dict(zip(wanted, (Look(**value) for value in read_all_json(paths.system / name for name in wanted)), strict=True))

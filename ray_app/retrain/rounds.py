@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ray_app.pipeline.registering import user
-from ray_app.record.files import folders, names, put_json, read_all, read_json
+from ray_app.record.files import folders, names, put_json, read_all_json, read_json
 from ray_app.retrain.key import Inputs
 from ray_app.retrain.places import RetrainPaths
 
@@ -75,7 +74,7 @@ def audit(paths: RetrainPaths, id: str, what: str, why: str, details: dict[str, 
 
 def entries(paths: RetrainPaths) -> list[dict[str, Any]]:
     """The audit record, oldest first."""
-    return [json.loads(content) for content in read_all(paths.audit / name for name in sorted(names(paths.audit)))]
+    return read_all_json(paths.audit / name for name in sorted(names(paths.audit)))
 
 
 def described(inputs: Inputs) -> dict[str, str]:

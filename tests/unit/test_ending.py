@@ -134,6 +134,7 @@ def test_a_damaged_record_is_a_line_and_not_a_traceback(
     assert main([*arguments, str(run.paths.root)]) == 1
     said = capsys.readouterr().err
     assert said.startswith("The ")
+    assert "00000000000000000001-started-9.json is damaged" in said
     assert said.count("\n") == 1
 
 

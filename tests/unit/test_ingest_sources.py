@@ -520,6 +520,21 @@ def test_hugging_face_folders_that_are_not_whole_are_refused(tmp_path: Path) -> 
     assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", given)
 
 
+@pytest.mark.parametrize("suffix", [".arrow", "-0f1e2d.parquet"])
+def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        place = tmp_path / "in" / f"train-{number:05d}-of-00003{suffix}"
+        if suffix == ".arrow":
+            with pa.OSFile(str(place), "wb") as file, pa.ipc.new_stream(file, pa.schema({"a": pa.int64()})) as writer:
+                writer.write_table(pa.table({"a": [number]}))
+        else:
+            pq.write_table(pa.table({"a": [number]}), place)
+    assert done(tmp_path / "whole", "hf", tmp_path / "in")["a"] == [0, 1, 2]
+    (tmp_path / "in" / f"train-00001-of-00003{suffix}").unlink()
+    assert "train-00001-of-00003 is missing, 2 of 3 are there" in refusal(tmp_path, "hf", tmp_path / "in")
+
+
 @pytest.mark.parametrize("source", ["hf", "cifar"])
 def test_other_names_of_the_classes_are_another_source(tmp_path: Path, source: Any) -> None:
     if source == "hf":

@@ -334,6 +334,19 @@ def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) ->
     assert load(store) == (4, [])
 
 
+def test_a_hold_that_goes_while_it_is_looked_at_is_none(store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listing(folder: Path) -> dict[str, Path]:
+        found = files_module.listing(folder)
+        store.release("b")
+        return found
+
+    store.hold("a", Hold(1, time.time() + 60))
+    store.hold("b", Hold(2, time.time() + 60))
+    monkeypatch.setattr(store_module, "listing", listing)
+    assert [hold.done_step for hold in store.holds()] == [1]
+    assert len(list(paths.holds.iterdir())) == 1
+
+
 def test_a_checkpoint_that_is_being_removed_has_no_marker_first(
     store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
