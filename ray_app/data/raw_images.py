@@ -1,7 +1,9 @@
-"""Reader of folders of images, one folder a class; the encoded files go unchanged into the column `image`."""
+"""Reader of folders of images, one folder a class; the encoded files go unchanged into the column `image`, the classes mixed."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -40,9 +42,14 @@ class Images:
             yield from images
 
     def parts(self, run: raw.Run) -> list[raw.Part]:
-        """One part; its classes are the sub-folders' names, sorted."""
+        """One part; its classes are the sub-folders' names, sorted.
+
+        The order is that of a hash of the names: training mixes rows within windows of neighbours, which class after class would be of one
+        class each.
+        """
         del run
         rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
+        rows.sort(key=lambda row: hashlib.blake2b(os.fsencode(relative(row[0].place, self.root)), key=b"order").digest())
         pieces = [
             raw.Piece(len(some), partial(_tables, self.root, self.check, some))
             for some in raw.groups(rows, lambda row: row[0].size, self.limits)

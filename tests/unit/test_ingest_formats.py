@@ -28,11 +28,25 @@ def test_images_keep_their_bytes(tmp_path: Path) -> None:
     files = write_images(tmp_path / "in")
     summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in")))
     got = read(tmp_path / "out")
-    assert got["row_id"] == ["cat/a.jpg", "cat/b.png", "cat/c.gif", "dog/y.jpeg", "dog/z.WEBP"]
+    assert sorted(got["row_id"]) == ["cat/a.jpg", "cat/b.png", "cat/c.gif", "dog/y.jpeg", "dog/z.WEBP"]
     assert dict(zip(got["row_id"], got["image"], strict=True)) == files
-    assert got["label"] == [0, 0, 0, 1, 1]
+    assert got["label"] == [int(row_id.startswith("dog")) for row_id in got["row_id"]]
     part = summary.parts[""]
     assert (part.classes, part.class_counts, part.skipped_files) == (["cat", "dog"], {"cat": 3, "dog": 2}, 1)
+
+
+def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tmp_path: Path) -> None:
+    for label in range(4):
+        for i in range(50):
+            path = tmp_path / "in" / str(label) / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(10 + i))
+    ingest(IngestOptions("images", str(tmp_path / "a"), str(tmp_path / "in"), check=False))
+    ingest(IngestOptions("images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, piece_bytes=100, row_group_rows=3))
+    got = read(tmp_path / "a")
+    assert got["row_id"] == read(tmp_path / "b")["row_id"]
+    for low in range(0, 200, 40):
+        assert min(Counter(got["label"][low : low + 40])[label] for label in range(4)) >= 3, "in order of class one would be missing"
 
 
 def test_csv_types_hold_every_row_and_classes_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
