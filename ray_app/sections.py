@@ -218,7 +218,8 @@ class FailureSection:
         max_failures: Failures of workers before the run gives up; -1: any number.
         max_preemptions: Nodes taken away (announced or not) before it gives up; -1: any number.
         step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended and replaced; not given: 50
-            times the median step, at least 60; with `train.compile` 600.
+            times the median step, at least 60 (600 before any step is known); with `train.compile` 600. The first step of each group of
+            workers has five times as long.
         heartbeat_timeout_s: Seconds without a sign of life after which the others go on without a worker.
         recovery: `in_place`: the others keep their state and go on when a worker is lost, and a new one joins them. `restart`: all
             workers start again from the newest checkpoint, as in stock Ray Train.
