@@ -164,7 +164,8 @@ class _Tail:
         seen = 0
         with suppress(StopAsyncIteration, TimeoutError):
             while True:
-                chunk = await asyncio.wait_for(anext(chunks), _SILENCE_S)
+                async with asyncio.timeout(_SILENCE_S):  # wait_for of Python 3.11 may lose a Ctrl-C
+                    chunk = await anext(chunks)
                 self.heard_s = time.monotonic()
                 self._take(chunk, seen)
                 seen += len(chunk)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import zipfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from ray_app.submit.nodes import storage
 from ray_app.submit.options import SubmitSection, given, refuse_secrets
 from ray_app.submit.package import data_in, packed, size_of
 from ray_app.submit.preflight import absolute_storage, agreement
+from ray_app.submit.server import _Tail
 from ray_app.submit.supervise import Ended, judge, wait_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,3 +163,20 @@ def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:
     assert absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
     with pytest.raises(ConfigError, match="Ray removes that copy"):
         storage("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1/runs", [])
+
+
+def test_ctrl_c_ends_the_following_also_at_the_moment_when_output_comes() -> None:
+    class Client:
+        async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)  # after this step, before who waits for the output
+            yield f"output of {job_id}"
+            await asyncio.sleep(60)
+
+    shown: list[str] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _Tail(shown.append).read(Client(), "job")  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(shown) <= 1
