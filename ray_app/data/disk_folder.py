@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -27,6 +28,9 @@ from ray_app.record.files import location
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("numpy", "torch", "torchvision")
+_DIGITS = 32
+_NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
+"""Name of a cache's folder, see `identity`."""
 
 
 def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: float) -> DiskCache:
@@ -98,7 +102,7 @@ def identity(source: RowSource, settings: str) -> str:
         "code": _code(reader.decode),
         "libraries": [version(name) for name in _LIBRARIES],
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
 
 def _code(decode: Decode) -> list[str]:
@@ -124,8 +128,12 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _make_room(own: Path, wanted: int, limit_gb: float) -> int:
-    """Removes caches that nobody has open, oldest first, until `wanted` bytes fit; returns the bytes that there are then."""
-    others = sorted((f for f in own.parent.iterdir() if f.is_dir() and f != own), key=lambda f: f.stat().st_mtime)
+    """Removes caches that nobody has open, oldest first, until `wanted` bytes fit; returns the bytes that there are then.
+
+    Whatever else is in the folder is left alone and does not count.
+    """
+    caches = (f for f in own.parent.iterdir() if _NAME.fullmatch(f.name) and not f.is_symlink() and (f / SUMS).is_file())
+    others = sorted((f for f in caches if f != own), key=lambda f: f.stat().st_mtime)
     sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in others}
     for folder in others:
         if sum(sizes.values()) + wanted <= limit_gb * 1e9:
@@ -138,8 +146,6 @@ def _make_room(own: Path, wanted: int, limit_gb: float) -> int:
 
 def _is_open(folder: Path) -> bool:
     """Whether a process has the cache open; only under the lock of all caches, where none is being opened."""
-    if not (folder / SUMS).exists():
-        return False
     file = os.open(folder / SUMS, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,10 +27,11 @@ _AT_ONCE, _AT_ONCE_BYTES = 4, 32 << 20
 
 @dataclass
 class _Stream:
-    """Windows of some logical workers, which are taken in turn."""
+    """Windows of some logical workers, which are taken in turn; `at`: epoch and window that come next."""
 
     played: range
     windows: Windows
+    at: tuple[int, int]
 
 
 class Feed:
@@ -55,16 +56,15 @@ class Feed:
         self.wait_s = 0.0
 
     def play(self, cursor: Cursor, played: range) -> None:
-        """Goes on at a cursor with these logical workers; what is read already for them is kept, if the cursor is not before it."""
+        """Goes on at a cursor with these logical workers; what is read already for them is kept, if it has the cursor's window next."""
         wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
-        gone = {v for v, (window, _) in self._current.items() if window > wanted}
-        kept = [s for s in self._streams if s.played[0] in played and s.played[-1] in played and gone.isdisjoint(s.played)]
+        kept = [s for s in self._streams if s.played[0] in played and s.played[-1] in played and (s.at == wanted or self._has(s, wanted))]
         for stream in self._streams:
             if stream not in kept:
                 stream.windows.close()
         have = {v for s in kept for v in s.played}
         self._current = {v: held for v, held in self._current.items() if v in have}
-        self._streams = kept + [_Stream(part, self._open(cursor, part)) for part in _runs([v for v in played if v not in have])]
+        self._streams = kept + [_Stream(part, self._open(cursor, part), wanted) for part in _runs([v for v in played if v not in have])]
         self._cursor, self._played = cursor, played
         self._forget_gathered()
 
@@ -105,14 +105,19 @@ class Feed:
     def _windows(self) -> list[Window]:
         return [self._current[v][1] for v in self._played]
 
+    def _has(self, stream: _Stream, wanted: tuple[int, int]) -> bool:
+        return all(v in self._current and self._current[v][0] == wanted for v in stream.played)
+
     def _advance(self, stream: _Stream, wanted: tuple[int, int]) -> None:
         """Takes the wanted windows of a stream, if they are not the current ones."""
-        if all(v in self._current and self._current[v][0] == wanted for v in stream.played):
+        if self._has(stream, wanted):
             return
         for v in stream.played:
             self._current.pop(v, None)  # frees the old windows before the new ones are waited for
         for v in stream.played:
             self._current[v] = wanted, stream.windows.take(self._order, v, wanted[1])
+        epoch, window = wanted
+        stream.at = (epoch, window + 1) if window + 1 < self._plan.windows_per_epoch else (epoch + 1, 0)
         step_bytes = sum(window.step_bytes for _, window in self._current.values() if not window.is_prepared)
         self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // step_bytes)) if step_bytes > _WORTH_A_THREAD else 0
 

@@ -141,10 +141,10 @@ def discard(folder: Location) -> None:
 def finish(folder: Location, out: Location, sides: list[str]) -> None:
     """Makes the written folder the target; each data set in it has its `dataset.json`."""
     remove_tree(folder / RECORDS)
+    remove_temporary(folder)
     if isinstance(folder, Path):
         for left in folder.glob(f"{SCRATCH}*"):
             shutil.rmtree(left)
-        remove_temporary(folder)
         folder.rename(str(out))
         return
     for side in sides:

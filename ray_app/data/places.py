@@ -75,7 +75,7 @@ def is_within(place: Location, root: Location) -> bool:
     """Whether a place is `root` or below it."""
     if isinstance(place, Path) or isinstance(root, Path):
         return isinstance(place, Path) and isinstance(root, Path) and place.is_relative_to(root)
-    return place.bucket == root.bucket and f"{place.key}/".startswith(f"{root.key}/")
+    return place.bucket == root.bucket and f"{place.key}/".startswith(root.below)
 
 
 def arrow(place: Location) -> tuple[pafs.FileSystem, str]:
@@ -142,13 +142,27 @@ def folders_in(folder: Location) -> list[Location]:
 
 
 def files_below(folder: Location, suffix: str) -> list[Location]:
-    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders."""
+    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders. Links are followed."""
     if isinstance(folder, Path):
-        found: list[tuple[str, Location]] = [(relative(place, folder), place) for place in sorted(folder.rglob(f"*{suffix}"))]
+        found: dict[str, Location] = {relative(place, folder): place for place in _walk(folder, frozenset())}
     else:
         with _reading(folder):
-            found = [(name, place) for name, place in sorted(folder.listing().items()) if name.endswith(suffix)]
-    return [place for name, place in found if not any(part.startswith(".") for part in name.split("/"))]
+            found = dict(folder.listing())
+    visible = (name for name in sorted(found) if name.endswith(suffix) and not any(part.startswith(".") for part in name.split("/")))
+    return [found[name] for name in visible]
+
+
+def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+    """The files below a folder; a link to a folder that it is in leads nowhere."""
+    real = folder.resolve()
+    if real in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _walk(folder / entry.name, above | {real})
+            elif entry.is_file():
+                yield folder / entry.name
 
 
 def versions(root: Location, paths: Iterable[str]) -> list[Any]:

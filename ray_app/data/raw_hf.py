@@ -132,16 +132,18 @@ def _saved(folder: Location) -> list[File]:
 
 
 def _need_all_numbers(folder: Location, files: list[File]) -> None:
-    """Raises `DataError` where a file is missing of those that are numbered as parts of one."""
-    found: dict[tuple[str, int], set[int]] = {}
+    """Raises `DataError` where files that are numbered as parts of one are not there just once."""
+    found: dict[str, dict[int, list[int]]] = {}
     for file in files:
         if numbered := _NUMBERED.search(file.name):
-            found.setdefault((file.name[: numbered.start()], int(numbered[2])), set()).add(int(numbered[1]))
-    for (name, total), numbers in found.items():
-        if missing := sorted(set(range(total)) - numbers):
-            raise DataError(
-                f"{folder}: {name}-{missing[0]:05d}-of-{total:05d} is missing, {len(numbers)} of {total} are there. Copy it again."
-            )
+            found.setdefault(file.name[: numbered.start()], {}).setdefault(int(numbered[2]), []).append(int(numbered[1]))
+    for name, totals in found.items():
+        if len(totals) > 1 or any(len(set(numbers)) < len(numbers) for numbers in totals.values()):
+            raise DataError(f"{folder}: the files {name}-... are numbered more than once, so rows would be doubled. Remove the older ones.")
+        [(total, numbers)] = totals.items()
+        if missing := sorted(set(range(total)) - set(numbers)):
+            lost = f"{name}-{missing[0]:05d}-of-{total:05d}"
+            raise DataError(f"{folder}: {lost} is missing, {len(numbers)} of {total} are there. Copy it again.")
 
 
 def _split_of(file: File) -> str:

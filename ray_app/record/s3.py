@@ -102,9 +102,14 @@ class S3Path:
                 return self._read() == data
         return True
 
+    @property
+    def below(self) -> str:
+        """What the keys of everything below it begin with; nothing, if it is the whole bucket."""
+        return f"{self.key}/".lstrip("/")
+
     def listing(self, temporary: bool = False) -> dict[str, S3Path]:
         """See `record.files.listing`; `temporary` asks for uploads instead that were begun and not ended."""
-        prefix, found = f"{self.key}/", {}
+        prefix, found = self.below, {}
         with self._errors():
             if temporary:
                 for upload in self._uploads():
@@ -119,9 +124,7 @@ class S3Path:
     def folders(self) -> list[str]:
         """See `record.files.folders`; one request per thousand folders, however much is in them."""
         with self._errors():
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=f"{self.key}/".lstrip("/"), Delimiter="/"
-            )
+            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.below, Delimiter="/")
             return [entry["Prefix"].rstrip("/").rpartition("/")[2] for page in pages for entry in page.get("CommonPrefixes", ())]
 
     def end_uploads(self) -> None:
@@ -199,7 +202,7 @@ class S3Path:
             raise
 
     def _uploads(self) -> Iterator[dict[str, Any]]:
-        for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=f"{self.key}/"):
+        for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=self.below):
             yield from page.get("Uploads", ())
 
     @contextmanager

@@ -243,6 +243,23 @@ def test_unused_caches_make_room_oldest_first_and_used_ones_stay(job: Job) -> No
     assert there() == {"c", "d"}
 
 
+def test_what_is_no_cache_of_ours_is_left_alone(job: Job) -> None:
+    """However little room there is: `data.cache_dir` may be a folder that others use, too."""
+    root = Path(str(job.config.data.cache_dir))
+    foreign = [root / "thesis" / "chapter.tex", root / ("a" * 32) / "notes.txt", root / ("b" * 31) / SUMS, root / "file"]
+    for file in foreign:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"not to be lost")
+    (root / "elsewhere").mkdir()
+    (root / "elsewhere" / SUMS).write_bytes(b"")
+    (root / ("c" * 32)).symlink_to(root / "elsewhere")
+    open_cache(job.source, "a", str(root), 1.0).close()
+    open_cache(job.source, "b", str(root), 2 * ROW_BYTES / 1e9).close()
+    assert not (root / identity(job.source, "a")).exists(), "there was room enough"
+    assert all(file.read_bytes() == b"not to be lost" for file in foreign)
+    assert (root / ("c" * 32) / SUMS).exists()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk with room for some of 2000 rows."""

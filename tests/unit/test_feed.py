@@ -258,6 +258,22 @@ def test_going_back_to_a_window_that_was_left(datasets: dict[str, Dataset], open
     assert_same({place: expected[place] for place in found}, found)
 
 
+@pytest.mark.parametrize("open_windows", BOTH)
+def test_going_on_behind_windows_that_others_did_meanwhile(datasets: dict[str, Dataset], open_windows: Open) -> None:
+    dataset = datasets["prime and ragged"]
+    plan = plan_of(dataset)
+    assert plan.steps_per_window < 5
+    expected = deliver(dataset, plan, open_windows, 1)
+    feed = Feed(plan, lambda cursor, played: open_windows(dataset, plan, cursor, played), CPU)
+    found: dict[Place, MicroBatch] = {}
+    for step in range(0, EPOCHS * plan.steps_per_epoch, 5):
+        cursor = Cursor.at(step, plan.steps_per_epoch)
+        feed.play(cursor, range(4))
+        found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
+    feed.close()
+    assert_same({place: expected[place] for place in found}, found)
+
+
 def test_augmentation_keys_belong_to_epoch_and_row_only(datasets: dict[str, Dataset]) -> None:
     """The same row has the same key under another L, batch and window; another key in the next epoch and for another seed."""
     dataset = datasets["prime and ragged"]

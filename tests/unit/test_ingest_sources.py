@@ -531,6 +531,10 @@ def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) ->
         else:
             pq.write_table(pa.table({"a": [number]}), place)
     assert done(tmp_path / "whole", "hf", tmp_path / "in")["a"] == [0, 1, 2]
+    twice = tmp_path / "in" / (f"train-00000-of-00001{suffix}" if suffix == ".arrow" else "train-00001-of-00003-ffffff.parquet")
+    shutil.copy(tmp_path / "in" / f"train-00001-of-00003{suffix}", twice)
+    assert "the files train-... are numbered more than once" in refusal(tmp_path, "hf", tmp_path / "in")
+    twice.unlink()
     (tmp_path / "in" / f"train-00001-of-00003{suffix}").unlink()
     assert "train-00001-of-00003 is missing, 2 of 3 are there" in refusal(tmp_path, "hf", tmp_path / "in")
 

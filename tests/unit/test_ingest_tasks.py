@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from ingest_inputs import RNG, read, write_images
 from PIL import Image
@@ -103,6 +105,19 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     assert content(out) == content(tmp_path / "undisturbed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "undisturbed"]
     assert [path for path in out.rglob(".*")] == []
+
+
+def test_links_are_followed_and_the_order_is_that_of_s3(tmp_path: Path, s3_folder: S3Path) -> None:
+    names = ["a-b/x.parquet", "a/x.parquet", "a/z.parquet", "linked/x.parquet", "tables.parquet/part.parquet"]
+    for i, name in enumerate(names):
+        place = (tmp_path / "elsewhere" / "x.parquet") if name.startswith("linked") else tmp_path / "in" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"a": [i]}), place)
+        put_atomic(s3_folder / name, place.read_bytes())
+    (tmp_path / "in" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "in")
+    assert open_dataset(str(tmp_path / "in")).manifest.paths == tuple(names)
+    assert open_dataset(str(s3_folder)).manifest.paths == tuple(names)
 
 
 def test_rows_in_are_rows_out_and_rows_refused(tmp_path: Path) -> None:

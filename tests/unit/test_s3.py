@@ -20,6 +20,7 @@ from ray_app.checkpoint.format import MODEL, pack
 from ray_app.checkpoint.retention import Hold
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.config import Config, default_tracking_uri
+from ray_app.data.places import is_within
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.record import s3
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
@@ -267,6 +268,15 @@ def test_looking_for_commits_is_one_listing(store: CheckpointStore, s3_server: S
     assert len(store.commits()) == 3
     [request] = s3_server.requests()
     assert "list-type=2" in request, "what was read is remembered by its version"
+
+
+def test_a_whole_bucket_is_a_place_as_well(s3_server: S3Server, s3_folder: S3Path) -> None:
+    put_atomic(s3_folder / "a" / "x", b"1")
+    whole = s3_server.path("")
+    assert f"{s3_folder.key}/a/x" in listing(whole)
+    assert s3_folder.key in folders(whole)
+    assert is_within(s3_folder, whole)
+    assert not is_within(whole, s3_folder)
 
 
 def test_small_records(paths: RunPaths) -> None:
