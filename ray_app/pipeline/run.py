@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _COMPILING_S = 600.0
+_CLOSE_S = 2.0
 _TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as jobs/submit.py has it
 
 
@@ -227,7 +228,8 @@ class Run:
         job, heartbeat_s = self.job, self._config.failure.heartbeat_timeout_s
         rendezvous = start_rendezvous(job.rendezvous, heartbeat_s, _step_timeout_s(self._config))
         keepers = start_keepers() if self._config.checkpoint.snapshot_every_steps else []
-        for actor in (rendezvous, *keepers):
+        stack.callback(_end_rendezvous, rendezvous)
+        for actor in keepers:
             stack.callback(_end_actor, actor)
         cache = None
         if self._config.data.cache == "memory":
@@ -294,6 +296,12 @@ class Run:
 def _step_timeout_s(config: Config) -> float | None:
     """See `failure.step_timeout_s`."""
     return config.failure.step_timeout_s or (_COMPILING_S if config.train.compile else None)
+
+
+def _end_rendezvous(rendezvous: Any) -> None:
+    with suppress(ray.exceptions.RayError):
+        ray.get(rendezvous.close.remote(), timeout=_CLOSE_S)
+    _end_actor(rendezvous)
 
 
 def _end_actor(actor: Any) -> None:

@@ -86,6 +86,11 @@ class Rendezvous:
             self._watching = asyncio.create_task(self._watch())
         return self._server.sockets[0].getsockname()[:2]
 
+    async def close(self) -> None:
+        """Stops watching, before the actor is ended: asyncio complains of what it finds going on then."""
+        if self._watching is not None:
+            self._watching.cancel()
+
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker = (await reader.read(64)).decode()
         with suppress(OSError):

@@ -123,6 +123,7 @@ def undisturbed(ground: Ground, flows: dict[str, Future[Any]]) -> tuple[dict[str
 
 def test_a_plainly_submitted_job_trains(ground: Ground, undisturbed: tuple[dict[str, Any], str]) -> None:
     summary, output = undisturbed
+    assert "Task was destroyed" not in output
     job = ground.head.job("plain")
     assert (job["status"], job["driver_exit_code"]) == ("SUCCEEDED", 0)
     assert f"Starting run plain in {ground.paths('plain').root}\n" in output
