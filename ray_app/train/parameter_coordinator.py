@@ -231,7 +231,7 @@ class Coordinator:
 
     def _begin_era(self, eras: list[int]) -> None:
         """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
-        era = max(self._era, *eras) + 1
+        era = max(self._era, *eras, time.time_ns() // 1_000_000) + 1  # never one of a coordinator that died with all servers
         self._broken = self._halfway = True
         buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
         parts = self._layout.split(self._state.snapshot())

@@ -21,13 +21,14 @@ from torch import nn
 
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.errors import ConfigError, DataError, NonFiniteError
 from ray_app.pipeline.summary import summarize
 from ray_app.record.journal import MetricsReader, read_events
 from ray_app.task.image import ImageClassification
 from ray_app.train.job import Job
 from ray_app.train.parameter_actors import RayServers
 from ray_app.train.parameter_coordinator import Coordinator
+from ray_app.train.parameter_server import _NONE
 from ray_app.train.parameter_units import Units
 
 pytestmark = pytest.mark.usefixtures("same_threads")
@@ -250,6 +251,52 @@ def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tm
     world.run()
     assert world.coordinator._era > former._era
     assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_was_done_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
+    pool: Pool, data: Path, tmp_path: Path, staleness: int
+) -> None:
+    """Ray sends what a worker said to the former coordinator again to the new one; the gradients are gone with the servers."""
+    world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 2)
+    while world.coordinator._units.complete < 5 or not all(worker._done for worker in world.workers.values()):
+        world.run(turns=1)
+    former, said = world.coordinator, {name: worker._done for name, worker in world.workers.items()}
+    assert 5 in [done.unit.step for done in said.values() if done is not None], "none is of the step that is restored"
+    former._recorder.close()
+    for place in range(2):
+        world.servers.lose(place)
+    world.coordinator = Coordinator(world.job, world.servers)
+    for name, done in said.items():
+        world.coordinator.ask(name, done, None, 0.0)
+    assert world.coordinator._era > former._era
+    assert world.coordinator._units._next == [5, 5, 5, 5]
+    world.workers = {name: world.worker(name) for name in world.workers}
+    world.run()
+    assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
+    if not staleness:
+        assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_steps_that_another_coordinator_does_again_are_counted(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 2)
+    while world.coordinator._units.complete < 8:
+        world.run(turns=1)
+    world.coordinator._recorder.close()
+    for place in range(2):
+        world.servers.lose(place)
+    world.coordinator = Coordinator(world.job, world.servers)
+    world.workers = {name: world.worker(name) for name in world.workers}
+    world.run()
+    assert summarize(world.job, "finished")["redone_steps"] == 3
+
+
+def test_a_step_does_not_end_with_some_of_its_gradients(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 1)
+    while len(world.servers.servers[0]._sums.get(0, _NONE).seen) < 2:
+        world.run(turns=1)
+    with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
+        world.servers.servers[0].norms(world.coordinator._era, 0, [])
 
 
 def test_who_waits_for_servers_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
