@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from ray_app.train.parameter_units import Units
 from ray_app.train.recorder import Recorder
 from ray_app.train.restoring import restore
 from ray_app.train.snapshots import SnapshotSender
-from ray_app.train.state import TrainingState
+from ray_app.train.state import NOTHING, TrainingState
 from ray_app.train.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -42,12 +41,14 @@ CPU = torch.device("cpu")
 _PAUSE_S = 0.5  # between two looks at servers that are lost
 
 
-class _ServerLostError(Exception):
-    """A server is gone, or has lost what it held."""
+class _NotReadyError(Exception):
+    """A server is gone or has lost what it held, or the state to go on from cannot be read now."""
 
 
 class Coordinator:
     """See the module. Its methods may be called from several threads.
+
+    It begins when a worker asks for the first time, which is told what goes wrong: an actor whose constructor raises is not started again.
 
     Args:
         job: The run.
@@ -64,11 +65,9 @@ class Coordinator:
         self._layout = Layout(self._state.model, job.config.train)
         put_event(job.paths, "partitioned", job.fence, servers=self._layout.held())
         self._alone = Alone(self._plan.logical_workers, lambda: False)
-        sender = sender or SnapshotSender([])
-        self._make_recorder = partial(Recorder, job, self._state, self._alone, sender, CPU, hooks)
+        self._sender = sender or SnapshotSender([])
+        self._make_recorder = partial(Recorder, job, self._state, self._alone, self._sender, CPU, hooks)
         self._recorder = self._make_recorder()
-        restore(job, self._state, self._recorder, sender, CPU)
-        self._saved_step = self._state.step
         self._lock = threading.Condition()
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
@@ -76,8 +75,6 @@ class Coordinator:
         self._era = self._end = self._workers = 0
         self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
         self._lost_s: float | None = None
-        with suppress(_ServerLostError):  # mended when a worker asks
-            self._begin_era(self._call("era"))
 
     def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         """What a worker is to do next.
@@ -96,7 +93,7 @@ class Coordinator:
                 raise self._error
             try:
                 return self._answer(worker, done, broken_era, wait_s)
-            except _ServerLostError:
+            except _NotReadyError:
                 self._broken = self._halfway = True
                 self._lock.wait(min(wait_s or 0.0, _PAUSE_S))
                 return Answer(waiting=True, step=self._units.complete)
@@ -229,6 +226,15 @@ class Coordinator:
 
     # Losses.
 
+    def _restore(self) -> None:
+        """Finds the state to go on from; if the storage does not answer, it is looked for again."""
+        try:
+            restore(self._job, self._state, self._recorder, self._sender, CPU)
+        except OSError as error:
+            logger.warning("The state to go on from cannot be read, will try again: %s", error)
+            raise _NotReadyError from error
+        self._saved_step = self._state.step
+
     def _begin_era(self, eras: list[int]) -> None:
         """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
         era = max(self._era, *eras, time.time_ns() // 1_000_000) + 1  # never one of a coordinator that died with all servers
@@ -237,7 +243,7 @@ class Coordinator:
         parts = self._layout.split(self._state.snapshot())
         sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
         if self._servers.call("load", sent) is None:
-            raise _ServerLostError
+            raise _NotReadyError
         self._broken = self._halfway = False
         self._era = era
         self._recorder.align(World(0, 1, self._plan.logical_workers), era)
@@ -248,6 +254,8 @@ class Coordinator:
 
     def _mend(self) -> None:
         """Looks whether all servers hold what they should; if not, all go back to the last cut."""
+        if self._state.step == NOTHING:
+            self._restore()
         eras = self._call("era")
         self._broken = False
         if eras == [self._era] * len(eras) and not self._halfway:
@@ -282,5 +290,5 @@ class Coordinator:
         """Calls each server with arguments of its own."""
         answers = self._servers.call(method, arguments)
         if answers is None or any(answer is None for answer in answers):
-            raise _ServerLostError
+            raise _NotReadyError
         return answers

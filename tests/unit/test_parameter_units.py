@@ -21,7 +21,7 @@ from torch import nn
 
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.errors import ConfigError, DataError, NonFiniteError
+from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from ray_app.pipeline.summary import summarize
 from ray_app.record.journal import MetricsReader, read_events
 from ray_app.task.image import ImageClassification
@@ -251,6 +251,40 @@ def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tm
     world.run()
     assert world.coordinator._era > former._era
     assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
+    world, load, refused = World(job_of(tmp_path / "run", data), 2), CheckpointStore.load_newest, []
+    while world.coordinator._units.complete < 8:
+        world.run(turns=1)
+    world.coordinator._recorder.close()
+
+    def fails_twice(self: CheckpointStore, on_fallback: Any) -> Any:
+        if len(refused) == 2:
+            return load(self, on_fallback)
+        refused.append(OSError("the disk does not answer"))
+        raise refused[-1]
+
+    monkeypatch.setattr(CheckpointStore, "load_newest", fails_twice)
+    world.coordinator = Coordinator(world.job, world.servers)
+    world.workers = {name: world.worker(name) for name in world.workers}
+    assert [world.coordinator.ask("0", None, None, 0.0).waiting for _ in range(3)] == [True, True, False]
+    world.run()
+    assert [e.details["step"] for e in read_events(world.job.paths, "resumed")] == [5]
+    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+    def fails(self: CheckpointStore, on_fallback: Any) -> Any:
+        raise CheckpointError("not one is intact")
+
+    monkeypatch.setattr(CheckpointStore, "load_newest", fails)
+    world = World(job_of(tmp_path / "run", data), 2)
+    for name in world.workers:
+        with pytest.raises(CheckpointError, match="not one is intact"):
+            world.turn(name)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
