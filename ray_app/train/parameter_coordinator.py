@@ -10,6 +10,8 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -121,6 +123,19 @@ class Coordinator:
             self._paused = paused and not self._stopping
             self._lock.notify_all()
 
+    @property
+    def waits_for_storage(self) -> bool:
+        """Whether it, and with it every worker that asks, waits for the storage; known also while `ask` and `keep` wait for that."""
+        return self._alone.phase == "saving"
+
+    @contextmanager
+    def _at_storage(self) -> Iterator[None]:
+        self._alone.enter("saving")
+        try:
+            yield
+        finally:
+            self._alone.enter("exchange")
+
     def _answer(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         until_s = time.monotonic() + (wait_s or 0.0)
         self._broken = self._broken or broken_era == self._era
@@ -214,7 +229,8 @@ class Coordinator:
             self._recorder.checkpoint(Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra")
         if self._stopping or step >= job.total_steps:
             self._recorder.check()
-            self._recorder.close()
+            with self._at_storage():
+                self._recorder.close()
             self._over = True
         self._end = self._next_cut()
 
@@ -229,7 +245,8 @@ class Coordinator:
     def _restore(self) -> None:
         """Finds the state to go on from; if the storage does not answer, it is looked for again."""
         try:
-            restore(self._job, self._state, self._recorder, self._sender, CPU)
+            with self._at_storage():
+                restore(self._job, self._state, self._recorder, self._sender, CPU)
         except OSError as error:
             logger.warning("The state to go on from cannot be read, will try again: %s", error)
             raise _NotReadyError from error
@@ -246,7 +263,8 @@ class Coordinator:
             raise _NotReadyError
         self._broken = self._halfway = False
         self._era = era
-        self._recorder.align(World(0, 1, self._plan.logical_workers), era)
+        with self._at_storage():
+            self._recorder.align(World(0, 1, self._plan.logical_workers), era)
         self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, Done]] = {}
         self._over = self._over or self._state.step >= self._job.total_steps
@@ -264,7 +282,8 @@ class Coordinator:
             step, self._lost_s = self._units.complete, time.time()
             put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
             logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
-            self._recorder.close()
+            with self._at_storage():
+                self._recorder.close()
             self._recorder = self._make_recorder()
             self._workers = 0
         self._begin_era(eras)
