@@ -74,7 +74,7 @@ class Coordinator:
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
         self._broken = self._halfway = True
-        self._era = self._end = self._workers = 0
+        self._era = self._end = self._workers = self._saved_step = 0
         self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
         self._lost_s: float | None = None
 
