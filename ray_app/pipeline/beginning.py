@@ -16,7 +16,7 @@ from ray_app.track.client import connect
 from ray_app.track.loader import WEIGHTS
 from ray_app.track.packaged import is_export
 from ray_app.track.versions import fetch, named, parameters
-from ray_app.train.initial import read, refuse_others
+from ray_app.train.initial import read, refuse_others, unreadable
 
 _REGISTERED = "models:/"
 
@@ -40,7 +40,7 @@ def find_beginning(config: Config, before: Config | None) -> tuple[Config, dict[
     config = config.replace(train__init_from=place)
     if before is not None and before.train.init_from == place:
         return config.replace(train__init_digest=config.train.init_digest or before.train.init_digest), None
-    found = _registered(config, place) if place.startswith(_REGISTERED) else read(place, None)
+    found = _registered(config, place) if place.startswith(_REGISTERED) else _read(place)
     refuse_others(found, place, config.train.init_digest)
     return config.replace(train__init_digest=params_digest(found)), found
 
@@ -50,6 +50,14 @@ def _place(given: str) -> str:
     if given.startswith(_REGISTERED):
         return given
     return str(location(given) / "data" / "model" / WEIGHTS if is_export(given) else location(given))
+
+
+def _read(place: str) -> dict[str, Tensor]:
+    """A storage that does not answer refuses the start; later it is a failure like others."""
+    try:
+        return read(place, None)
+    except OSError as error:
+        raise unreadable(place, error) from error
 
 
 def _registered(config: Config, model: str) -> dict[str, Tensor]:

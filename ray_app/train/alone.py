@@ -36,6 +36,8 @@ class Alone:
         self._recorded = 0
         self.newest: StepRecord | None = None
         """The newest finished step."""
+        self.phase: Phase = "starting"
+        """What it is doing."""
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
@@ -52,7 +54,8 @@ class Alone:
         return False
 
     def enter(self, phase: Phase) -> None:
-        """See `Membership.enter`; nobody waits."""
+        """See `Membership.enter`."""
+        self.phase = phase
 
     def moved(self) -> None:
         """See `Membership.moved`; nobody waits."""

@@ -16,7 +16,7 @@ from ray_app.sections import FailureSection
 _DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _SAME = 3
 """Times that the same error may follow one another at the same step before the run gives up; with many workers, as often as all are lost
-one after the other, and once more."""
+one after the other, and once more, if the budget allows so many."""
 
 
 class Budget:
@@ -90,7 +90,9 @@ class Budget:
     def _note_repetition(self, step: int, reason: str, workers: int) -> None:
         found = step, reason.splitlines()[0]
         if found != self._last:
-            self._last, self._repeated, self._most_repeated = found, 0, max(_SAME, workers + 1)
+            allowed = self._limits.max_failures
+            most = workers + 1 if allowed < 0 else min(workers + 1, allowed + 1)
+            self._last, self._repeated, self._most_repeated = found, 0, max(_SAME, most)
         self._repeated += 1
         if self._repeated == self._most_repeated:
             raise RepeatedFailureError(

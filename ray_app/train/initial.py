@@ -20,20 +20,26 @@ def read(place: str, digest: str | None) -> dict[str, Tensor]:
         digest: `params_digest` that they must have; None: any.
 
     Raises:
-        ConfigError: It cannot be read, is no safetensors file, or holds other parameters than these.
+        ConfigError: It is not there, is no safetensors file, or holds other parameters than these.
+        OSError: The storage does not answer.
     """
     try:
         data = location(place).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"train.init_from {place!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or models:/NAME@ALIAS."
-        ) from error
+    except FileNotFoundError as error:
+        raise unreadable(place, error) from error
     try:
         found = safetensors.torch.load(data)
     except Exception as error:  # an exception of the library's own
         raise ConfigError(f"train.init_from {place!r} is no safetensors file: {error}. Save parameters with safetensors.torch.") from error
     refuse_others(found, place, digest)
     return found
+
+
+def unreadable(place: str, error: OSError) -> ConfigError:
+    """How a file of parameters that cannot be read is refused."""
+    return ConfigError(
+        f"train.init_from {place!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or models:/NAME@ALIAS."
+    )
 
 
 def refuse_others(found: dict[str, Tensor], place: str, digest: str | None) -> None:

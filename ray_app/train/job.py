@@ -61,6 +61,7 @@ class Job:
 
         Raises:
             ConfigError: They are gone.
+            OSError: The storage does not answer.
         """
         return read(self.initial, self.config.train.init_digest) if self.initial is not None else None
 

@@ -110,6 +110,11 @@ class LocalStep(Step):
             PeerLostError: A peer left meanwhile; the state is that of the beginning of the round.
         """
         state, first = self._state, next(iter(self._replicas.values()))
+        if not any(self._consumed):  # every row of the round is bad: nothing moves
+            while state.step < self._done:
+                state.pass_over()
+            self._begin_round()
+            return
         starts = [p.detach().clone() for p in self._parameters]
         held = copy.deepcopy(first.optimizer.state_dict())
         here = {name for replica in self._replicas.values() for name in replica.averaged()}

@@ -75,7 +75,8 @@ class CoordinatorActor(Coordinator):
         super().__init__(job, RayServers(handles), SnapshotSender(keepers), hooks)
         self._calls = {handle: (handle.era.remote(), time.monotonic()) for handle in handles}
         self._rendezvous = ray.get_actor(job.rendezvous)
-        for look in (self._look_after_workers, self._look_after_servers):  # one may have to wait for a server that hangs
+        looks = (self._look_after_workers, self._look_after_servers, self._look_after_storage)
+        for look in looks:  # the first has to wait for a server that hangs, and for the storage
             threading.Thread(target=self._watch, args=(look,), name="watch", daemon=True).start()
 
     def _watch(self, look: Callable[[Status], None]) -> None:
@@ -97,6 +98,12 @@ class CoordinatorActor(Coordinator):
                 ray.kill(server, no_restart=False)
             if answered or now - since_s > limit_s:
                 self._calls[server] = server.era.remote(), now
+
+    def _look_after_storage(self, seen: Status) -> None:
+        """However long the storage takes, no worker is ended for waiting for it."""
+        del seen
+        if self.waits_for_storage:
+            ray.get(self._rendezvous.excuse.remote())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import logging
 import math
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from ray_app.train.parameter_units import Units
 from ray_app.train.recorder import Recorder
 from ray_app.train.restoring import restore
 from ray_app.train.snapshots import SnapshotSender
-from ray_app.train.state import TrainingState
+from ray_app.train.state import NOTHING, TrainingState
 from ray_app.train.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,14 @@ CPU = torch.device("cpu")
 _PAUSE_S = 0.5  # between two looks at servers that are lost
 
 
-class _ServerLostError(Exception):
-    """A server is gone, or has lost what it held."""
+class _NotReadyError(Exception):
+    """A server is gone or has lost what it held, or the state to go on from cannot be read now."""
 
 
 class Coordinator:
     """See the module. Its methods may be called from several threads.
+
+    It begins when a worker asks for the first time, which is told what goes wrong: an actor whose constructor raises is not started again.
 
     Args:
         job: The run.
@@ -64,20 +67,16 @@ class Coordinator:
         self._layout = Layout(self._state.model, job.config.train)
         put_event(job.paths, "partitioned", job.fence, servers=self._layout.held())
         self._alone = Alone(self._plan.logical_workers, lambda: False)
-        sender = sender or SnapshotSender([])
-        self._make_recorder = partial(Recorder, job, self._state, self._alone, sender, CPU, hooks)
+        self._sender = sender or SnapshotSender([])
+        self._make_recorder = partial(Recorder, job, self._state, self._alone, self._sender, CPU, hooks)
         self._recorder = self._make_recorder()
-        restore(job, self._state, self._recorder, sender, CPU)
-        self._saved_step = self._state.step
         self._lock = threading.Condition()
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
         self._broken = self._halfway = True
-        self._era = self._end = self._workers = 0
+        self._era = self._end = self._workers = self._saved_step = 0
         self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
         self._lost_s: float | None = None
-        with suppress(_ServerLostError):  # mended when a worker asks
-            self._begin_era(self._call("era"))
 
     def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         """What a worker is to do next.
@@ -96,7 +95,7 @@ class Coordinator:
                 raise self._error
             try:
                 return self._answer(worker, done, broken_era, wait_s)
-            except _ServerLostError:
+            except _NotReadyError:
                 self._broken = self._halfway = True
                 self._lock.wait(min(wait_s or 0.0, _PAUSE_S))
                 return Answer(waiting=True, step=self._units.complete)
@@ -123,6 +122,19 @@ class Coordinator:
             self._stopping = self._stopping or stopping
             self._paused = paused and not self._stopping
             self._lock.notify_all()
+
+    @property
+    def waits_for_storage(self) -> bool:
+        """Whether it, and with it every worker that asks, waits for the storage; known also while `ask` and `keep` wait for that."""
+        return self._alone.phase == "saving"
+
+    @contextmanager
+    def _at_storage(self) -> Iterator[None]:
+        self._alone.enter("saving")
+        try:
+            yield
+        finally:
+            self._alone.enter("exchange")
 
     def _answer(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         until_s = time.monotonic() + (wait_s or 0.0)
@@ -217,7 +229,8 @@ class Coordinator:
             self._recorder.checkpoint(Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra")
         if self._stopping or step >= job.total_steps:
             self._recorder.check()
-            self._recorder.close()
+            with self._at_storage():
+                self._recorder.close()
             self._over = True
         self._end = self._next_cut()
 
@@ -229,18 +242,29 @@ class Coordinator:
 
     # Losses.
 
+    def _restore(self) -> None:
+        """Finds the state to go on from; if the storage does not answer, it is looked for again."""
+        try:
+            with self._at_storage():
+                restore(self._job, self._state, self._recorder, self._sender, CPU)
+        except OSError as error:
+            logger.warning("The state to go on from cannot be read, will try again: %s", error)
+            raise _NotReadyError from error
+        self._saved_step = self._state.step
+
     def _begin_era(self, eras: list[int]) -> None:
         """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
-        era = max(self._era, *eras) + 1
+        era = max(self._era, *eras, time.time_ns() // 1_000_000) + 1  # never one of a coordinator that died with all servers
         self._broken = self._halfway = True
         buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
         parts = self._layout.split(self._state.snapshot())
         sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
         if self._servers.call("load", sent) is None:
-            raise _ServerLostError
+            raise _NotReadyError
         self._broken = self._halfway = False
         self._era = era
-        self._recorder.align(World(0, 1, self._plan.logical_workers), era)
+        with self._at_storage():
+            self._recorder.align(World(0, 1, self._plan.logical_workers), era)
         self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, Done]] = {}
         self._over = self._over or self._state.step >= self._job.total_steps
@@ -248,6 +272,8 @@ class Coordinator:
 
     def _mend(self) -> None:
         """Looks whether all servers hold what they should; if not, all go back to the last cut."""
+        if self._state.step == NOTHING:
+            self._restore()
         eras = self._call("era")
         self._broken = False
         if eras == [self._era] * len(eras) and not self._halfway:
@@ -256,7 +282,8 @@ class Coordinator:
             step, self._lost_s = self._units.complete, time.time()
             put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
             logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
-            self._recorder.close()
+            with self._at_storage():
+                self._recorder.close()
             self._recorder = self._make_recorder()
             self._workers = 0
         self._begin_era(eras)
@@ -282,5 +309,5 @@ class Coordinator:
         """Calls each server with arguments of its own."""
         answers = self._servers.call(method, arguments)
         if answers is None or any(answer is None for answer in answers):
-            raise _ServerLostError
+            raise _NotReadyError
         return answers

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import pack, unpack
 from ray_app.config import Config
+from ray_app.errors import DataError
 from ray_app.strategy.reduce import TreeSum, parents
 from ray_app.task.base import Task
 from ray_app.train.parameter_layout import Bytes, from_bytes, to_bytes
@@ -97,10 +98,16 @@ class ParameterServer:
             era: See the class.
             step: The step, counted from 0 over the run.
             incomplete: Numbers of the parameters of which the gradient itself is wanted, since they are parts of one.
+
+        Raises:
+            DataError: They are not all there.
         """
         if era != self._era or step < self._state.step:
             return None
-        [(_, total)] = self._sums[step].tree.nodes
+        added = self._sums.get(step, _NONE).tree.nodes
+        if [node for node, _ in added] != [(0, self._config.logical_workers)]:
+            raise DataError(f"Step {step} is to end with the gradients of {[node for node, _ in added]} only; please report this.")
+        [(_, total)] = added
         parts = total.split([p.numel() for p in self._parameters])
         for p, part in zip(self._parameters, parts, strict=True):
             p.grad = part.view_as(p)

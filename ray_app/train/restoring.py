@@ -32,6 +32,7 @@ def restore(job: Job, state: TrainingState, recorder: Recorder, sender: Snapshot
     Raises:
         CheckpointError: There are checkpoints, but not one is intact, and no snapshot.
         ConfigError: There is nothing to go on from, and the parameters to begin with are gone.
+        OSError: The storage does not answer, and there is no snapshot.
     """
     kept = sender.newest()
     try:

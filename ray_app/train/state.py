@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -199,7 +200,7 @@ class TrainingState:
             self.outer.load_state_dict(snapshot.more["outer"])
         self.optimizer.load_state_dict(snapshot.optimizer)
         if self.schedule is not None and snapshot.schedule is not None:
-            self.schedule.load_state_dict(snapshot.schedule)
+            self.schedule.load_state_dict(_with_counters(snapshot.schedule, self.schedule.state_dict()))
         self.step = snapshot.step
 
     @contextmanager
@@ -260,6 +261,17 @@ def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRSche
     if "total_steps" in parameters and "epochs" not in args:
         args.setdefault("total_steps", total_steps)
     return made(optimizer=optimizer, **args)
+
+
+def _with_counters(value: Any, like: Any) -> Any:
+    """A state with a `Counter` wherever `like` has one (`MultiStepLR`); a snapshot has plain dictionaries instead."""
+    if isinstance(like, Counter):
+        return Counter(value)
+    if isinstance(like, dict) and isinstance(value, dict):
+        return {k: _with_counters(v, like.get(k)) for k, v in value.items()}
+    if isinstance(like, list) and isinstance(value, list) and len(like) == len(value):
+        return [_with_counters(v, each) for v, each in zip(value, like, strict=True)]
+    return value
 
 
 def copied(value: Any, into: Any = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:

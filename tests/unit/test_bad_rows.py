@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_world import CPU, DieAfter, Pool, TinyImages, cached, feed_of, make_job, result_of, streamed, write_images
+from local_world import CPU, DieAfter, Pool, TinyImages, cached, feed_of, make_job, plain, result_of, streamed, write_images
 from torch import nn
 
 from ray_app.data.bad_rows import decode_around
@@ -185,6 +185,30 @@ def test_a_step_of_bad_rows_alone_moves_nothing(pool: Pool, tmp_path: Path) -> N
     start = fresh(job).snapshot()
     assert all(torch.equal(value, start.model[name]) for name, value in ended.snapshot.model.items())
     assert ended.commit.step == 1
+
+
+def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "train__strategy": "local_sgd",
+        "train__local_steps": 3,
+        "train__outer_momentum": 0.9,
+        "train__ema_decay": 0.9,
+        "schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2, "gamma": 0.5}},
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 3,
+    }
+    good = job_of(tmp_path / "good", data, Picky(()), **fields)
+    feed = feed_of(good.plan, Cursor(), range(4), cached(good, Cursor(), range(4)))
+    rows = [[int(row) for batch in feed.next() for row in batch.positions] for _ in range(6)]
+    bad = Picky(tuple(rows[3] + rows[4] + rows[5]))
+    before = pool.trained(job_of(tmp_path / "before", data, bad, train__max_steps=3, **fields), 2, cached)
+    after = pool.trained(job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cached)
+    assert [sum(step[4]) for step in after.steps] == [12, 12, 12, 0, 0, 0]
+    assert after.commit.params_digest == before.commit.params_digest
+    states = [plain((e.snapshot.optimizer["state"], e.snapshot.more)) for e in (before, after)]
+    assert states[0] == states[1]
+    assert [e.snapshot.optimizer["param_groups"][0]["lr"] for e in (before, after)] == [0.005, 0.00125]
+    assert [(e.snapshot.step, (e.snapshot.schedule or {})["last_epoch"]) for e in (before, after)] == [(3, 3), (6, 6)]
 
 
 def test_more_bad_rows_than_allowed_end_the_run_which_then_goes_on_with_a_higher_limit(pool: Pool, data: Path, tmp_path: Path) -> None:

@@ -53,6 +53,25 @@ def test_workers_that_are_lost_one_after_the_other_in_one_step_are_no_repetition
         ours.failed({0: ConnectionError("no sign of life for 5 s")}, step=3, left=4)
 
 
+@pytest.mark.parametrize(("allowed", "times"), [(5, 6), (3, 4), (2, 3)])
+def test_a_budget_that_is_spent_by_one_failure_says_that_it_repeats(tmp_path: Path, allowed: int, times: int) -> None:
+    """With more workers than the budget allows failures trying again would be just as pointless, so it must not end as retryable."""
+    ours = budget(tmp_path, max_failures=allowed)
+    for _ in range(times - 1):
+        ours.failed({0: ValueError("wrong")}, step=3, left=7)
+    with pytest.raises(RepeatedFailureError, match=f"{times} times in a row after step 3"):
+        ours.failed({0: ValueError("wrong")}, step=3, left=7)
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_small_budget_is_spent_before_anything_repeats(tmp_path: Path, allowed: int) -> None:
+    ours = budget(tmp_path, max_failures=allowed)
+    for _ in range(allowed):
+        ours.failed({0: ValueError("wrong")}, step=3, left=7)
+    with pytest.raises(BudgetSpentError):
+        ours.failed({0: ValueError("wrong")}, step=3, left=7)
+
+
 def test_of_a_dead_process_only_how_it_died_is_said(tmp_path: Path) -> None:
     ours = budget(tmp_path)
     ours.failed({1: RuntimeError(DIED)}, step=3, left=1)

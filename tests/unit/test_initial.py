@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray_app import load_config
 from ray_app.checkpoint.format import params_digest
 from ray_app.config import Config, result_fields
 from ray_app.errors import ConfigError, RunExistsError
+from ray_app.pipeline.beginning import find_beginning
 from ray_app.pipeline.prepare import claim, prepare
 from ray_app.task.base import Task
 from ray_app.train.hooks import Hooks
@@ -108,6 +110,28 @@ def test_a_run_goes_on_with_the_parameters_that_it_began_with(given: Config, tmp
     assert params_digest(job.read_initial() or {}) == params_digest(state), "it keeps its own"
     with pytest.raises(ConfigError, match=rf"but the run begins with {params_digest(state)}"):
         prepare(config.replace(run__name="new", train__init_digest=params_digest(state)))
+
+
+def test_a_storage_that_does_not_answer_refuses_a_start_but_does_not_end_a_run(
+    monkeypatch: pytest.MonkeyPatch, given: Config, tmp_path: Path
+) -> None:
+    place = tmp_path / "first.safetensors"
+    parameters(prepare(given).job.task, place)
+    config = given.replace(train__init_from=str(place))
+    job = claim(prepare(config), 1).job
+
+    def fails(self: Path) -> bytes:
+        raise OSError(errno.EIO, "the disk does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", fails)
+        with pytest.raises(OSError, match="does not answer"):
+            job.read_initial()
+        with pytest.raises(ConfigError, match=r"cannot be read: .*does not answer"):
+            find_beginning(config, None)
+    Path(job.initial or "").unlink()
+    with pytest.raises(ConfigError, match=r"initial.safetensors' cannot be read: .*No such file"):
+        job.read_initial()
 
 
 def test_parameters_that_are_not_the_models_are_refused_by_name(given: Config, tmp_path: Path) -> None:

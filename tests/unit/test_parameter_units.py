@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 import time
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +21,19 @@ from safetensors.torch import save_file
 from server_world import World
 from torch import nn
 
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from ray_app.pipeline.summary import summarize
 from ray_app.record.journal import MetricsReader, read_events
 from ray_app.task.image import ImageClassification
+from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.parameter_actors import RayServers
+from ray_app.train.messages import Status
+from ray_app.train.parameter_actors import CoordinatorActor, RayServers
 from ray_app.train.parameter_coordinator import Coordinator
+from ray_app.train.parameter_server import _NONE
 from ray_app.train.parameter_units import Units
 
 pytestmark = pytest.mark.usefixtures("same_threads")
@@ -250,6 +256,142 @@ def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tm
     world.run()
     assert world.coordinator._era > former._era
     assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
+    world, load, refused = World(job_of(tmp_path / "run", data), 2), CheckpointStore.load_newest, []
+    while world.coordinator._units.complete < 8:
+        world.run(turns=1)
+    world.coordinator._recorder.close()
+
+    def fails_twice(self: CheckpointStore, on_fallback: Any) -> Any:
+        if len(refused) == 2:
+            return load(self, on_fallback)
+        assert world.coordinator.waits_for_storage
+        refused.append(OSError("the disk does not answer"))
+        raise refused[-1]
+
+    monkeypatch.setattr(CheckpointStore, "load_newest", fails_twice)
+    world.coordinator = Coordinator(world.job, world.servers)
+    world.workers = {name: world.worker(name) for name in world.workers}
+    assert [world.coordinator.ask("0", None, None, 0.0).waiting for _ in range(3)] == [True, True, False]
+    assert not world.coordinator.waits_for_storage
+    world.run()
+    assert [e.details["step"] for e in read_events(world.job.paths, "resumed")] == [5]
+    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+class Handle:
+    """An actor in this process, as its handle."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._actor, name))
+
+
+class Patient:
+    """A rendezvous that only hears who waits for the storage; it ends the threads that ask it when the test is over."""
+
+    def __init__(self) -> None:
+        self.told, self.over = threading.Event(), threading.Event()
+
+    def status(self) -> Status:
+        if self.over.is_set():
+            raise SystemExit
+        return Status({"0"}, set(), {}, 1, 0, None, None, False, 60.0)
+
+    def excuse(self) -> None:
+        self.told.set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the exit
+def test_the_rendezvous_is_told_while_the_coordinator_waits_for_the_storage(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
+    """A checkpoint is written only after that, so the next one has to wait, and all workers with it."""
+    world, rendezvous = World(job_of(tmp_path / "run", data), 1), Patient()
+    actors = {str(i): Handle(server) for i, server in enumerate(world.servers.servers)} | {world.job.rendezvous: Handle(rendezvous)}
+    monkeypatch.setattr(ray, "get_actor", actors.__getitem__)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []))
+    written = []
+
+    def wait(commit: Commit) -> None:
+        rendezvous.told.clear()
+        written.append(rendezvous.told.wait(30))
+
+    world.coordinator = CoordinatorActor(world.job, ["0", "1"], [], Hooks(before_commit=wait))
+    watching = [thread for thread in threading.enumerate() if thread.name == "watch"]
+    world.workers = {"0": world.worker("0")}
+    try:
+        world.run()
+    finally:
+        rendezvous.over.set()
+        for thread in watching:
+            thread.join()
+    assert written == [True] * 4
+    assert not world.coordinator.waits_for_storage
+
+
+def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+    def fails(self: CheckpointStore, on_fallback: Any) -> Any:
+        raise CheckpointError("not one is intact")
+
+    monkeypatch.setattr(CheckpointStore, "load_newest", fails)
+    world = World(job_of(tmp_path / "run", data), 2)
+    for name in world.workers:
+        with pytest.raises(CheckpointError, match="not one is intact"):
+            world.turn(name)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_was_done_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
+    pool: Pool, data: Path, tmp_path: Path, staleness: int
+) -> None:
+    """Ray sends what a worker said to the former coordinator again to the new one; the gradients are gone with the servers."""
+    world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 2)
+    while world.coordinator._units.complete < 5 or not all(worker._done for worker in world.workers.values()):
+        world.run(turns=1)
+    former, said = world.coordinator, {name: worker._done for name, worker in world.workers.items()}
+    assert 5 in [done.unit.step for done in said.values() if done is not None], "none is of the step that is restored"
+    former._recorder.close()
+    for place in range(2):
+        world.servers.lose(place)
+    world.coordinator = Coordinator(world.job, world.servers)
+    for name, done in said.items():
+        world.coordinator.ask(name, done, None, 0.0)
+    assert world.coordinator._era > former._era
+    assert world.coordinator._units._next == [5, 5, 5, 5]
+    world.workers = {name: world.worker(name) for name in world.workers}
+    world.run()
+    assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
+    if not staleness:
+        assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+
+
+def test_steps_that_another_coordinator_does_again_are_counted(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 2)
+    while world.coordinator._units.complete < 8:
+        world.run(turns=1)
+    world.coordinator._recorder.close()
+    for place in range(2):
+        world.servers.lose(place)
+    world.coordinator = Coordinator(world.job, world.servers)
+    world.workers = {name: world.worker(name) for name in world.workers}
+    world.run()
+    assert summarize(world.job, "finished")["redone_steps"] == 3
+
+
+def test_a_step_does_not_end_with_some_of_its_gradients(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 1)
+    while len(world.servers.servers[0]._sums.get(0, _NONE).seen) < 2:
+        world.run(turns=1)
+    with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
+        world.servers.servers[0].norms(world.coordinator._era, 0, [])
 
 
 def test_who_waits_for_servers_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:

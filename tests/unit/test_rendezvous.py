@@ -298,6 +298,31 @@ def test_nobody_is_ended_for_a_slow_storage(clock: Clock) -> None:
     play(story, step_timeout_s=8.0)
 
 
+def test_nobody_is_ended_while_somebody_else_waits_for_the_storage(clock: Clock) -> None:
+    """With parameter servers all workers are in an exchange while the coordinator waits for it."""
+
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock, step=3)
+        for step in (4, 5):
+            for name in "ab":
+                group.beats[name] = replace(group.beats[name], step=step, phase="exchange")
+                await group.beat(name)
+        for _ in range(20):
+            clock.now += 4
+            await group.rendezvous.excuse()
+            orders = [await group.beat(name) for name in "ab"]
+            group.rendezvous.look(clock.now)
+            assert not any(order.abort or order.exit or order.dump for order in orders)
+        for _ in range(3):
+            clock.now += 4
+            for name in "ab":
+                await group.beat(name)
+            group.rendezvous.look(clock.now)
+        assert (await group.beat("a")).abort
+
+    play(story, step_timeout_s=8.0)
+
+
 def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "ab", clock, step=3)

@@ -37,6 +37,7 @@ ROWS = [[50, 1], [46]]
 
 WARM_UP = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.1, "total_iters": 4}}
 COSINE = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 8}}
+STEPS = {"class_path": "torch.optim.lr_scheduler.MultiStepLR", "init_args": {"milestones": [2, 4], "gamma": 0.5}}
 
 
 def falling(step: int) -> float:
@@ -289,6 +290,7 @@ def test_random_numbers_belong_to_seed_epoch_step_and_logical_worker() -> None:
         ("CosineAnnealingLR", {"T_max": 7}),
         ("OneCycleLR", {"max_lr": 0.1, "total_steps": 12}),
         ("SequentialLR", {"schedulers": [WARM_UP, COSINE], "milestones": [4]}),
+        ("SequentialLR", {"schedulers": [WARM_UP, STEPS], "milestones": [5]}),
         ("ChainedScheduler", {"schedulers": [WARM_UP, {**COSINE, "init_args": {"T_max": 20}}]}),
         ("LambdaLR", {"lr_lambda": f"{__name__}.falling"}),
         ("CosineAnnealingWarmRestarts", {"T_0": 3}),
