@@ -107,6 +107,8 @@ def _check_scaling(config: Config) -> list[str]:
             f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower the one or"
             " raise the other."
         )
+    if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
+        problems.append("scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.")
     if scaling.max_workers > logical >= 1:
         problems.append(
             f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without a logical"

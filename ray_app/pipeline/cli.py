@@ -7,8 +7,9 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.checks import check
 from ray_app.config import SECTIONS, Config, from_dict
 from ray_app.errors import ConfigError
+from ray_app.record.redact import guard, redact
 from ray_app.task.base import Task
 
 _TRAINS = "Trains a model on a Ray cluster of any size; the number of workers does not change the result."
@@ -93,8 +95,21 @@ def importable_from_here() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-class _Parser(ArgumentParser):
-    """Knows that its optimizer is no argument of a schedule, also of one in another: jsonargparse makes parsers of this class for them."""
+class Parser(ArgumentParser):
+    """Knows that an optimizer is no argument of a schedule, also of one in another, and tells no secrets when it refuses something.
+
+    jsonargparse makes parsers of this class for nested classes, too.
+    """
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
+        """See `ArgumentParser.parse_args`."""
+        _guard_given(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, *more, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """See `ArgumentParser.error`."""
+        super().error(redact(message), ex)
+        raise AssertionError("it has ended")
 
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
         """See `ArgumentParser.add_class_arguments`."""
@@ -103,8 +118,22 @@ class _Parser(ArgumentParser):
         return super().add_class_arguments(theclass, *args, **kwargs)
 
 
+def _guard_given(arguments: Sequence[str]) -> None:
+    """Makes the secrets of a command line and of the files that it names known, also if something in it is wrong."""
+    following = [*arguments[1:], ""]
+    for argument, after in zip(arguments, following, strict=True):
+        name, _, value = argument.partition("=")
+        if not name.startswith("--"):
+            continue
+        value = value or after
+        guard({name.rpartition(".")[2].lstrip("-"): value})
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            given = yaml.safe_load(Path(value).read_text() if name == "--config" else value)
+            guard(given if isinstance(given, dict) else {})
+
+
 def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage=f"{prog} --config FILE [--SECTION.FIELD VALUE ...]",
         description=description,

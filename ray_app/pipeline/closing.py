@@ -72,7 +72,7 @@ def close_orphan(root: str) -> bool:
     start = _newest_start(paths)
     if start is None or (start.status is not None and is_released(paths) and not _lacks_evaluations(paths)):
         return False
-    with acquire(paths, closing=True) as lease:
+    with acquire(paths, closing=True, waits=False) as lease:
         if lease.fence != before + 1:
             return False
         job = stored_job(paths)

@@ -22,8 +22,7 @@ _READING_CPUS = 1
 
 def needs_cluster(config: Config) -> bool:
     """Whether anything of the run is outside the calling process: workers, an evaluator, or a cluster that it is told to join."""
-    evaluator = config.data.eval_path is not None and config.evaluate.where == "actor"
-    return config.train.strategy != "single" or evaluator or config.run.ray_address is not None
+    return config.train.strategy != "single" or _has_evaluator(config) or config.run.ray_address is not None
 
 
 @contextmanager
@@ -87,8 +86,12 @@ def python_path() -> str:
     return os.pathsep.join(dict.fromkeys(path for path in found if path and "site-packages" not in path and Path(path).is_dir()))
 
 
+def _has_evaluator(config: Config) -> bool:
+    return config.data.eval_path is not None and config.evaluate.where == "actor"
+
+
 def _evaluator_cpus(config: Config) -> float:
-    return config.evaluate.num_cpus if config.data.eval_path else 0
+    return config.evaluate.num_cpus if _has_evaluator(config) else 0
 
 
 def _server_cpus(config: Config) -> float:
@@ -141,7 +144,7 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     room = [float(scaling.max_workers)]
     free_cpus = cpus - reserved_cpus(config)
-    evaluator_gpus = config.evaluate.num_gpus if config.data.eval_path else 0
+    evaluator_gpus = config.evaluate.num_gpus if _has_evaluator(config) else 0
     for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
         room.append(0 if free < 0 else free // each if each else float("inf"))
     workers = int(min(room))

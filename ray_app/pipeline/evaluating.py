@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import ray
-from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
@@ -17,7 +16,7 @@ from ray_app.config import Config
 from ray_app.errors import ConfigError, EvaluationError, RayAppError
 from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
-from ray_app.pipeline.cli import importable_from_here
+from ray_app.pipeline.cli import Parser, importable_from_here
 from ray_app.pipeline.closing import newest_start
 from ray_app.pipeline.cluster import cluster
 from ray_app.pipeline.ending import exit_code
@@ -31,11 +30,12 @@ from ray_app.record.files import location, poll_s
 from ray_app.record.lease import is_held, newest_fence
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
-from ray_app.sections import ClassSpec
+from ray_app.sections import ClassSpec, EvaluateSection
 from ray_app.task.base import Task
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S = 10.0
 _NAME_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
 
 
@@ -89,6 +89,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
     config = _config(paths, options, task)
     job = _job(paths, config, options)
     with cluster(config):
+        _refuse_if_it_never_fits(job.section)
         evaluator = start_evaluator(job)
         try:
             _follow(job, evaluator, options.follow, console)
@@ -129,6 +130,7 @@ def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> Evaluatio
 def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) -> None:
     """Shows each evaluation as it comes, until none will come any more."""
     shown: set[int] = {e.step for e in read_evaluations(job.paths, job.name)}
+    asked, waits = evaluator.error.remote(), False
     while True:
         is_last_look = not (follow and is_held(job.paths)) and not pending(job)
         for found in read_evaluations(job.paths, job.name):
@@ -138,13 +140,27 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
                 console.print(f"step {found.step}: {values}  ({found.duration_s:.1f} s, {found.behind} waiting)", highlight=False)
         if is_last_look:
             return
-        try:
-            gave_up = ray.get(evaluator.error.remote())
-        except ray.exceptions.RayActorError as error:
-            gave_up = str(error)
-        if gave_up is not None:
-            raise EvaluationError(f"The evaluator gave up: {gave_up}")
+        if ray.wait([asked], timeout=_PATIENCE_S)[0]:
+            try:
+                gave_up = ray.get(asked)
+            except ray.exceptions.RayActorError as error:
+                gave_up = str(error)
+            if gave_up is not None:
+                raise EvaluationError(f"The evaluator gave up: {gave_up}")
+            asked = evaluator.error.remote()
+        elif not waits:
+            console.print("The evaluator waits for room in the cluster ...")
+            waits = True
         time.sleep(poll_s(job.paths.root))
+
+
+def _refuse_if_it_never_fits(section: EvaluateSection) -> None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU", 0.0) >= section.num_cpus and node.get("GPU", 0.0) >= section.num_gpus for node in nodes):
+        raise ConfigError(
+            f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node has. Give less with --num_cpus"
+            " and --num_gpus (0: it computes on the CPU), or add a node."
+        )
 
 
 def _tell(paths: RunPaths, config: Config) -> None:
@@ -164,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         Exit code: see `exit_code`; starting it again goes on.
     """
     importable_from_here()
-    parser = ArgumentParser(prog="evaluate.py", description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False)
+    parser = Parser(prog="evaluate.py", description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False)
     parser.add_class_arguments(EvaluateOptions, None, skip={"follow"})
     parser.add_argument("--follow", action="store_true", help="Goes on until the run has ended, rather than ending with what is committed.")
     parser.add_subclass_arguments(

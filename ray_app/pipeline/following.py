@@ -49,15 +49,18 @@ class Following:
         """
         return pending(self._job) if self._job is not None else []
 
-    def finish(self, is_over: Callable[[], bool], console: Console) -> None:
+    def finish(self, is_over: Callable[[], bool], console: Console) -> bool:
         """Waits until the evaluator has caught up, at most `evaluate.drain_timeout_s`.
 
         Args:
             is_over: Whether nobody waits for it any more.
             console: Where it is said if that does not work out.
+
+        Returns:
+            Whether it is done: nothing is left that the next start would have evaluated.
         """
         if self._job is None:
-            return
+            return True
         self._actor.hurry.options(max_task_retries=0).remote()
         deadline_s = time.monotonic() + self._job.section.drain_timeout_s
         steps: list[int] = []
@@ -65,17 +68,18 @@ class Following:
             try:
                 steps = [commit.step for commit in self.waiting()]
                 if not steps:
-                    return
+                    return True
             except OSError as error:  # a passing outage
                 logger.warning("The evaluations could not be read, will try again: %s", error)
             if time.monotonic() > deadline_s:
                 console.print(f"The evaluator did not finish in time; the next start goes on with steps {steps}.")
-                return
+                return False
             why = self._gave_up()
             if why is not None:
                 console.print(redact(f"The evaluator gave up: {why}"), markup=False)
-                return
+                return True
             time.sleep(_LOOK_S)
+        return False
 
     def _gave_up(self) -> str | None:
         """Why, or None while it works or is being started again."""

@@ -134,7 +134,7 @@ def _stored_config(paths: RunPaths) -> Config | None:
         ConfigError: The storage does not answer.
     """
     try:
-        return from_yaml(paths.config.read_text())
+        config = from_yaml(paths.config.read_text())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -142,6 +142,8 @@ def _stored_config(paths: RunPaths) -> Config | None:
             f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint (AWS_ENDPOINT_URL,"
             " or ?endpoint_override=... in the path), the region and the credentials."
         ) from error
+    guard(config.to_dict())
+    return config
 
 
 def make_task(config: Config) -> Task:

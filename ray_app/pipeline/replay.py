@@ -50,7 +50,7 @@ def replay(root: str, uri: str | None = None, experiment: str | None = None) -> 
     """
     paths = RunPaths(location(root))
     newest_start(paths)
-    with acquire(paths):
+    with acquire(paths, closing=True):
         job = stored_job(paths)
         config = job.config.replace(tracking__enabled=True)
         config = config if uri is None else config.replace(tracking__uri=uri)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from rich.console import Console
@@ -52,9 +52,11 @@ from ray_app.train.trainer import Start, fit
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _LOOK_S = 0.25
 _COMPILING_S = 600.0
 _CLOSE_S = 2.0
+_END_S, _END_PAUSE_S = 30.0, 1.0
 _TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as jobs/submit.py has it
 
 
@@ -137,7 +139,7 @@ class Run:
         self._config = prepared.job.config
         self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
         self._progress = progress
-        self._stops_early = False
+        self._stops_early, self._is_evaluated = False, True
         self._interrupted = interrupted
         self._error: BaseException | None = None
         self._sampler = make_sampler(self.job)
@@ -168,7 +170,7 @@ class Run:
                         train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
                     else:
                         self._train(stack, following)
-                following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
+                self._is_evaluated = following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
         except KeyboardInterrupt:
             self._interrupted.set()
         except Exception as error:
@@ -179,16 +181,17 @@ class Run:
         """Says, in all places, what came of the run; nothing at all if it belongs to another driver by now."""
         job = self.job
         self._error = self._lease.lost or self._error
-        if isinstance(self._error, LeaseLostError):
+        try:
+            if isinstance(self._error, LeaseLostError):
+                raise self._error
+            status = _patiently(self._status)
+            _patiently(lambda: self._put_end(status))
+            summary = _patiently(lambda: self._put_summary(status))
+        except (LeaseLostError, OSError) as error:  # the next start says how it ended
             for recording in (tracker, board):
                 if recording is not None:
                     recording.abandon()
-            raise self._error
-        status = self._status()
-        kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
-        put_event(job.paths, kind, job.fence, reason=str(self._error) if self._error else None)
-        summary = summarize(job, status)
-        put_json(job.paths.summary, summary)
+            raise self._error or error from error
         facts = report_end(job.paths)
         if board is not None:
             board.close(mlflow_status(status) == "FINISHED", _TRACKING_STOP_S)
@@ -196,13 +199,22 @@ class Run:
             tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:
                 try_to_register(job)
-            summary = summarize(job, status)  # with what MLflow calls the run and its model
-            put_json(job.paths.summary, summary)
+            summary = _patiently(lambda: self._put_summary(status))  # with what MLflow calls the run and its model
         say_changed_environment(self._console, job)
         print_end(self._console, job, summary, facts, redact(default_tracking_uri(self._config)) if tracker is not None else None)
         if self._error is not None:
             raise self._error
         return Result(job.paths.root, summary, job.task)
+
+    def _put_end(self, status: Status) -> None:
+        kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
+        if not put_event(self.job.paths, kind, self.job.fence, reason=str(self._error) if self._error else None):
+            raise OSError(f"the end of the run could not be recorded in {self.job.paths.root}")
+
+    def _put_summary(self, status: Status) -> dict[str, Any]:
+        summary = summarize(self.job, status)
+        put_json(self.job.paths.summary, summary)
+        return summary
 
     def _is_complete(self) -> bool:
         newest = newest_commit(self.job)
@@ -290,12 +302,26 @@ class Run:
             return "failed"
         if self._is_over():
             return "stopped_early"
-        return "finished" if self._is_complete() else "interrupted"
+        undecided = not self._is_evaluated and (self._interrupted.is_set() or self._config.evaluate.patience is not None)
+        return "finished" if self._is_complete() and not undecided else "interrupted"
 
 
 def _step_timeout_s(config: Config) -> float | None:
     """See `failure.step_timeout_s`."""
     return config.failure.step_timeout_s or (_COMPILING_S if config.train.compile else None)
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """Does it again while the storage does not answer, for half a minute."""
+    deadline_s = time.monotonic() + _END_S
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            logger.warning("How the run ended could not be recorded, will try again: %s", error)
+            time.sleep(_END_PAUSE_S)
 
 
 def _end_rendezvous(rendezvous: Any) -> None:

@@ -138,13 +138,14 @@ class Observer:
         return "over" if state == "free" else "held"
 
 
-def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False) -> Lease:
+def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, waits: bool = True) -> Lease:
     """Claims a run for this process; takes over what a dead driver left. Blocks for the life of a lease if that must be watched.
 
     Args:
         paths: The run; it need not exist yet.
         life_s: Seconds that the lease lasts unless it is renewed.
-        closing: It is only to say what became of the run: a start waits for that, another that closes it does not.
+        closing: It is only to say what became of the run, so an evaluator goes on.
+        waits: For somebody else who only does that.
 
     Raises:
         RunHeldError: Another driver writes this run.
@@ -153,7 +154,7 @@ def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False) -> L
     while True:
         fence = newest_fence(paths)
         if fence:
-            _refuse_if_held(paths, fence, waits=not closing)
+            _refuse_if_held(paths, fence, waits)
         now_s = time.time()
         record = Record(Holder.here(), now_s, now_s, life_s, closing=closing)
         if put_json(paths.fence(fence + 1), asdict(record), if_absent=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ray_app import run_training
 from ray_app.checkpoint.format import pack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config, default_tracking_uri
@@ -22,8 +23,8 @@ from ray_app.errors import RunHeldError
 from ray_app.pipeline import closing
 from ray_app.pipeline.closing import close_orphan
 from ray_app.record.evaluations import Evaluation, put_evaluation
-from ray_app.record.files import read_json
-from ray_app.record.journal import read_events
+from ray_app.record.files import put_json, read_json
+from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import acquire, newest_fence
 from ray_app.record.paths import RunPaths
 from tests.checkpoints import commit_of, snapshot_of
@@ -154,7 +155,7 @@ def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(
     closer = threading.Thread(target=lambda: results.append(close_orphan(str(paths.root))))
     closer.start()
     until(lambda: newest_fence(paths) == 2)
-    with pytest.raises(RunHeldError), acquire(paths, closing=True):
+    with pytest.raises(RunHeldError), acquire(paths, closing=True, waits=False):
         pass
     with acquire(paths) as lease:
         assert lease.fence == 3, "a start waits until the run is closed, and is not refused"
@@ -168,3 +169,30 @@ def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(
 def test_what_is_no_run_or_never_started_is_left_alone(tmp_path: Path) -> None:
     assert not close_orphan(str(tmp_path / "nothing"))
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_storage_that_is_away_for_a_moment_does_not_fail_a_run_at_its_end(
+    short_run: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
+    def refusing(real: Callable[..., Any], refusal: Callable[[], Any]) -> Callable[..., Any]:
+        def once(*arguments: Any, **fields: Any) -> Any:
+            name = str(arguments[1] if isinstance(arguments[0], RunPaths) else arguments[0])
+            if name in refused or not name.endswith(("finished", "summary.json")):
+                return real(*arguments, **fields)
+            refused.append(name)
+            return refusal()
+
+        return once
+
+    def away() -> None:
+        raise OSError("away")
+
+    monkeypatch.setattr("ray_app.pipeline.run.put_event", refusing(put_event, lambda: False))
+    monkeypatch.setattr("ray_app.pipeline.run.put_json", refusing(put_json, away))
+    result = run_training(short_run(train__strategy="single", scaling__max_workers=1, scaling__logical_workers=1))
+    assert [name.rpartition("/")[2] for name in refused] == ["finished", "summary.json"]
+    assert result.summary["status"] == "finished"
+    assert len(read_events(RunPaths(result.path), "finished")) == 1
+    assert read_json(RunPaths(result.path).summary) == result.summary

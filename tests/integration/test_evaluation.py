@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config
-from ray_app.pipeline.run import Faults
+from ray_app.pipeline.run import Faults, opened
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
-from tests.injector import Kill, KillAt, Late, Linger
+from tests.checkpoints import until
+from tests.injector import Gate, Kill, KillAt, Late, Linger
 
 
 @pytest.fixture
@@ -96,3 +100,28 @@ def test_workers_and_evaluator_find_the_same_to_the_last_bit(
     assert len(first.tables["recall"]) == len(first.classes) == 10
     assert first.examples, "some digits are wrong after one epoch"
     assert first.examples[0]["image"].startswith("data:image/png;base64,")
+
+
+@pytest.mark.parametrize("ends", ["it is stopped", "the time is up"])
+def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
+    ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path, ends: str
+) -> None:
+    """They may still say that an earlier checkpoint is the result; the next start makes them."""
+    fields = {} if ends == "it is stopped" else {"evaluate__patience": 5, "evaluate__drain_timeout_s": 0.5}
+    config, go_on = evaluated_run(**fields), tmp_path / "go-on"
+    store = CheckpointStore(RunPaths(tmp_path / "runs" / "run"))
+    with (
+        opened(config, Console(file=StringIO()), Faults(before_evaluation=Gate(str(go_on))), background=True) as run,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        result = pool.submit(run.go)
+        if not fields:
+            until(lambda: any(commit.step == 30 for commit in store.commits()), "the last step is not there")
+            run.stop()
+        summary = result.result(120).summary
+    assert (summary["status"], summary["steps"]) == ("interrupted", 30)
+    assert read_evaluations(RunPaths(tmp_path / "runs" / "run")) == []
+    go_on.touch()
+    again = run_training(config.replace(evaluate__drain_timeout_s=60.0))
+    assert (again.summary["status"], again.summary["params_digest"]) == ("finished", summary["params_digest"])
+    assert read_evaluations(RunPaths(again.path))[-1].step == 30

@@ -138,6 +138,7 @@ def test_a_run_that_has_ended_is_evaluated_like_by_its_own_evaluator(
         (["--run", str(tmp_path / "nothing")], "holds no run"),
         (["--run", str(result.path), "--data", str(digits / "eval")], "give them a --name"),
         (["--run", str(result.path), "--name", "a/b"], "use letters"),
+        (["--run", str(result.path), "--num_gpus", "1"], "1 GPU, which no node has"),
         (["--run", str(result.path), "--name", "new", "--data", str(tmp_path / "nothing")], "nothing"),
     ):
         assert main(arguments) == 2

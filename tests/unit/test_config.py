@@ -86,6 +86,10 @@ def test_the_valid_one_is_accepted() -> None:
             "scaling.min_workers is 3, above scaling.max_workers = 2; lower the one or raise the other.",
         ),
         (
+            {"scaling__cpus_per_worker": 0.0},
+            "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.",
+        ),
+        (
             {"scaling__max_workers": 5},
             "scaling.max_workers is 5, above scaling.logical_workers = 4: a worker without a logical worker has nothing to do. Set"
             " max_workers to at most 4, or start a new run with more logical workers.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from ray_app import load_config
 from ray_app.data.dataset import open_dataset
 from ray_app.drill.command import main as drill
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError
@@ -120,6 +123,35 @@ def test_a_task_that_cannot_be_made_does_not_tell_its_secret(
     assert "nowhere.Task" in said
     assert "***" in said
     assert secret not in said
+
+
+@pytest.mark.parametrize("main", [train, retrain, submit])
+def test_a_mistyped_value_does_not_tell_the_secret_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int]
+) -> None:
+    task = {"class_path": "ray_app.task.image.ImageClassification", "init_args": {"size": "abc", "hub_token": "canary-in-a-file"}}
+    (tmp_path / "conf.yaml").write_text(yaml.safe_dump({"task": task}))
+    for given in (["--config", str(tmp_path / "conf.yaml")], [f"--task={json.dumps(task)}"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(given)
+        said = capsys.readouterr().err
+        assert "abc" in said
+        assert "canary-in-a-file" not in said
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "conf.yaml")
+    assert "canary-in-a-file" not in str(caught.value)
+
+
+def test_a_resume_with_another_secret_tells_neither(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = MadeRun(tmp_path, task__class_path="nowhere.Task", task__init_args={"api_key": "canary-of-before"})
+    old.start()
+    given = ["--config", str(ROOT / "conf" / "digits.yaml"), "--run.storage_path", str(tmp_path), "--run.name", "run"]
+    data = ["--data.path", str(digits / "train"), "--data.eval_path", str(digits / "eval"), "--tracking.enabled", "false"]
+    old.paths.manifest.write_text(open_dataset(str(digits / "train")).manifest.to_json())
+    assert train([*given, *data]) == 2
+    said = capsys.readouterr().err
+    assert "- task.init_args.api_key: ***" in said
+    assert "canary-of-before" not in said
 
 
 @pytest.mark.parametrize("command", ["evaluate", "track", "report"])

@@ -265,7 +265,7 @@ def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(job:
 
     def meanwhile(found: Commit) -> None:
         if found.step == 1:
-            acquire(job.paths, closing=True).release()
+            acquire(job.paths, closing=True).release()  # as jobs/track.py --replay does
         else:
             wait_until(lambda: evaluator._driver != "held", "the end of the driver is seen")
 

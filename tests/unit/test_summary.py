@@ -118,5 +118,6 @@ def test_workers_leave_room_for_reading_and_evaluation() -> None:
     assert workers_that_fit(config, {"CPU": 5.0}, []) == 3
     with pytest.raises(ConfigError, match=r"need 4 CPU and 0 GPU; the cluster has 3 CPU and 0 GPU"):
         workers_that_fit(config, {"CPU": 3.0}, [])
+    assert workers_that_fit(config.replace(evaluate__where="workers"), {"CPU": 3.0}, []) == 2, "there is no evaluator"
     with pytest.raises(ConfigError, match=r"2 GPU; the cluster has 16 CPU and 1 GPU"):
         workers_that_fit(config.replace(scaling__gpus_per_worker=1), {"CPU": 16.0, "GPU": 1.0}, [])
