@@ -232,7 +232,7 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
         DataError: The file is damaged, or has members that no WebDataset has.
     """
     try:
-        with file.open_unpacked() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*", tarinfo=_Header) as archive:
+        with file.open_unpacked() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|", tarinfo=_Header) as archive:
             for key, group in itertools.groupby(_members(file, archive), key=lambda member: member[0]):
                 row: Members = {}
                 room = MAX_ROW_BYTES
@@ -244,10 +244,23 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
                         raise DataError(f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file again.")
                     row[extension] = read()
                 yield key, row
-            while stream.read(1 << 20):
-                pass  # gzip holds all against its checksum at its end
+            _end(archive)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise unusable(file, error, "The file is damaged or no tar file; make it again.") from error
+        advice = "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain tar)."
+        raise unusable(file, error, advice) from error
+
+
+def _end(archive: tarfile.TarFile) -> None:
+    """Reads what follows the members: zeros, which are the end. Only then has gzip held all against its checksum.
+
+    Raises:
+        tarfile.ReadError: There is something else, such as a second archive.
+    """
+    stream = archive.fileobj
+    assert stream is not None
+    while rest := stream.read(1 << 20):
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError("there is more behind the end of the archive")
 
 
 class _Header(tarfile.TarInfo):

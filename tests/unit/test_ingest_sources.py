@@ -439,6 +439,34 @@ def test_what_a_packed_tar_holds_is_held_against_its_checksum(tmp_path: Path, na
     assert "CRC check failed" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
 
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
+@pytest.mark.parametrize("fault", ["zeros between members", "two archives", "two archives packed apart"])
+def test_rows_behind_the_end_of_a_tar_are_not_lost(tmp_path: Path, name: str, fault: str) -> None:
+    write_tar(tmp_path / "one.tar", {f"{i}.txt": b"row" for i in range(60)})
+    one = (tmp_path / "one.tar").read_bytes()
+    whole = one[:10240] + bytes(512) + one[10240:] if fault == "zeros between members" else one + one
+    if name.endswith("gz"):
+        whole = gzip.compress(one) + gzip.compress(one) if "apart" in fault else gzip.compress(whole)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(whole)
+    assert "there is more behind the end of the archive" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("zeros", [0, 512, 3 << 20])
+def test_a_tar_may_end_in_any_number_of_zeros(tmp_path: Path, zeros: int) -> None:
+    write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"})
+    with (tmp_path / "in" / "x.tar").open("ab") as file:
+        file.write(bytes(zeros))
+    assert done(tmp_path, "webdataset", tmp_path / "in")["text"] == ["row"]
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
+def test_a_packed_tar_under_the_name_of_a_plain_one_is_refused(tmp_path: Path, packing: str) -> None:
+    """`tarfile` would unpack it, and hold it against no checksum."""
+    write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"}, f"w:{packing}")
+    assert "only .tar.gz and .tgz are unpacked" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
 @pytest.mark.parametrize("size", [300, 100])
 def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(raw_tar, "MAX_ROW_BYTES", 250)
