@@ -28,8 +28,11 @@ from ray_app.record.files import location
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 MAX_ROW_BYTES = 512 << 20
 """Of all members of a row, unpacked."""
+MAX_HEADER_BYTES = 1 << 20
+"""Of what is said about one member beside its header (pax, or a long name of GNU); `tarfile` reads it whole."""
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_ABOUT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
 
 Members = dict[str, bytes]
@@ -245,7 +248,7 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
                     row[extension] = read()
                 yield key, row
             _end(archive)
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+    except (tarfile.TarError, OSError, EOFError, RecursionError, zlib.error) as error:
         advice = "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain tar)."
         raise unusable(file, error, advice) from error
 
@@ -264,16 +267,19 @@ def _end(archive: tarfile.TarFile) -> None:
 
 
 class _Header(tarfile.TarInfo):
-    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive."""
+    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive, and has no bound."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         try:
-            return super().frombuf(buf, encoding, errors)
+            header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
             if len(buf) == tarfile.BLOCKSIZE and not any(buf):
                 raise  # zeros: the end
             raise tarfile.ReadError(f"{error} where the next member or the end of the archive is expected") from error
+        if header.type in _ABOUT and header.size > MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a pax or long-name header of {header.size} bytes; allowed are {MAX_HEADER_BYTES}")
+        return header
 
 
 def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, int, Callable[[], bytes]]]:

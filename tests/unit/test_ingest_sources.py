@@ -474,6 +474,33 @@ def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "the row '0' has more than 250 bytes" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
 
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
+def test_an_enormous_header_in_a_tar_is_refused_before_it_is_read(tmp_path: Path, kind: bytes) -> None:
+    """The file is cut off behind it: what it announces is not there."""
+    header = tarfile.TarInfo("0.txt")
+    header.type, header.size = kind, (1 << 20) + 1
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT))
+    assert "header of 1048577 bytes; allowed are 1048576" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+def test_headers_about_headers_in_a_tar_are_refused(tmp_path: Path) -> None:
+    header = tarfile.TarInfo("0.txt")
+    header.type = tarfile.GNUTYPE_LONGNAME
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) * 1000)
+    assert "maximum recursion depth exceeded" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_long_names_in_a_tar_are_read(tmp_path: Path, form: int) -> None:
+    name = "/".join(["x" * 200] * 20)
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w", format=form) as archive:
+        archive.addfile(tarfile.TarInfo(f"{name}.txt"))
+    assert done(tmp_path, "webdataset", tmp_path / "in")["row_id"] == [f"x.tar:{name}"]
+
+
 def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     with tarfile.open(tmp_path / "in" / "x.tar", "w") as archive:
