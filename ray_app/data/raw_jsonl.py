@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +25,11 @@ from ray_app.errors import DataError
 from ray_app.record.files import Location
 
 MAX_LINE_BYTES = 64 << 20
+MAX_DEPTH = 32
+"""Of lists and objects in each other, the line's own object counted; more dimensions no array has, and thousands end pyarrow's process."""
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
 @dataclass(frozen=True)
@@ -216,6 +223,8 @@ def _parsed(block: _Block, schema: pa.Schema | None) -> tuple[pa.Table, list[tup
 def _read(lines: list[bytes], schema: pa.Schema | None) -> pa.Table:
     if not lines:
         return (schema or pa.schema([])).empty_table()
+    if not all(map(_is_safe, lines)):
+        raise pa.ArrowInvalid("a line is no JSON object or nested too deeply")
     data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer")
     table = pj.read_json(io.BytesIO(data), pj.ReadOptions(use_threads=False, block_size=len(data) + 1), options)
@@ -224,8 +233,24 @@ def _read(lines: list[bytes], schema: pa.Schema | None) -> pa.Table:
     return table.select(schema.names) if schema else table
 
 
+def _is_safe(line: bytes) -> bool:
+    """Whether pyarrow may parse a line: others can end the process. What begins and ends as an object cannot go on in the next line."""
+    bare = line.removeprefix(codecs.BOM_UTF8).strip()
+    return bare.startswith(b"{") and bare.endswith(b"}") and not _is_deep(line)
+
+
+def _is_deep(line: bytes) -> bool:
+    """Whether a line is nested more than `MAX_DEPTH` deep."""
+    if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:
+        return False
+    steps = np.frombuffer(_TEXT.sub(b"", line).translate(_STEPS, _NO_BRACKETS), np.int8)
+    return bool(steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH)
+
+
 def _fault(line: bytes, schema: pa.Schema | None) -> str | None:
     """What is wrong with a line."""
+    if _is_deep(line):
+        return f"nested more than {MAX_DEPTH} deep"
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

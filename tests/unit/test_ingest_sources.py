@@ -8,6 +8,8 @@ import json
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from ray_app.data.unpickled import unpickled
 from ray_app.errors import ConfigError, DataError
 
 HF = Path(__file__).parent / "hf"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def done(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> dict[str, Any]:
@@ -111,6 +114,51 @@ def test_damaged_gzip_of_json_lines_is_refused(tmp_path: Path) -> None:
 def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n{"a": ' + DEEP + b'\n{"a": 2}\n')
     assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
+
+
+def run_apart(code: str) -> None:
+    """Runs Python in a process of its own, which a crash in C may end."""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0, f"exit code {ended.returncode}: {ended.stderr}"
+
+
+def nested_line(depth: int) -> str:
+    """A JSON line with lists and objects in each other."""
+    return '{"a": ' + "[" * (depth - 1) + "1" + "]" * (depth - 1) + "}"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [nested_line(3000)],
+        [nested_line(500)],
+        [nested_line(33)],
+        ['{"a": ' + '{"b": ' * 100 + "1" + "}" * 101],
+        ["null"],
+        ['{"a": ' + "[" * 30, *(["[" * 30] * 100), "1", *(["]" * 30] * 101), "}"],
+        ['{"a": ' + '["]",' * 30, *(['["]",' * 30] * 100), "1", *(["]" * 30] * 101), "}"],
+    ],
+)
+def test_json_that_would_end_the_process_is_skipped(tmp_path: Path, lines: list[str]) -> None:
+    """Nested too deeply, in one line or over several, or no object; in a process of its own, as it crashed."""
+    (tmp_path / "f.jsonl").write_text("\n".join([*lines, '{"b": 1}']))
+    options = IngestOptions("jsonl", str(tmp_path / "out"), str(tmp_path / "f.jsonl"), on_bad_row="skip", max_bad_rows=1000)
+    run_apart(f"from ray_app.data.ingest import *; ingest({options!r})")
+    assert read(tmp_path / "out") == {"row_id": [f"f.jsonl:{len(lines) + 1}"], "b": [1]}
+    assert len((tmp_path / "out" / "refused.jsonl").read_text().splitlines()) == len(lines)
+
+
+def test_a_json_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text(f'{{"a": 1}}\n{nested_line(33)}\n')
+    assert "row f.jsonl:2: nested more than 32 deep" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl")
+
+
+def test_brackets_in_text_and_beside_each_other_are_not_deep(tmp_path: Path) -> None:
+    lines = [{"a": '[{"\\' * 100, "grid": [[i] for i in range(100)]}, {"a": "x", "grid": [[0]] * 100}]
+    (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(map(json.dumps, lines)).encode())
+    assert done(tmp_path / "flat", "jsonl", tmp_path / "f.jsonl")["a"] == [line["a"] for line in lines]
+    (tmp_path / "g.jsonl").write_text(nested_line(32))
+    assert done(tmp_path / "deep", "jsonl", tmp_path / "g.jsonl")["a"].shape == (1,) * 32
 
 
 CIFAR_NAMES = ("ant", "bee", "cat", "dog")
@@ -242,6 +290,23 @@ def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> N
 def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - each has its own message
         unpickled(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("value", [r"b')' + b'\x85' * 300_000", r"b')' + b'q\x00h\x00\x86' * 60"], ids=["deep", "shared"])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (r"\x80\x02}", r"K\x01s.", "a tuple as a key of a dictionary"),
+        (r"\x80\x02cnumpy\ndtype\n", r"\x85R.", "does not fit"),
+        (r"\x80\x02c_codecs\nencode\nU\x01a", r"\x86R.", "another encoding than latin1"),
+    ],
+)
+def test_tuples_in_tuples_in_a_pickle_are_refused(value: str, before: str, after: str, expected: str) -> None:
+    """To hash or print one that is nested deeply ends the process, with one that is in itself in many places it does not end."""
+    run_apart(
+        f"import io; from ray_app.data.unpickled import unpickled\ntry: unpickled(io.BytesIO(b'{before}' + {value} + b'{after}'))\n"
+        f"except ValueError as error: assert {expected!r} in str(error), error\nelse: assert False"
+    )
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4])
