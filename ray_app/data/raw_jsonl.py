@@ -133,7 +133,9 @@ def _learn(label: str | None, columns: list[str] | None, files: list[File]) -> _
             if nested.is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := nested.first_shape(table[name])):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
-            values = pc.unique(table[label].cast(pa.string())).to_pylist()
+            if pa.types.is_temporal(table.schema.field(label).type):
+                table, _ = _parsed(block, pa.schema([schema.field(label)]))  # each as it was written
+            values = pc.unique(table[label]).to_pylist()
             facts.labels.update("" if value is None else value for value in values)
     return facts
 

@@ -116,6 +116,17 @@ def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> Non
     assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
 
 
+@pytest.mark.parametrize("days", [["2020-01-02", "2020-01-01"], ["2020-01-01T00:00:00Z", "2020-01-01"], ["2021-01-01 10:00:00.5", "other"]])
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[str], piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(2):
+        (tmp_path / "in" / f"{i}.jsonl").write_text("".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i])))
+    got = done(tmp_path, "jsonl", tmp_path / "in", label="day", piece_bytes=piece_bytes)
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["classes"] == sorted(days)
+    assert got["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
+
+
 def run_apart(code: str) -> None:
     """Runs Python in a process of its own, which a crash in C may end."""
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
