@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from typing import Any, cast
 
@@ -151,7 +152,9 @@ def _tables(form: _Form, files: list[File], refuse: raw.Refuse) -> Iterator[pa.T
         for number, reason in bad:
             refuse(block.row_id(number), reason)
         wrong = {number for number, _ in bad}
-        ids = pa.array([block.row_id(number) for number in range(len(block.lines)) if number not in wrong], pa.string())
+        numbers = [number for number in range(len(block.lines)) if number not in wrong]
+        _check_exact(block, table, numbers)
+        ids = pa.array([block.row_id(number) for number in numbers], pa.string())
         good = np.ones(len(ids), np.bool_)
         for name, shape in form.shapes.items():
             fits = nested.of_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
@@ -162,6 +165,37 @@ def _tables(form: _Form, files: list[File], refuse: raw.Refuse) -> Iterator[pa.T
         yield raw.table(
             ids.to_pylist(), {"label" if name == form.label else name: _values(table, name, form) for name in form.schema.names}
         )
+
+
+def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
+    """Holds integers that became float64 against the lines that they are from, where they are so large that they may not be the same.
+
+    Raises:
+        DataError: One is not.
+    """
+    large = [name for name in table.column_names if _is_large(table[name].combine_chunks())]
+    for number in numbers if large else []:
+        written = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)
+        for name in large:
+            if (lost := _rounded(written.get(name))) is not None:
+                raise DataError(
+                    f"{block.file}: line {block.numbers[number]}: key {name!r} holds {str(lost)[:40]}, which float64 would round (integers"
+                    f" are kept within int64, where all values of the key are integers). Write them as text, or leave {name!r} out."
+                )
+
+
+def _is_large(values: pa.Array) -> bool:
+    """Whether these are (lists of) floats among which not every integer has one of its own."""
+    while nested.is_list(values.type):
+        values = pc.list_flatten(values)
+    return pa.types.is_floating(values.type) and (pc.max(pc.abs(values)).as_py() or 0) >= 2**53
+
+
+def _rounded(value: Any) -> Decimal | None:
+    """An integer in a value, or in lists of them, that float64 would change."""
+    if isinstance(value, list):
+        return next((found for item in value if (found := _rounded(item)) is not None), None)
+    return value if isinstance(value, Decimal) and Decimal(float(value)) != value else None
 
 
 def _values(table: pa.Table, name: str, form: _Form) -> Any:

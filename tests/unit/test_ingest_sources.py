@@ -127,6 +127,37 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
     assert got["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
 
 
+@pytest.mark.parametrize(
+    ("values", "line", "lost"),
+    [
+        ((7, 12345678901234567890), 2, "12345678901234567890"),
+        ((9007199254740993, 1.5), 1, "9007199254740993"),
+        (([1.5, 2], [-9007199254740993, 0]), 2, "-9007199254740993"),
+        ((0.5, 10**400 + 1), 2, "1" + "0" * 39),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_integers_in_json_that_would_be_rounded_are_refused(tmp_path: Path, values: Any, line: int, lost: str, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    files = [[value] for value in values] if piece_bytes == 1 else [values]
+    for i, lines in enumerate(files):
+        (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join(json.dumps({"id": value}) for value in lines))
+    message = refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
+    where = f"{line - 1}.jsonl: line 1" if piece_bytes == 1 else f"0.jsonl: line {line}"
+    assert f"{where}: key 'id' holds {lost}, which float64 would round" in message
+    assert "Write them as text" in message
+
+
+def test_large_numbers_in_json_that_are_kept_are_allowed(tmp_path: Path) -> None:
+    columns = {"id": [2**63 - 1, -(2**63)], "x": [1e300, 10**18], "v": [[2**60, 0.1], [9007199254740993.0, 3]], "text": ["9" * 30, "1"]}
+    (tmp_path / "f.jsonl").write_text(
+        "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+    )
+    got = done(tmp_path, "jsonl", tmp_path / "f.jsonl")
+    assert {name: got[name] for name in ("id", "x", "text")} == {name: columns[name] for name in ("id", "x", "text")}
+    np.testing.assert_array_equal(got["v"], columns["v"])
+
+
 def run_apart(code: str) -> None:
     """Runs Python in a process of its own, which a crash in C may end."""
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
