@@ -80,7 +80,7 @@ class JsonLines:
             raise DataError(f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by columns.")
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         for column in schema:
-            if reason := _unusable(column.type):
+            if reason := _unusable(column.type, column.name in shapes):
                 raise DataError(f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep.")
         classes = None
         if self.label and pa.types.is_string(schema.field(self.label).type):
@@ -108,14 +108,14 @@ class _Form:
     classes: tuple[str, ...] | None
 
 
-def _unusable(kind: pa.DataType) -> str | None:
+def _unusable(kind: pa.DataType, has_shape: bool) -> str | None:
     """Why a column of this type cannot be kept."""
     if pa.types.is_struct(kind):
         return "objects; allowed are numbers, text, truth values and lists of numbers"
     if pa.types.is_null(kind):
         return "no value in any line"
-    if nested.is_list(kind) and nested.number_type(kind) is None:
-        return f"lists that are not of numbers ({kind})"
+    if nested.is_list(kind) and (nested.number_type(kind) is None or not has_shape):
+        return f"lists that are not of numbers, or all empty ({kind})"
     return None
 
 
@@ -159,7 +159,7 @@ def _tables(form: _Form, files: list[File], refuse: raw.Refuse) -> Iterator[pa.T
         for name, shape in form.shapes.items():
             fits = nested.of_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
             for row in np.flatnonzero(good & ~fits):
-                refuse(ids[row].as_py(), f"{name!r} is no list of shape {list(shape)} as in the first line")
+                refuse(ids[row].as_py(), f"{name!r} is no list of shape {list(shape)}, as the first that is not empty")
             good &= fits
         table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
         yield raw.table(

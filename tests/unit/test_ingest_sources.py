@@ -25,7 +25,7 @@ from ray_app.data import raw_jsonl, raw_tar
 from ray_app.data.ingest import IngestOptions, ingest
 from ray_app.data.raw_tar import expanded
 from ray_app.data.unpickled import unpickled
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError, DataError, StorageError
 
 HF = Path(__file__).parent / "hf"
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +41,7 @@ def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> s
     """The message with which an input is refused; nothing was made."""
     with pytest.raises((DataError, ConfigError)) as caught:
         ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+    assert not isinstance(caught.value, StorageError)
     assert not list(tmp_path.glob("out*"))
     return str(caught.value)
 
@@ -77,6 +78,8 @@ def test_json_lines_have_one_type_a_key_over_all_files(tmp_path: Path) -> None:
         (['{"a": {"b": 1}}'], {}, "'a' holds objects"),
         (['{"a": null}'], {}, "'a' holds no value in any line"),
         (['{"a": ["x"]}'], {}, "'a' holds lists that are not of numbers"),
+        (['{"a": []}'], {}, "'a' holds lists that are not of numbers, or all empty"),
+        (['{"a": [[], [1]]}', '{"a": [[], []]}'], {}, "'a' holds lists that are not of numbers, or all empty"),
         (['{"a": [1, 2]}', '{"a": [1]}'], {}, "row f.jsonl:2: 'a' is no list of shape [2]"),
         (['{"a": 1}'], {"label": "b"}, "no 'b' in any line; the keys are ['a']"),
         (['{"a": 1, "y": "u"}', '{"a": 2}'], {"label": "y"}, "rows without a value"),
@@ -94,6 +97,26 @@ def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_pa
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
     got = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
     assert (got["row_id"], got["label"], got["a"].tolist()) == (["f.jsonl:1", "f.jsonl:5"], [0, 1], [[1, 2], [5, 6]])
+
+
+@pytest.mark.parametrize("empty", ["[]", "[[], []]", "[[1, 2], []]"])
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty: str, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    other = "[1, 2]" if empty == "[]" else "[[1, 2], [3, 4]]"
+    for name, value in {"a": empty, "b": other}.items():
+        (tmp_path / "in" / f"{name}.jsonl").write_text(f'{{"a": {value}}}')
+    assert "row a.jsonl:1: 'a' is no list of shape [2" in refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes)
+    got = done(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
+    assert (got["row_id"], got["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
+
+
+def test_what_parquet_cannot_hold_is_no_error_of_the_storage(tmp_path: Path) -> None:
+    """pyarrow raises an OSError for both."""
+    write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
+    message = refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "the columns ['row_id', 'array'] cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0" in message
+    assert "Once that is mended" not in message
 
 
 def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
