@@ -259,9 +259,7 @@ def _end(archive: tarfile.TarFile) -> None:
     Raises:
         tarfile.ReadError: There is something else, such as a second archive.
     """
-    stream = archive.fileobj
-    assert stream is not None
-    while rest := stream.read(1 << 20):
+    while rest := cast(Any, archive.fileobj).read(1 << 20):
         if rest.strip(b"\0"):
             raise tarfile.ReadError("there is more behind the end of the archive")
 
