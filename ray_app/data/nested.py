@@ -27,7 +27,7 @@ def number_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Shape of the first list in a column that is not missing; None where there is none."""
+    """Shape of the first list in a column that is not missing, empty or begun by an empty one; None where there is none."""
     for value in column:
         if value.is_valid:
             shape: list[int] = []
@@ -35,7 +35,8 @@ def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
             while isinstance(item, list):
                 shape.append(len(item))
                 item = item[0] if item else None
-            return tuple(shape)
+            if 0 not in shape:
+                return tuple(shape)
     return None
 
 

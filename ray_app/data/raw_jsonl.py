@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +26,11 @@ from ray_app.errors import DataError
 from ray_app.record.files import Location
 
 MAX_LINE_BYTES = 64 << 20
+MAX_DEPTH = 32
+"""Of lists and objects in each other, the line's own object counted; more dimensions no array has, and thousands end pyarrow's process."""
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class JsonLines:
             raise DataError(f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by columns.")
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         for column in schema:
-            if reason := _unusable(column.type):
+            if reason := _unusable(column.type, column.name in shapes):
                 raise DataError(f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep.")
         classes = None
         if self.label and pa.types.is_string(schema.field(self.label).type):
@@ -100,14 +108,14 @@ class _Form:
     classes: tuple[str, ...] | None
 
 
-def _unusable(kind: pa.DataType) -> str | None:
+def _unusable(kind: pa.DataType, has_shape: bool) -> str | None:
     """Why a column of this type cannot be kept."""
     if pa.types.is_struct(kind):
         return "objects; allowed are numbers, text, truth values and lists of numbers"
     if pa.types.is_null(kind):
         return "no value in any line"
-    if nested.is_list(kind) and nested.number_type(kind) is None:
-        return f"lists that are not of numbers ({kind})"
+    if nested.is_list(kind) and (nested.number_type(kind) is None or not has_shape):
+        return f"lists that are not of numbers, or all empty ({kind})"
     return None
 
 
@@ -126,7 +134,9 @@ def _learn(label: str | None, columns: list[str] | None, files: list[File]) -> _
             if nested.is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := nested.first_shape(table[name])):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
-            values = pc.unique(table[label].cast(pa.string())).to_pylist()
+            if pa.types.is_temporal(table.schema.field(label).type):
+                table, _ = _parsed(block, pa.schema([schema.field(label)]))  # each as it was written
+            values = pc.unique(table[label]).to_pylist()
             facts.labels.update("" if value is None else value for value in values)
     return facts
 
@@ -142,17 +152,50 @@ def _tables(form: _Form, files: list[File], refuse: raw.Refuse) -> Iterator[pa.T
         for number, reason in bad:
             refuse(block.row_id(number), reason)
         wrong = {number for number, _ in bad}
-        ids = pa.array([block.row_id(number) for number in range(len(block.lines)) if number not in wrong], pa.string())
+        numbers = [number for number in range(len(block.lines)) if number not in wrong]
+        _check_exact(block, table, numbers)
+        ids = pa.array([block.row_id(number) for number in numbers], pa.string())
         good = np.ones(len(ids), np.bool_)
         for name, shape in form.shapes.items():
             fits = nested.of_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
             for row in np.flatnonzero(good & ~fits):
-                refuse(ids[row].as_py(), f"{name!r} is no list of shape {list(shape)} as in the first line")
+                refuse(ids[row].as_py(), f"{name!r} is no list of shape {list(shape)}, as the first that is not empty")
             good &= fits
         table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
         yield raw.table(
             ids.to_pylist(), {"label" if name == form.label else name: _values(table, name, form) for name in form.schema.names}
         )
+
+
+def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
+    """Holds integers that became float64 against the lines that they are from, where they are so large that they may not be the same.
+
+    Raises:
+        DataError: One is not.
+    """
+    large = [name for name in table.column_names if _is_large(table[name].combine_chunks())]
+    for number in numbers if large else []:
+        written = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)
+        for name in large:
+            if (lost := _rounded(written.get(name))) is not None:
+                raise DataError(
+                    f"{block.file}: line {block.numbers[number]}: key {name!r} holds {str(lost)[:40]}, which float64 would round (integers"
+                    f" are kept within int64, where all values of the key are integers). Write them as text, or leave {name!r} out."
+                )
+
+
+def _is_large(values: pa.Array) -> bool:
+    """Whether these are (lists of) floats among which not every integer has one of its own."""
+    while nested.is_list(values.type):
+        values = pc.list_flatten(values)
+    return pa.types.is_floating(values.type) and (pc.max(pc.abs(values)).as_py() or 0) >= 2**53
+
+
+def _rounded(value: Any) -> Decimal | None:
+    """An integer in a value, or in lists of them, that float64 would change."""
+    if isinstance(value, list):
+        return next((found for item in value if (found := _rounded(item)) is not None), None)
+    return value if isinstance(value, Decimal) and Decimal(float(value)) != value else None
 
 
 def _values(table: pa.Table, name: str, form: _Form) -> Any:
@@ -216,6 +259,8 @@ def _parsed(block: _Block, schema: pa.Schema | None) -> tuple[pa.Table, list[tup
 def _read(lines: list[bytes], schema: pa.Schema | None) -> pa.Table:
     if not lines:
         return (schema or pa.schema([])).empty_table()
+    if not all(map(_is_safe, lines)):
+        raise pa.ArrowInvalid("a line is no JSON object or nested too deeply")
     data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer")
     table = pj.read_json(io.BytesIO(data), pj.ReadOptions(use_threads=False, block_size=len(data) + 1), options)
@@ -224,8 +269,24 @@ def _read(lines: list[bytes], schema: pa.Schema | None) -> pa.Table:
     return table.select(schema.names) if schema else table
 
 
+def _is_safe(line: bytes) -> bool:
+    """Whether pyarrow may parse a line: others can end the process. What begins and ends as an object cannot go on in the next line."""
+    bare = line.removeprefix(codecs.BOM_UTF8).strip()
+    return bare.startswith(b"{") and bare.endswith(b"}") and not _is_deep(line)
+
+
+def _is_deep(line: bytes) -> bool:
+    """Whether a line is nested more than `MAX_DEPTH` deep."""
+    if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:
+        return False
+    steps = np.frombuffer(_TEXT.sub(b"", line).translate(_STEPS, _NO_BRACKETS), np.int8)
+    return bool(steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH)
+
+
 def _fault(line: bytes, schema: pa.Schema | None) -> str | None:
     """What is wrong with a line."""
+    if _is_deep(line):
+        return f"nested more than {MAX_DEPTH} deep"
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -28,8 +28,11 @@ from ray_app.record.files import location
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 MAX_ROW_BYTES = 512 << 20
 """Of all members of a row, unpacked."""
+MAX_HEADER_BYTES = 1 << 20
+"""Of what is said about one member beside its header (pax, or a long name of GNU); `tarfile` reads it whole."""
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_ABOUT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
 
 Members = dict[str, bytes]
@@ -232,7 +235,7 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
         DataError: The file is damaged, or has members that no WebDataset has.
     """
     try:
-        with file.open_unpacked() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|*", tarinfo=_Header) as archive:
+        with file.open_unpacked() as stream, tarfile.open(fileobj=cast(Any, stream), mode="r|", tarinfo=_Header) as archive:
             for key, group in itertools.groupby(_members(file, archive), key=lambda member: member[0]):
                 row: Members = {}
                 room = MAX_ROW_BYTES
@@ -244,23 +247,37 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
                         raise DataError(f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file again.")
                     row[extension] = read()
                 yield key, row
-            while stream.read(1 << 20):
-                pass  # gzip holds all against its checksum at its end
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise unusable(file, error, "The file is damaged or no tar file; make it again.") from error
+            _end(archive)
+    except (tarfile.TarError, OSError, EOFError, RecursionError, zlib.error) as error:
+        advice = "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain tar)."
+        raise unusable(file, error, advice) from error
+
+
+def _end(archive: tarfile.TarFile) -> None:
+    """Reads what follows the members: zeros, which are the end. Only then has gzip held all against its checksum.
+
+    Raises:
+        tarfile.ReadError: There is something else, such as a second archive.
+    """
+    while rest := cast(Any, archive.fileobj).read(1 << 20):
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError("there is more behind the end of the archive")
 
 
 class _Header(tarfile.TarInfo):
-    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive."""
+    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive, and has no bound."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         try:
-            return super().frombuf(buf, encoding, errors)
+            header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
             if len(buf) == tarfile.BLOCKSIZE and not any(buf):
                 raise  # zeros: the end
             raise tarfile.ReadError(f"{error} where the next member or the end of the archive is expected") from error
+        if header.type in _ABOUT and header.size > MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a pax or long-name header of {header.size} bytes; allowed are {MAX_HEADER_BYTES}")
+        return header
 
 
 def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, int, Callable[[], bytes]]]:

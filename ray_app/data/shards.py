@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ray_app.data.columns import spec_of
 from ray_app.data.places import publish
+from ray_app.errors import DataError
 from ray_app.record.files import Location
 
 MAX_COUNTED_LABELS = 100_000
@@ -95,9 +96,14 @@ class Shards:
     def _end_row_group(self) -> None:
         table = pa.concat_tables(self._pending).combine_chunks()
         self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
-        if self._writer is None:
-            self._writer = _parquet_writer(self._scratch / self._name, table.schema)
-        self._writer.write_table(table, row_group_size=table.num_rows)
+        try:
+            if self._writer is None:
+                self._writer = _parquet_writer(self._scratch / self._name, table.schema)
+            self._writer.write_table(table, row_group_size=table.num_rows)
+        except OSError as error:
+            if error.errno is None:  # pyarrow's word for what Parquet cannot hold; an error of the disk has a number
+                raise DataError(f"the columns {table.column_names} cannot be written: {error}. Leave out the one that it is.") from error
+            raise
         self._shard_rows += table.num_rows
         if self._shard_rows == self._limits[0]:
             self._end_shard()

@@ -114,6 +114,8 @@ def _fill(stack: list[Any], values: list[Any], kind: type) -> None:
     if isinstance(target, list):
         target.extend(values)
     elif isinstance(target, dict):
+        if wrong := [key for key in values[::2] if not isinstance(key, (str, bytes, int))]:  # others may take for ever to hash, or crash
+            raise ValueError(f"a {type(wrong[0]).__name__} as a key of a dictionary; allowed are text, bytes and integers")
         target.update(zip(values[::2], values[1::2], strict=True))
 
 
@@ -148,13 +150,15 @@ def _made(name: Any, arguments: tuple[Any, ...]) -> Any:
     if name.meaning == "encode":
         text, encoding = arguments
         if encoding != "latin1":
-            raise ValueError(f"bytes in the encoding {encoding!r}; expected latin1")
+            raise ValueError("bytes in another encoding than latin1")
         return text.encode("latin-1")
     raise TypeError
 
 
 def _dtype(name: Any) -> np.dtype:
-    if not isinstance(name, str) or name[:1] not in "biuf" or not name[1:].isdigit():
+    if not isinstance(name, str):
+        raise TypeError
+    if name[:1] not in "biuf" or not name[1:].isdigit():
         raise ValueError(f"an array of {name!r}; allowed are numbers")
     return np.dtype(name)
 

@@ -8,6 +8,8 @@ import json
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,10 @@ from ray_app.data import raw_jsonl, raw_tar
 from ray_app.data.ingest import IngestOptions, ingest
 from ray_app.data.raw_tar import expanded
 from ray_app.data.unpickled import unpickled
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError, DataError, StorageError
 
 HF = Path(__file__).parent / "hf"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def done(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> dict[str, Any]:
@@ -38,6 +41,7 @@ def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> s
     """The message with which an input is refused; nothing was made."""
     with pytest.raises((DataError, ConfigError)) as caught:
         ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+    assert not isinstance(caught.value, StorageError)
     assert not list(tmp_path.glob("out*"))
     return str(caught.value)
 
@@ -74,6 +78,8 @@ def test_json_lines_have_one_type_a_key_over_all_files(tmp_path: Path) -> None:
         (['{"a": {"b": 1}}'], {}, "'a' holds objects"),
         (['{"a": null}'], {}, "'a' holds no value in any line"),
         (['{"a": ["x"]}'], {}, "'a' holds lists that are not of numbers"),
+        (['{"a": []}'], {}, "'a' holds lists that are not of numbers, or all empty"),
+        (['{"a": [[], [1]]}', '{"a": [[], []]}'], {}, "'a' holds lists that are not of numbers, or all empty"),
         (['{"a": [1, 2]}', '{"a": [1]}'], {}, "row f.jsonl:2: 'a' is no list of shape [2]"),
         (['{"a": 1}'], {"label": "b"}, "no 'b' in any line; the keys are ['a']"),
         (['{"a": 1, "y": "u"}', '{"a": 2}'], {"label": "y"}, "rows without a value"),
@@ -91,6 +97,26 @@ def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_pa
     (tmp_path / "f.jsonl").write_text("\n".join(lines))
     got = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
     assert (got["row_id"], got["label"], got["a"].tolist()) == (["f.jsonl:1", "f.jsonl:5"], [0, 1], [[1, 2], [5, 6]])
+
+
+@pytest.mark.parametrize("empty", ["[]", "[[], []]", "[[1, 2], []]"])
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty: str, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    other = "[1, 2]" if empty == "[]" else "[[1, 2], [3, 4]]"
+    for name, value in {"a": empty, "b": other}.items():
+        (tmp_path / "in" / f"{name}.jsonl").write_text(f'{{"a": {value}}}')
+    assert "row a.jsonl:1: 'a' is no list of shape [2" in refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes)
+    got = done(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
+    assert (got["row_id"], got["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
+
+
+def test_what_parquet_cannot_hold_is_no_error_of_the_storage(tmp_path: Path) -> None:
+    """pyarrow raises an OSError for both."""
+    write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
+    message = refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "the columns ['row_id', 'array'] cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0" in message
+    assert "Once that is mended" not in message
 
 
 def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +137,93 @@ def test_damaged_gzip_of_json_lines_is_refused(tmp_path: Path) -> None:
 def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n{"a": ' + DEEP + b'\n{"a": 2}\n')
     assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
+
+
+@pytest.mark.parametrize("days", [["2020-01-02", "2020-01-01"], ["2020-01-01T00:00:00Z", "2020-01-01"], ["2021-01-01 10:00:00.5", "other"]])
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[str], piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(2):
+        (tmp_path / "in" / f"{i}.jsonl").write_text("".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i])))
+    got = done(tmp_path, "jsonl", tmp_path / "in", label="day", piece_bytes=piece_bytes)
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["classes"] == sorted(days)
+    assert got["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("values", "line", "lost"),
+    [
+        ((7, 12345678901234567890), 2, "12345678901234567890"),
+        ((9007199254740993, 1.5), 1, "9007199254740993"),
+        (([1.5, 2], [-9007199254740993, 0]), 2, "-9007199254740993"),
+        ((0.5, 10**400 + 1), 2, "1" + "0" * 39),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_integers_in_json_that_would_be_rounded_are_refused(tmp_path: Path, values: Any, line: int, lost: str, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    files = [[value] for value in values] if piece_bytes == 1 else [values]
+    for i, lines in enumerate(files):
+        (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join(json.dumps({"id": value}) for value in lines))
+    message = refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
+    where = f"{line - 1}.jsonl: line 1" if piece_bytes == 1 else f"0.jsonl: line {line}"
+    assert f"{where}: key 'id' holds {lost}, which float64 would round" in message
+    assert "Write them as text" in message
+
+
+def test_large_numbers_in_json_that_are_kept_are_allowed(tmp_path: Path) -> None:
+    columns = {"id": [2**63 - 1, -(2**63)], "x": [1e300, 10**18], "v": [[2**60, 0.1], [9007199254740993.0, 3]], "text": ["9" * 30, "1"]}
+    (tmp_path / "f.jsonl").write_text(
+        "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+    )
+    got = done(tmp_path, "jsonl", tmp_path / "f.jsonl")
+    assert {name: got[name] for name in ("id", "x", "text")} == {name: columns[name] for name in ("id", "x", "text")}
+    np.testing.assert_array_equal(got["v"], columns["v"])
+
+
+def run_apart(code: str) -> None:
+    """Runs Python in a process of its own, which a crash in C may end."""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0, f"exit code {ended.returncode}: {ended.stderr}"
+
+
+def nested_line(depth: int) -> str:
+    """A JSON line with lists and objects in each other."""
+    return '{"a": ' + "[" * (depth - 1) + "1" + "]" * (depth - 1) + "}"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [nested_line(3000)],
+        [nested_line(500)],
+        [nested_line(33)],
+        ['{"a": ' + '{"b": ' * 100 + "1" + "}" * 101],
+        ["null"],
+        ['{"a": ' + "[" * 30, *(["[" * 30] * 100), "1", *(["]" * 30] * 101), "}"],
+        ['{"a": ' + '["]",' * 30, *(['["]",' * 30] * 100), "1", *(["]" * 30] * 101), "}"],
+    ],
+)
+def test_json_that_would_end_the_process_is_skipped(tmp_path: Path, lines: list[str]) -> None:
+    """Nested too deeply, in one line or over several, or no object; in a process of its own, as it crashed."""
+    (tmp_path / "f.jsonl").write_text("\n".join([*lines, '{"b": 1}']))
+    options = IngestOptions("jsonl", str(tmp_path / "out"), str(tmp_path / "f.jsonl"), on_bad_row="skip", max_bad_rows=1000)
+    run_apart(f"from ray_app.data.ingest import *; ingest({options!r})")
+    assert read(tmp_path / "out") == {"row_id": [f"f.jsonl:{len(lines) + 1}"], "b": [1]}
+    assert len((tmp_path / "out" / "refused.jsonl").read_text().splitlines()) == len(lines)
+
+
+def test_a_json_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text(f'{{"a": 1}}\n{nested_line(33)}\n')
+    assert "row f.jsonl:2: nested more than 32 deep" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl")
+
+
+def test_brackets_in_text_and_beside_each_other_are_not_deep(tmp_path: Path) -> None:
+    lines = [{"a": '[{"\\' * 100, "grid": [[i] for i in range(100)]}, {"a": "x", "grid": [[0]] * 100}]
+    (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(map(json.dumps, lines)).encode())
+    assert done(tmp_path / "flat", "jsonl", tmp_path / "f.jsonl")["a"] == [line["a"] for line in lines]
+    (tmp_path / "g.jsonl").write_text(nested_line(32))
+    assert done(tmp_path / "deep", "jsonl", tmp_path / "g.jsonl")["a"].shape == (1,) * 32
 
 
 CIFAR_NAMES = ("ant", "bee", "cat", "dog")
@@ -242,6 +355,23 @@ def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> N
 def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - each has its own message
         unpickled(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("value", [r"b')' + b'\x85' * 300_000", r"b')' + b'q\x00h\x00\x86' * 60"], ids=["deep", "shared"])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (r"\x80\x02}", r"K\x01s.", "a tuple as a key of a dictionary"),
+        (r"\x80\x02cnumpy\ndtype\n", r"\x85R.", "does not fit"),
+        (r"\x80\x02c_codecs\nencode\nU\x01a", r"\x86R.", "another encoding than latin1"),
+    ],
+)
+def test_tuples_in_tuples_in_a_pickle_are_refused(value: str, before: str, after: str, expected: str) -> None:
+    """To hash or print one that is nested deeply ends the process, with one that is in itself in many places it does not end."""
+    run_apart(
+        f"import io; from ray_app.data.unpickled import unpickled\ntry: unpickled(io.BytesIO(b'{before}' + {value} + b'{after}'))\n"
+        f"except ValueError as error: assert {expected!r} in str(error), error\nelse: assert False"
+    )
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4])
@@ -439,11 +569,66 @@ def test_what_a_packed_tar_holds_is_held_against_its_checksum(tmp_path: Path, na
     assert "CRC check failed" in refusal(tmp_path, "webdataset", tmp_path / "in")
 
 
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
+@pytest.mark.parametrize("fault", ["zeros between members", "two archives", "two archives packed apart"])
+def test_rows_behind_the_end_of_a_tar_are_not_lost(tmp_path: Path, name: str, fault: str) -> None:
+    write_tar(tmp_path / "one.tar", {f"{i}.txt": b"row" for i in range(60)})
+    one = (tmp_path / "one.tar").read_bytes()
+    whole = one[:10240] + bytes(512) + one[10240:] if fault == "zeros between members" else one + one
+    if name.endswith("gz"):
+        whole = gzip.compress(one) + gzip.compress(one) if "apart" in fault else gzip.compress(whole)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(whole)
+    assert "there is more behind the end of the archive" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("zeros", [0, 512, 3 << 20])
+def test_a_tar_may_end_in_any_number_of_zeros(tmp_path: Path, zeros: int) -> None:
+    write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"})
+    with (tmp_path / "in" / "x.tar").open("ab") as file:
+        file.write(bytes(zeros))
+    assert done(tmp_path, "webdataset", tmp_path / "in")["text"] == ["row"]
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
+def test_a_packed_tar_under_the_name_of_a_plain_one_is_refused(tmp_path: Path, packing: str) -> None:
+    """`tarfile` would unpack it, and hold it against no checksum."""
+    write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"}, f"w:{packing}")
+    assert "only .tar.gz and .tgz are unpacked" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
 @pytest.mark.parametrize("size", [300, 100])
 def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(raw_tar, "MAX_ROW_BYTES", 250)
     write_tar(tmp_path / "in" / "x.tar.gz", {f"0.{i}.npy": bytes(size) for i in range(3)}, "w:gz")
     assert "the row '0' has more than 250 bytes" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
+def test_an_enormous_header_in_a_tar_is_refused_before_it_is_read(tmp_path: Path, kind: bytes) -> None:
+    """The file is cut off behind it: what it announces is not there."""
+    header = tarfile.TarInfo("0.txt")
+    header.type, header.size = kind, (1 << 20) + 1
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT))
+    assert "header of 1048577 bytes; allowed are 1048576" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+def test_headers_about_headers_in_a_tar_are_refused(tmp_path: Path) -> None:
+    header = tarfile.TarInfo("0.txt")
+    header.type = tarfile.GNUTYPE_LONGNAME
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) * 1000)
+    assert "maximum recursion depth exceeded" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_long_names_in_a_tar_are_read(tmp_path: Path, form: int) -> None:
+    name = "/".join(["x" * 200] * 20)
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w", format=form) as archive:
+        archive.addfile(tarfile.TarInfo(f"{name}.txt"))
+    assert done(tmp_path, "webdataset", tmp_path / "in")["row_id"] == [f"x.tar:{name}"]
 
 
 def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
