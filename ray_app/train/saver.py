@@ -123,7 +123,7 @@ class Saver:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
         self._abandoned.append(commit)
         self._untold.append((commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason}))
-        self._tell()
+        self._tidy(commit.fence)
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
         began = time.perf_counter()

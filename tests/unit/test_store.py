@@ -179,14 +179,14 @@ def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
     """The process dies after so many of the files, the last time between the data and the marker."""
     done: list[Path] = []
 
-    def dying(path: Path, data: bytes) -> bool:
+    def dying(path: Path, data: bytes, if_absent: bool) -> bool:
         if len(done) == written:
             raise KilledError(path.name)
         done.append(path)
-        return put_atomic(path, data)
+        return put_atomic(path, data, if_absent=if_absent)
 
     monkeypatch.setattr(store_module, "put_atomic", dying)
-    monkeypatch.setattr(store_module, "put_json", lambda path, value: dying(path, json.dumps(value).encode()))
+    monkeypatch.setattr(store_module, "put_json", lambda path, value, if_absent: dying(path, json.dumps(value).encode(), if_absent))
     with pytest.raises(KilledError, match=[MODEL, TRAINING, "COMMIT.json"][written]):
         store.write(pack(snapshot_of(4)), commit_of(4))
     monkeypatch.undo()
