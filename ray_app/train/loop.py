@@ -27,6 +27,7 @@ from ray_app.train.messages import Flags, Formed, Phase
 from ray_app.train.recorder import Recorder
 from ray_app.train.restoring import restore
 from ray_app.train.snapshots import SnapshotSender
+from ray_app.train.state import NOTHING
 from ray_app.train.validation import Arrays, Validation
 
 logger = logging.getLogger(__name__)
@@ -187,6 +188,8 @@ class _Worker:
     def _leave(self, flags: Flags) -> None:
         """Ends, because the node is about to go away."""
         if flags & Flags.SAVE:
+            if self._state.step == NOTHING:
+                raise PreemptedError("This worker has to leave its node before it got a state to train.")
             if self._rank == 0:
                 self._recorder.checkpoint(Cursor.at(self._state.step, self._job.plan.steps_per_epoch), "extra")
             raise PreemptedError(f"All workers have to leave their nodes after step {self._state.step}; a checkpoint was made.")
