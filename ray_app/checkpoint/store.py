@@ -197,19 +197,24 @@ class CheckpointStore:
             if COMMIT not in files and key_of(name)[1] < fence:
                 remove_tree(self._paths.checkpoints / name)
 
-    def retain(self, keep_last: int, best: list[int], holds: Sequence[Hold] = ()) -> list[int]:
+    def retain(
+        self, keep_last: int, best: list[int], holds: Sequence[Hold] = (), before: Callable[[list[int]], None] | None = None
+    ) -> list[int]:
         """Removes checkpoints that nobody needs any more; the newest intact ones stay.
 
         Args:
             keep_last: Newest checkpoints to keep.
             best: Steps of the best ones, which stay too.
             holds: Holds that are respected besides those of now.
+            before: Told of the steps to remove before anything is removed.
 
         Returns:
             Steps of the removed ones.
         """
         commits = self.commits()
         gone = removable([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
+        if before is not None:
+            before(sorted(gone))
         for commit in commits:
             if commit.step in gone:
                 folder = self._paths.checkpoint(commit.step, commit.fence)

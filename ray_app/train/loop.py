@@ -121,6 +121,8 @@ class _Worker:
         """Frees what it holds, and writes what is left."""
         self._enter("done")
         self._feed.close()
+        if self._validation is not None:
+            self._validation.tell()
         self._recorder.close()
 
     def _begin(self, world: World, formed: Formed, lost_s: float | None) -> None:

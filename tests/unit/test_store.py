@@ -637,6 +637,43 @@ def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths:
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
 
 
+def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> None:
+        assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3], "it would be lost if this process ended now"
+        monkeypatch.undo()
+        raise OSError(f"503 {folder}")
+
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(2, time.time() + 1000, most=1))
+    saver = Saver(paths, CheckpointSection(keep_last=2), lambda: [])
+    for step in range(3, 5):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.wait()
+    monkeypatch.setattr(store_module, "remove_tree", broken)
+    for step in range(5, 7):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.check()
+    assert [c.step for c in store.commits()] == [5, 6]
+    assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4]
+
+
+def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
+        return kind != "evaluation_skipped" and put_event(paths, kind, fence, **details)
+
+    CheckpointStore(paths).hold("evaluator", Hold(0, time.time() + 1000, most=1))
+    saver = Saver(paths, CheckpointSection(keep_last=1), lambda: [])
+    with monkeypatch.context() as outage:
+        outage.setattr(saver_module, "put_event", refuse)
+        for step in (1, 2):
+            saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+        saver.wait()
+    assert read_events(paths, "evaluation_skipped") == []
+    saver.save(lambda: snapshot_of(3), commit_of(3))
+    saver.check()
+    assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [1, 2]
+
+
 def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_what_another_one_misses_as_its_own(paths: RunPaths) -> None:
     store = CheckpointStore(paths)
     store.hold("evaluator", Hold(1, time.time() - 1))  # waits for longer than its hold lasts; step 2 was its last evaluation
