@@ -80,7 +80,7 @@ class ShiftingMembership(LocalMembership):
 
 def train_shifting(pool: Pool, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks = Hooks()) -> list[Outcome]:
     """Trains in several generations; returns what became of each worker."""
-    return pool.outcomes(1 + max(max(group) for group in groups), _train, job, groups, reforms, hooks)
+    return pool.outcomes(1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks)
 
 
 def _train(me: int, store: Path, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks) -> str:

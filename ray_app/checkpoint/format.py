@@ -57,6 +57,10 @@ def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(rest, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch ends the file even so, and says that this failed
+            raise error.__context__ from None
+        raise
     finally:
         torch.serialization.set_crc32_options(before)
 

@@ -1,8 +1,9 @@
 """The checkpoint store: a directory per step and fence, its files, and `COMMIT.json` last.
 
 A directory without a valid `COMMIT.json` does not exist. Loading verifies the digest of every file, takes the newest step and its
-highest fence, and walks back over bad ones, marking them. Nothing is moved or appended to. A writer that a later start has taken the run
-over from commits nothing; should both happen at the same moment, the commit is still one that the run can go on from, under its own fence.
+highest fence, and walks back over bad ones, marking them. Nothing is moved, appended to, or replaced before it is committed. A writer that
+a later start has taken the run over from commits nothing; should both happen at the same moment, the commit is still one that the run can
+go on from, under its own fence.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from dataclasses import asdict, dataclass
 from typing import IO, Any, cast
 
 from ray_app.checkpoint.commit import COMMIT, NAME, Commit, key_of, parsed, sealed
-from ray_app.checkpoint.format import Snapshot, unpack
+from ray_app.checkpoint.format import MODEL, Snapshot, unpack
 from ray_app.checkpoint.retention import Hold, removable
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.record.files import (
     Content,
     Location,
     listing,
+    names,
     put_atomic,
     put_json,
     read_all,
@@ -65,28 +67,47 @@ class CheckpointStore:
     def write(self, files: Mapping[str, Content], commit: Commit) -> Location:
         """Writes and commits a checkpoint; one that is committed already is left alone, unless it is marked bad.
 
+        Two workers may write the same checkpoint at once, one that leaves its node and the next rank 0. So a file is put where there is
+        none, and what is there stays until it is committed or given up: whoever is first commits, and the other finds that done.
+
         Raises:
-            LeaseLostError: A later start has taken the run over; nothing was committed.
-            OSError: The storage refused; nothing was committed, and what was written is removed as far as possible.
+            LeaseLostError: A later start has taken the run over; nothing was committed, and what was written is removed.
+            OSError: The storage refused; nothing was committed. Whole files stay for another try, `discard` gives up.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
-        if (folder / COMMIT).exists() and not (folder / _BAD).exists():
+        if (folder / _BAD).exists():
+            (folder / COMMIT).unlink(missing_ok=True)
+            remove_tree(folder)
+        if (folder / COMMIT).exists():
             return folder
         try:
-            (folder / COMMIT).unlink(missing_ok=True)
-            remove_temporary(folder)
-            digests = {name: _put(folder / name, content) for name, content in files.items()}
-            (folder / _BAD).unlink(missing_ok=True)
-            refuse_if_lost(self._paths, commit.fence)
-            put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}))
-        except (OSError, LeaseLostError):
+            self._put_all(folder, files, commit)
+        except LeaseLostError:
             with suppress(OSError):
                 self.discard(commit)
             raise
+        except OSError:
+            if not (folder / COMMIT).exists():
+                raise
+        with suppress(OSError):
+            remove_temporary(folder)  # of a writer that was killed, or comes too late
         return folder
 
+    def _put_all(self, folder: Location, files: Mapping[str, Content], commit: Commit) -> None:
+        digests = {}
+        for name, content in files.items():
+            wanted, digests[name] = _put(folder / name, content)
+            if name == MODEL and digests[name] != wanted:
+                self.discard(commit)
+                raise OSError(f"{folder / name} was left by steps that were done differently before; it is removed")
+        refuse_if_lost(self._paths, commit.fence)
+        gone = files.keys() - set(names(folder))
+        if gone:
+            raise OSError(f"Somebody has removed {sorted(gone)} from {folder} meanwhile")
+        put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}), if_absent=True)
+
     def discard(self, commit: Commit) -> None:
-        """Removes what a failed write left of a checkpoint, unless it was committed after all.
+        """Removes what failed writes left of a checkpoint, unless it was committed after all.
 
         Raises:
             OSError: The storage does not answer.
@@ -176,19 +197,24 @@ class CheckpointStore:
             if COMMIT not in files and key_of(name)[1] < fence:
                 remove_tree(self._paths.checkpoints / name)
 
-    def retain(self, keep_last: int, best: list[int], holds: Sequence[Hold] = ()) -> list[int]:
+    def retain(
+        self, keep_last: int, best: list[int], holds: Sequence[Hold] = (), before: Callable[[list[int]], None] | None = None
+    ) -> list[int]:
         """Removes checkpoints that nobody needs any more; the newest intact ones stay.
 
         Args:
             keep_last: Newest checkpoints to keep.
             best: Steps of the best ones, which stay too.
             holds: Holds that are respected besides those of now.
+            before: Told of the steps to remove before anything is removed.
 
         Returns:
             Steps of the removed ones.
         """
         commits = self.commits()
         gone = removable([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
+        if before is not None:
+            before(sorted(gone))
         for commit in commits:
             if commit.step in gone:
                 folder = self._paths.checkpoint(commit.step, commit.fence)
@@ -220,33 +246,46 @@ class CheckpointStore:
 
 
 class _Measured:
-    """A file to write to, which knows the digest and the length of what was written."""
+    """A file to write to, which knows the digest and the length of what was written.
 
-    def __init__(self, file: IO[bytes]) -> None:
+    Args:
+        file: Where it goes; None: it is only measured.
+    """
+
+    def __init__(self, file: IO[bytes] | None) -> None:
         self._file, self._sha, self.size = file, hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> int:
         self._sha.update(data)
         self.size += len(data)
-        return self._file.write(data)
+        return self._file.write(data) if self._file is not None else len(data)
 
     def flush(self) -> None:
-        self._file.flush()
+        if self._file is not None:
+            self._file.flush()
 
     def facts(self) -> dict[str, Any]:
         return {"sha256": self._sha.hexdigest(), "bytes": self.size}
 
 
-def _put(place: Location, content: Content) -> dict[str, Any]:
-    """Writes a file; returns its digest and size, taken from what was to be written, not from what the storage has made of it."""
+def _put(place: Location, content: Content) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Writes a file unless there is one; returns digest and size of what was to be written, and of the file that is there now.
+
+    Of a file written here both are taken from what was to be written, not from what the storage has made of it.
+    """
     measured: list[_Measured] = []
 
-    def write(file: IO[bytes]) -> None:
+    def write(file: IO[bytes] | None) -> None:
         measured.append(_Measured(file))
         measured[-1].write(content) if isinstance(content, bytes) else content(cast(IO[bytes], measured[-1]))
 
-    put_atomic(place, write)
-    return measured[-1].facts()
+    if not place.exists() and put_atomic(place, write, if_absent=True):
+        facts = measured[-1].facts()
+        return facts, facts
+    write(None)
+    found = _Measured(None)
+    found.write(place.read_bytes())
+    return measured[-1].facts(), found.facts()
 
 
 def _mark_bad(folder: Location, reason: str) -> bool:

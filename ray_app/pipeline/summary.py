@@ -56,7 +56,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
             "lag_s": round(max((e.lag_s for e in evaluations), default=0.0), 3),
         },
         "checkpoints": {
-            "committed": count(events, "checkpointed"),
+            "committed": len({(e.fence, e.details["step"]) for e in events if e.kind == "checkpointed"}),
             "fallbacks": count(events, "fallback"),
             "failed_writes": count(events, "write_failed"),
         },

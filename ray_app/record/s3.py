@@ -94,13 +94,11 @@ class S3Path:
         The answer to a put can be lost; the repeated one then meets what the first has written.
         """
         with self._errors():
-            if len(data) > PART_BYTES and not if_absent:
-                self._put_parts(data)
-            elif not if_absent:
+            if len(data) <= PART_BYTES and not if_absent:
                 self._client.put_object(**self._place, Body=data)
-            elif not self._put_absent(data):
-                return self._read() == data
-        return True
+                return True
+            written = self._put_absent(data) if len(data) <= PART_BYTES else self._put_parts(data, if_absent)
+            return written or self._read() == data
 
     @property
     def below(self) -> str:
@@ -183,9 +181,12 @@ class S3Path:
                 time.sleep(pause_s)
         raise AssertionError
 
-    def _put_parts(self, data: bytes) -> None:
-        """Uploads in parts; the object appears with the last call, or not at all."""
+    def _put_parts(self, data: bytes, if_absent: bool) -> bool:
+        """Uploads in parts; the object appears with the last call, or not at all. With `if_absent` returns whether there was none."""
+        from botocore.exceptions import ClientError
+
         client, size, view = self._client, max(PART_BYTES, -(-len(data) // _MOST_PARTS)), memoryview(data)
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
         upload = self._place | {"UploadId": client.create_multipart_upload(**self._place)["UploadId"]}
 
         def put_part(number: int) -> dict[str, Any]:
@@ -196,10 +197,13 @@ class S3Path:
         try:
             with ThreadPoolExecutor(_PARALLEL_PARTS) as pool:
                 parts = list(pool.map(put_part, range(1, -(-len(data) // size) + 1)))
-            client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
-        except BaseException:
+            client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
+        except BaseException as error:
             _abort(client, upload)
+            if isinstance(error, ClientError) and error.response["Error"]["Code"] == "PreconditionFailed":
+                return False
             raise
+        return True
 
     def _uploads(self) -> Iterator[dict[str, Any]]:
         for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=self.below):

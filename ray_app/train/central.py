@@ -100,7 +100,9 @@ class CentralState(SpreadState):
             self._refreshed = NOTHING
 
     def _fall_back(self) -> None:
-        if not self._holds:
+        if self._holds:
+            self._whole = self._own()  # what it saves if it has to leave now, without a group
+        else:
             super()._fall_back()
 
     def _own(self) -> Snapshot:

@@ -27,6 +27,7 @@ from ray_app.train.messages import Flags, Formed, Phase
 from ray_app.train.recorder import Recorder
 from ray_app.train.restoring import restore
 from ray_app.train.snapshots import SnapshotSender
+from ray_app.train.state import NOTHING
 from ray_app.train.validation import Arrays, Validation
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,8 @@ class _Worker:
         """Frees what it holds, and writes what is left."""
         self._enter("done")
         self._feed.close()
+        if self._validation is not None:
+            self._validation.tell()
         self._recorder.close()
 
     def _begin(self, world: World, formed: Formed, lost_s: float | None) -> None:
@@ -187,6 +190,8 @@ class _Worker:
     def _leave(self, flags: Flags) -> None:
         """Ends, because the node is about to go away."""
         if flags & Flags.SAVE:
+            if self._state.step == NOTHING:
+                raise PreemptedError("This worker has to leave its node before it got a state to train.")
             if self._rank == 0:
                 self._recorder.checkpoint(Cursor.at(self._state.step, self._job.plan.steps_per_epoch), "extra")
             raise PreemptedError(f"All workers have to leave their nodes after step {self._state.step}; a checkpoint was made.")

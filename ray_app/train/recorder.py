@@ -187,6 +187,7 @@ class Recorder:
     def close(self) -> None:
         """Writes what is left."""
         self._saver.wait()
+        self._saver.tell()
         self._sender.wait()
         if self._writer is None:
             return

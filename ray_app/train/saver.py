@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot, params_digest, writers
-from ray_app.checkpoint.retention import skipped
+from ray_app.checkpoint.retention import Hold, skipped
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.record.evaluations import evaluated_steps
@@ -54,7 +55,8 @@ class Saver:
         self._failed: str | None = None
         self._lost: LeaseLostError | None = None
         self._abandoned: list[Commit] = []
-        self._untold: list[tuple[int, dict[str, Any]]] = []
+        self._untold: list[tuple[str, int, dict[str, Any]]] = []
+        self._skipped: set[tuple[int, str | None]] = set()
         self.stall_s: list[float] = []
 
     def save(self, take: Callable[[], Snapshot], commit: Commit) -> None:
@@ -122,8 +124,8 @@ class Saver:
             if attempt < _ATTEMPTS:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
         self._abandoned.append(commit)
-        self._untold.append((commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason}))
-        self._tell()
+        self._untold.append(("write_failed", commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason}))
+        self._tidy(commit.fence)
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
         began = time.perf_counter()
@@ -135,23 +137,31 @@ class Saver:
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
         self._tidy(commit.fence)
 
-    def _tell(self) -> None:
-        """Records what could not be written, as soon as the storage takes that: early stopping waits for it."""
-        while self._untold and put_event(self._paths, "write_failed", self._untold[0][0], **self._untold[0][1]):
+    def tell(self) -> None:
+        """Records what could not be written or will not be evaluated, as soon as the storage takes that: early stopping waits for it."""
+        while self._untold:
+            kind, fence, details = self._untold[0]
+            if not put_event(self._paths, kind, fence, **details):
+                return
             self._untold.pop(0)
+
+    def _skip(self, fence: int, holds: list[Hold], gone: list[int]) -> None:
+        """Records which of the checkpoints that are about to go nobody has evaluated; once, also if they go later only."""
+        for step, name in sorted(skipped(gone, holds, time.time()) - self._skipped, key=lambda one: one[0]):
+            if step not in evaluated_steps(self._paths, name):
+                details = {"step": step, "reason": "the evaluator lags too far behind"} | ({"by": name} if name else {})
+                self._untold.append(("evaluation_skipped", fence, details))
+                self._skipped.add((step, name))
+        self.tell()
 
     def _tidy(self, fence: int) -> None:
         """Removes what nobody needs or what failed writes left; what goes wrong here is no failed write, and is tried again later."""
-        self._tell()
+        self.tell()
         try:
             while self._abandoned:
                 self._store.discard(self._abandoned[-1])
                 self._abandoned.pop()
             holds = self._store.holds()  # before the best steps: what is evaluated and let go meanwhile is in one of the two
-            gone = self._store.retain(self._section.keep_last, self._best_steps(), holds)
-            for step, name in sorted(skipped(gone, holds, time.time()), key=lambda one: one[0]):
-                if step not in evaluated_steps(self._paths, name):
-                    details = {"by": name} if name else {}
-                    put_event(self._paths, "evaluation_skipped", fence, step=step, reason="the evaluator lags too far behind", **details)
+            self._store.retain(self._section.keep_last, self._best_steps(), holds, partial(self._skip, fence, holds))
         except Exception as error:
             logger.warning("Old checkpoints could not be removed, will try again: %s", error)

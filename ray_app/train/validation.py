@@ -41,6 +41,7 @@ class Validation:
     def __init__(self, job: Job, state: TrainingState, load: Callable[[], Arrays], device: torch.device, moved: Callable[[], None]) -> None:
         self._job, self._state, self._load, self._device, self._moved = job, state, load, device, moved
         self._arrays: Arrays | None = None
+        self._untold: list[tuple[int, str]] = []
 
     def run(self, world: World) -> None:
         """Evaluates the state of now, unless it was done before; a collective of all ranks.
@@ -48,6 +49,7 @@ class Validation:
         Raises:
             PeerLostError: A peer left meanwhile; the next generation does it again.
         """
+        self.tell()
         job, step, began = self._job, self._state.step, time.perf_counter()
         if gather(world.rank == 0 and self._is_done(step), world)[0]:
             return
@@ -76,6 +78,14 @@ class Validation:
         )
         self._put(made)
 
+    def tell(self) -> None:
+        """Records which evaluations the storage did not take, as soon as it takes that: early stopping waits for it."""
+        while self._untold:
+            step, reason = self._untold[0]
+            if not put_event(self._job.paths, "evaluation_skipped", self._job.fence, step=step, reason=reason):
+                return
+            self._untold.pop(0)
+
     def _is_done(self, step: int) -> bool:
         try:
             return step in evaluated_steps(self._job.paths)
@@ -98,4 +108,5 @@ class Validation:
                 )
             self._moved()
             time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        put_event(paths, "evaluation_skipped", fence, step=made.step, reason=reason)
+        self._untold.append((made.step, reason))
+        self.tell()

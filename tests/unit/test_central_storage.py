@@ -12,7 +12,7 @@ from shifting_world import KillOnce, train_shifting
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.errors import ConfigError, PeerLostError
+from ray_app.errors import ConfigError, PeerLostError, PreemptedError
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import read_events
 from ray_app.strategy.base import World
@@ -79,6 +79,21 @@ def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int, goes_b
     assert all((1 in workers) == goes_back for workers in found.workers[6:8])
     assert all(2 in workers for workers in found.workers[:7]), "what is done again was not recorded the first time"
     assert not any(1 in workers for workers in found.workers[:6]), "the copy of the checkpoint was not used"
+
+
+def test_the_holder_has_to_leave_while_it_waits_for_a_lost_worker(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """Nobody is there to make a whole copy with, and nothing is done again."""
+    job = central_job(tmp_path / "run", data)
+    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    kill = KillOnce(tmp_path / "killed", step=8, rank=1)
+    left = train_shifting(pool, job, [[0, 1], [], []], [], Hooks(after_step=kill))[0]
+    assert kill.proof.exists()
+    assert isinstance(left.error, PreemptedError), left.trace
+    assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(6, "cadence"), (8, "extra")]
+    pool.run_job(job, 2, cached)
+    found = result_of(job)
+    assert found.bits == plain.bits
+    assert [len(workers) for workers in found.workers] == [1] * 18
 
 
 class LateFailure:

@@ -14,7 +14,7 @@ from local_world import KilledError, TinyImages, cached, make_job, write_images
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.errors import CheckpointError, PeerLostError
+from ray_app.errors import CheckpointError, PeerLostError, PreemptedError
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import Location, listing
 from ray_app.record.history import recoveries
@@ -27,6 +27,7 @@ from ray_app.train.early_stop import early_stop
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import train
+from ray_app.train.membership import LeavingError
 from ray_app.train.messages import Formed, Phase
 from ray_app.train.snapshots import SnapshotSender
 
@@ -81,8 +82,30 @@ def new_job(tmp_path: Path) -> Callable[..., Job]:
     return make
 
 
+class ToldToLeave(Alone):
+    """A new worker that gets a notice while it waits for its first generation."""
+
+    def __init__(self) -> None:
+        super().__init__(4, lambda: False)
+
+    def generation(self, step: int, lost: bool) -> Any:
+        del step, lost
+        raise LeavingError
+
+    def is_leaving(self) -> bool:
+        return True
+
+
 def committed(job: Job) -> list[int]:
     return [commit.step for commit in CheckpointStore(job.paths).commits()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "central_storage"])
+def test_a_newcomer_that_has_to_leave_before_it_begins_writes_no_checkpoint(new_job: Callable[..., Job], strategy: str) -> None:
+    job = new_job(train__strategy=strategy)
+    with pytest.raises(PreemptedError, match="before it got a state"):
+        train(job, ToldToLeave(), cached, CPU, Hooks())
+    assert listing(job.paths.root) == {}
 
 
 class Outage:

@@ -179,14 +179,14 @@ def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
     """The process dies after so many of the files, the last time between the data and the marker."""
     done: list[Path] = []
 
-    def dying(path: Path, data: bytes) -> bool:
+    def dying(path: Path, data: bytes, if_absent: bool) -> bool:
         if len(done) == written:
             raise KilledError(path.name)
         done.append(path)
-        return put_atomic(path, data)
+        return put_atomic(path, data, if_absent=if_absent)
 
     monkeypatch.setattr(store_module, "put_atomic", dying)
-    monkeypatch.setattr(store_module, "put_json", lambda path, value: dying(path, json.dumps(value).encode()))
+    monkeypatch.setattr(store_module, "put_json", lambda path, value, if_absent: dying(path, json.dumps(value).encode(), if_absent))
     with pytest.raises(KilledError, match=[MODEL, TRAINING, "COMMIT.json"][written]):
         store.write(pack(snapshot_of(4)), commit_of(4))
     monkeypatch.undo()
@@ -635,6 +635,43 @@ def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths:
     saver.check()
     assert [c.step for c in store.commits()] == list(range(6, Hold.most + 6))
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
+
+
+def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> None:
+        assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3], "it would be lost if this process ended now"
+        monkeypatch.undo()
+        raise OSError(f"503 {folder}")
+
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(2, time.time() + 1000, most=1))
+    saver = Saver(paths, CheckpointSection(keep_last=2), lambda: [])
+    for step in range(3, 5):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.wait()
+    monkeypatch.setattr(store_module, "remove_tree", broken)
+    for step in range(5, 7):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.check()
+    assert [c.step for c in store.commits()] == [5, 6]
+    assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4]
+
+
+def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
+        return kind != "evaluation_skipped" and put_event(paths, kind, fence, **details)
+
+    CheckpointStore(paths).hold("evaluator", Hold(0, time.time() + 1000, most=1))
+    saver = Saver(paths, CheckpointSection(keep_last=1), lambda: [])
+    with monkeypatch.context() as outage:
+        outage.setattr(saver_module, "put_event", refuse)
+        for step in (1, 2):
+            saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+        saver.wait()
+    assert read_events(paths, "evaluation_skipped") == []
+    saver.save(lambda: snapshot_of(3), commit_of(3))
+    saver.check()
+    assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [1, 2]
 
 
 def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_what_another_one_misses_as_its_own(paths: RunPaths) -> None:

@@ -19,7 +19,7 @@ from ray_app.pipeline.summary import summarize
 from ray_app.record.evaluations import Evaluation, ranked
 from ray_app.record.files import put_json
 from ray_app.record.history import goodput, recoveries, restarts, world_sizes
-from ray_app.record.journal import Event, StepRecord
+from ray_app.record.journal import Event, StepRecord, put_event
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from tests.checkpoints import commit_of
@@ -105,7 +105,10 @@ def test_epochs_are_those_of_the_configuration(tmp_path: Path, fields: dict[str,
     CheckpointStore(job.paths).write({}, commit_of(8))
     records = [asdict(replace(record(step, float(step)), epoch=(step - 1) // 5)) for step in range(1, 9)]
     put_json(job.paths.metrics / "0000000001-0001-1.json", {name: [r[name] for r in records] for name in records[0]})
+    for _ in range(2):  # two writers of the same one
+        put_event(job.paths, "checkpointed", 1, step=8)
     assert summarize(job, "finished")["epochs"] == done
+    assert summarize(job, "finished")["checkpoints"]["committed"] == 1
     assert f"in {begun} epochs begun" in render(read_facts(job.paths))
     console = Console(record=True, width=300, file=StringIO())
     announce(console, Prepared(job, None, False), 1)

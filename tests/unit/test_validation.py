@@ -15,7 +15,7 @@ from ray_app.data.decoded import load_all
 from ray_app.data.source import fetch_here
 from ray_app.pipeline.prepare import evaluation_source
 from ray_app.record.evaluations import Evaluation, put_evaluation, read_evaluations
-from ray_app.record.journal import read_events
+from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.train import validation as validation_module
 from ray_app.train.alone import Alone
@@ -104,24 +104,32 @@ def test_epochs_count_as_well(pool: Pool, data: Path, tmp_path: Path) -> None:
 
 
 def test_a_storage_that_refuses_for_a_while_stops_no_training(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it refuses twice is written, what it refuses to the end is recorded as skipped."""
+    """What it refuses twice is written; what it refuses to the end is recorded as skipped, later if it refuses that as well."""
     job = evaluated_job(tmp_path / "outage", data)
     evaluation, refused = job.evaluation, Counter[int]()
     assert evaluation is not None
 
     def put(paths: RunPaths, made: Evaluation) -> bool:
         refused[made.step] += 1
-        if made.step == 12 or (made.step == 8 and refused[8] <= 2):
+        if made.step in (12, 18) or (made.step == 8 and refused[8] <= 2):
             raise OSError("503")
         return put_evaluation(paths, made)
+
+    told = Counter[int]()
+
+    def tell(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
+        told[details["step"]] += kind == "evaluation_skipped"
+        return told[details["step"]] != 1 and put_event(paths, kind, fence, **details)
 
     def unlisted(paths: RunPaths) -> set[int]:
         raise OSError(f"503 {paths.name}")
 
     monkeypatch.setattr(validation_module, "put_evaluation", put)
+    monkeypatch.setattr(validation_module, "put_event", tell)
     monkeypatch.setattr(validation_module, "evaluated_steps", unlisted)
     monkeypatch.setattr(validation_module, "_FIRST_PAUSE_S", 0.001)
     train(job, Alone(4, lambda: False), cached, torch.device("cpu"), load_evaluation=lambda: load_all(fetch_here, evaluation).arrays)
     assert (refused[8], refused[12]) == (3, validation_module._ATTEMPTS)
-    assert steps_in(found_in(job)) == [4, 8, 16, 18]
-    assert [(e.details["step"], e.details["reason"]) for e in read_events(job.paths, "evaluation_skipped")] == [(12, "OSError: 503")]
+    assert steps_in(found_in(job)) == [4, 8, 16]
+    skipped = [(e.details["step"], e.details["reason"]) for e in read_events(job.paths, "evaluation_skipped")]
+    assert skipped == [(step, "OSError: 503") for step in (12, 18)], "early stopping would wait for them for ever"
