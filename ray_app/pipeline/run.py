@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -17,9 +17,8 @@ from rich.console import Console
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config import Config, default_tracking_uri
-from ray_app.data.cache import end_cache, is_small, start_cache
-from ray_app.data.source import anchor_here
 from ray_app.errors import LeaseLostError, own_error
+from ray_app.pipeline.actors import start_actors
 from ray_app.pipeline.announce import announce, say_changed_environment
 from ray_app.pipeline.closing import mlflow_status
 from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
@@ -44,18 +43,13 @@ from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
 from ray_app.train.messages import Status as Gathering
-from ray_app.train.parameter_actors import start_parameters
-from ray_app.train.rendezvous import start_rendezvous
 from ray_app.train.restoring import note_fallback
-from ray_app.train.snapshots import start_keepers
 from ray_app.train.trainer import Start, fit
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOOK_S = 0.25
-_COMPILING_S = 600.0
-_CLOSE_S = 2.0
 _END_S, _END_PAUSE_S = 30.0, 1.0
 _TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as jobs/submit.py has it
 
@@ -237,29 +231,8 @@ class Run:
 
     def _train(self, stack: ExitStack, following: Following) -> None:
         """Runs `fit` in a thread; the main thread is for signals and the console."""
-        job, heartbeat_s = self.job, self._config.failure.heartbeat_timeout_s
-        rendezvous = start_rendezvous(job.rendezvous, heartbeat_s, _step_timeout_s(self._config))
-        keepers = start_keepers() if self._config.checkpoint.snapshot_every_steps else []
-        stack.callback(_end_rendezvous, rendezvous)
-        for actor in keepers:
-            stack.callback(_end_actor, actor)
-        cache = None
-        if self._config.data.cache == "memory":
-            cache = start_cache(job.source)
-            stack.callback(end_cache, cache)
-        evaluation = None
-        if job.workers_evaluate and job.evaluation is not None:
-            evaluation = start_cache(job.evaluation)
-            stack.callback(end_cache, evaluation)
-        parameters = None
-        if self._config.train.strategy == "parameter_server":
-            parameters = start_parameters(job, keepers, self._faults.train)
-            for actor in parameters.actors:
-                stack.callback(_end_actor, actor)
-        start = Start(job, rendezvous, cache, tuple(keepers), evaluation, self._faults.train, parameters)
-        held = [source for source in (job.source if cache is not None else None, job.evaluation) if source is not None]
-        if cache is None or not all(map(is_small, held)):
-            threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
+        job, start = self.job, start_actors(stack, self.job, self._faults.train)
+        rendezvous = start.rendezvous
         thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
         with RunConsole(job, self._config.scaling.max_workers, self._progress, following.waiting) as shown:
             thread.start()
@@ -306,11 +279,6 @@ class Run:
         return "finished" if self._is_complete() and not undecided else "interrupted"
 
 
-def _step_timeout_s(config: Config) -> float | None:
-    """See `failure.step_timeout_s`."""
-    return config.failure.step_timeout_s or (_COMPILING_S if config.train.compile else None)
-
-
 def _patiently(work: Callable[[], T]) -> T:
     """Does it again while the storage does not answer, for half a minute."""
     deadline_s = time.monotonic() + _END_S
@@ -322,13 +290,3 @@ def _patiently(work: Callable[[], T]) -> T:
                 raise
             logger.warning("How the run ended could not be recorded, will try again: %s", error)
             time.sleep(_END_PAUSE_S)
-
-
-def _end_rendezvous(rendezvous: Any) -> None:
-    with suppress(ray.exceptions.RayError):
-        ray.get(rendezvous.close.remote(), timeout=_CLOSE_S)
-    _end_actor(rendezvous)
-
-
-def _end_actor(actor: Any) -> None:
-    ray.kill(actor, no_restart=True)

@@ -29,7 +29,7 @@ from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
 from ray_app.train.parameter_layout import Layout, from_bytes, to_bytes
-from ray_app.train.parameter_messages import Answer, Done, Servers, Unit
+from ray_app.train.parameter_messages import Answer, Done, NotReadyError, Servers, Unit, call_each
 from ray_app.train.parameter_units import Units
 from ray_app.train.recorder import Recorder
 from ray_app.train.restoring import restore
@@ -41,10 +41,6 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 _PAUSE_S = 0.5  # between two looks at servers that are lost
-
-
-class _NotReadyError(Exception):
-    """A server is gone or has lost what it held, or the state to go on from cannot be read now."""
 
 
 class Coordinator:
@@ -95,7 +91,7 @@ class Coordinator:
                 raise self._error
             try:
                 return self._answer(worker, done, broken_era, wait_s)
-            except _NotReadyError:
+            except NotReadyError:
                 self._broken = self._halfway = True
                 self._lock.wait(min(wait_s or 0.0, _PAUSE_S))
                 return Answer(waiting=True, step=self._units.complete)
@@ -199,7 +195,7 @@ class Coordinator:
         """The norm of a step's gradient. If it decides how far parameters move, its bits are those of one server, that is of `ddp`."""
         clips, layout = self._job.config.train.grad_clip_norm is not None, self._layout
         asked = layout.incomplete() if clips else [[] for _ in layout.parts]
-        answers = self._call_each("norms", [(self._era, step, some) for some in asked])
+        answers = call_each(self._servers, "norms", [(self._era, step, some) for some in asked])
         norms = [n for some, _ in answers for n in some] + (layout.norms_of_joined([data for _, data in answers]) if clips else [])
         return math.sqrt(math.fsum(n * n for n in norms))
 
@@ -249,7 +245,7 @@ class Coordinator:
                 restore(self._job, self._state, self._recorder, self._sender, CPU)
         except OSError as error:
             logger.warning("The state to go on from cannot be read, will try again: %s", error)
-            raise _NotReadyError from error
+            raise NotReadyError from error
         self._saved_step = self._state.step
 
     def _begin_era(self, eras: list[int]) -> None:
@@ -260,7 +256,7 @@ class Coordinator:
         parts = self._layout.split(self._state.snapshot())
         sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
         if self._servers.call("load", sent) is None:
-            raise _NotReadyError
+            raise NotReadyError
         self._broken = self._halfway = False
         self._era = era
         with self._at_storage():
@@ -290,24 +286,15 @@ class Coordinator:
 
     def _note_workers(self) -> None:
         """Records how many workers there are, when that has changed."""
-        now = len(self._units.workers)
-        if now == self._workers:
+        before, self._workers = self._workers, len(self._units.workers)
+        if self._workers in (0, before):
             return
-        self._workers = now
-        if not now:
-            return
-        details = {"lost_s": self._lost_s} if self._lost_s is not None else {}
-        put_event(self._job.paths, "formed", self._job.fence, generation=self._era, workers=now, step=self._units.complete, **details)
+        details = {"generation": self._era, "workers": self._workers, "step": self._units.complete}
+        lost = {"lost_s": self._lost_s} if self._lost_s is not None else {}
+        put_event(self._job.paths, "formed", self._job.fence, **details, **lost)
         self._lost_s = None
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls all servers with the same arguments, in the present era where that matters."""
         given = arguments if method == "era" else (self._era, *arguments)
-        return self._call_each(method, [given] * len(self._layout.parts))
-
-    def _call_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """Calls each server with arguments of its own."""
-        answers = self._servers.call(method, arguments)
-        if answers is None or any(answer is None for answer in answers):
-            raise _NotReadyError
-        return answers
+        return call_each(self._servers, method, [given] * len(self._layout.parts))

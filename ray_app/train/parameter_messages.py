@@ -69,6 +69,10 @@ class Answer:
     over: bool = False
 
 
+class NotReadyError(Exception):
+    """A server is gone or has lost what it held, or the state to go on from cannot be read now."""
+
+
 class Servers(Protocol):
     """All parameter servers."""
 
@@ -79,3 +83,15 @@ class Servers(Protocol):
             Their answers; None if a server is lost.
         """
         ...
+
+
+def call_each(servers: Servers, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    """Calls a method of every server that returns something.
+
+    Raises:
+        NotReadyError: A server is lost, or is not in the era that it was asked for.
+    """
+    answers = servers.call(method, arguments)
+    if answers is None or any(answer is None for answer in answers):
+        raise NotReadyError
+    return answers

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
 from ray_app.record.journal import StepRecord
 from ray_app.train.messages import Beat, Flags, Formed, Orders, Status
+from ray_app.train.standstill import Standstill
 
 _COALESCE_S = 2.0  # a newcomer waits this long for other newcomers
 _LOOK_S = 0.2
-_LEAST_STEP_TIMEOUT_S, _MEDIAN_STEPS, _FIRST_STEP_FACTOR = 60.0, 50, 5
 
 
 @dataclass
@@ -36,16 +34,6 @@ class _Member:
     exit: bool = False
 
 
-@dataclass
-class _Progress:
-    """How the current generation gets on."""
-
-    step: int = -1
-    moved_s: float = field(default_factory=time.monotonic)
-    stepped: bool = False
-    hangs: int = 0
-
-
 class Rendezvous:
     """See the module. An actor, see `start_rendezvous`.
 
@@ -56,7 +44,7 @@ class Rendezvous:
     """
 
     def __init__(self, silence_s: float, step_timeout_s: float | None) -> None:
-        self._silence_s, self._step_timeout_s = silence_s, step_timeout_s
+        self._silence_s, self._standstill = silence_s, Standstill(step_timeout_s)
         self._members: dict[str, _Member] = {}
         self._lost: dict[str, float] = {}
         self._gone: set[str] = set()
@@ -69,8 +57,6 @@ class Rendezvous:
         self._flags = Flags(0)
         self._record: StepRecord | None = None
         self._recorded = 0
-        self._step_s: deque[float] = deque(maxlen=101)
-        self._progress = _Progress()
         self._server: asyncio.Server | None = None
         self._began_s = time.monotonic()
         self._watching: asyncio.Task[None] | None = None
@@ -104,14 +90,14 @@ class Rendezvous:
             return Orders(exit=True)
         known = self._members.get(beat.worker)
         if known is not None and beat.moves > known.beat.moves:
-            self._progress.moved_s = time.monotonic()
+            self._standstill.moves()
         if beat.generation > (known.beat.generation if known is not None else 0):
-            self._progress = _Progress(self._progress.step, time.monotonic())  # it begins unasked, which takes longer than a step
+            self._standstill.begin(self._standstill.step)  # it begins unasked, which takes longer than a step
         member = self._know(beat)
         self._record = beat.record or self._record
         self._recorded = max(self._recorded, beat.recorded)
         if beat.generation == self._number:
-            self._note_progress(beat.step, beat.record)
+            self._standstill.finished(beat.step, beat.record)
         elif beat.generation > self._number:  # this instance is new
             self._number = beat.generation
         stale = 0 < beat.generation < self._number and member.joined_s is None
@@ -169,7 +155,7 @@ class Rendezvous:
 
     async def excuse(self) -> None:
         """All workers wait for somebody who waits for the storage, which is no standstill; said again and again meanwhile."""
-        self._progress.moved_s = time.monotonic()
+        self._standstill.moves()
 
     async def drain(self, nodes: set[str]) -> None:
         """Workers on these nodes have to leave."""
@@ -187,10 +173,9 @@ class Rendezvous:
         """How things are."""
         leaving = {w for w, m in self._members.items() if m.beat.node in self._draining}
         lost = {worker: time.monotonic() - since for worker, since in self._lost.items()}
-        step, stops = max(0, self._progress.step), bool(self._flags & Flags.STOP)
-        return Status(
-            set(self._members) - leaving, leaving, lost, len(self._stepping()), step, self._record, self._waiting, stops, self._limit_s()
-        )
+        step, stops = max(0, self._standstill.step), bool(self._flags & Flags.STOP)
+        here, stepping, limit_s = set(self._members) - leaving, len(self._stepping()), self._standstill.limit_s
+        return Status(here, leaving, lost, stepping, step, self._record, self._waiting, stops, limit_s)
 
     async def workers(self) -> list[Beat]:
         """The newest sign of life of every worker of the current generation, by rank."""
@@ -253,7 +238,7 @@ class Rendezvous:
         ready.sort(key=lambda m: (m.beat.step < 0, m.beat.rank if m.beat.generation else 0, m.joined_s))
         self._number += 1
         self._urgent = False
-        self._progress = _Progress(max(m.beat.step for m in ready))
+        self._standstill.begin(max(m.beat.step for m in ready))
         first = ready[0].beat
         for rank, member in enumerate(ready):
             assert member.formed is not None
@@ -276,35 +261,20 @@ class Rendezvous:
         self._look_for_standstill(now)
         self._try_form()
 
-    def _note_progress(self, step: int, record: StepRecord | None) -> None:
-        if step > self._progress.step:
-            self._progress.stepped = self._progress.step >= 0
-            self._progress.step, self._progress.moved_s, self._progress.hangs = step, time.monotonic(), 0
-        if record is not None:
-            self._step_s.append(record.step_ms / 1e3)
-
-    def _limit_s(self) -> float:
-        """Seconds without a finished step that are a standstill."""
-        limit = self._step_timeout_s
-        if limit is None:
-            limit = max(_LEAST_STEP_TIMEOUT_S, _MEDIAN_STEPS * median(self._step_s)) if self._step_s else 10 * _LEAST_STEP_TIMEOUT_S
-        return limit * (1 if self._progress.stepped else _FIRST_STEP_FACTOR)
-
     def _look_for_standstill(self, now: float) -> None:
         stepping = self._stepping()
         if not stepping or all(m.beat.phase == "done" for m in stepping):
             return
         if any(m.beat.phase == "saving" for m in stepping):
-            self._progress.moved_s = now
+            self._standstill.moves()
             return
-        if now - self._progress.moved_s < self._limit_s():
+        times = self._standstill.times(now)
+        if not times:
             return
-        self._progress.moved_s = now
-        self._progress.hangs += 1
         culprits = [m for m in stepping if m.beat.phase not in ("forming", "exchange", "done")]
         for member in stepping:
             member.dump = True
-        if culprits or self._progress.hangs > 1:
+        if culprits or times > 1:
             for member in culprits or stepping:
                 member.exit = True
         else:
