@@ -241,8 +241,10 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
 
 
 @pytest.mark.parametrize("open_windows", BOTH)
-def test_going_back_to_a_window_that_was_left(datasets: dict[str, Dataset], open_windows: Open) -> None:
-    """As local steps do, which a lost worker takes back to the last average, in the epoch before at times."""
+@pytest.mark.parametrize(("every", "steps"), [(3, 5), (5, 1)], ids=["back", "ahead"])
+def test_going_to_a_window_that_does_not_come_next(datasets: dict[str, Dataset], open_windows: Open, every: int, steps: int) -> None:
+    """Back as local steps do, which a lost worker takes back to the last average, in the epoch before at times; ahead behind what others
+    did while this one was frozen."""
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset)
     assert plan.steps_per_window < 5
@@ -250,26 +252,10 @@ def test_going_back_to_a_window_that_was_left(datasets: dict[str, Dataset], open
     feed = Feed(plan, lambda cursor, played: open_windows(dataset, plan, cursor, played), CPU)
     found: dict[Place, MicroBatch] = {}
     places = [Cursor.at(step, plan.steps_per_epoch) for step in range(EPOCHS * plan.steps_per_epoch)]
-    for done in range(5, len(places), 3):
-        feed.play(places[done - 5], range(4))
-        for cursor in places[done - 5 : done]:
+    for first in range(0, len(places) - steps, every):
+        feed.play(places[first], range(4))
+        for cursor in places[first : first + steps]:
             found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
-    feed.close()
-    assert_same({place: expected[place] for place in found}, found)
-
-
-@pytest.mark.parametrize("open_windows", BOTH)
-def test_going_on_behind_windows_that_others_did_meanwhile(datasets: dict[str, Dataset], open_windows: Open) -> None:
-    dataset = datasets["prime and ragged"]
-    plan = plan_of(dataset)
-    assert plan.steps_per_window < 5
-    expected = deliver(dataset, plan, open_windows, 1)
-    feed = Feed(plan, lambda cursor, played: open_windows(dataset, plan, cursor, played), CPU)
-    found: dict[Place, MicroBatch] = {}
-    for step in range(0, EPOCHS * plan.steps_per_epoch, 5):
-        cursor = Cursor.at(step, plan.steps_per_epoch)
-        feed.play(cursor, range(4))
-        found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
     feed.close()
     assert_same({place: expected[place] for place in found}, found)
 
