@@ -203,3 +203,20 @@ def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config
             assert again.what == "data refused", "it is not looked at again"
             assert [entry["what"] for entry in entries(watch.paths)] == ["data refused", "data refused"]
             put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
+
+
+def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+    watch = Watch(config)
+    assert start(config, watch).what == "data refused"
+    client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    client.create_registered_model("m")
+    for number in ("1", "2"):
+        client.create_model_version("m", str(tmp_path), None)
+        promote(client, "m", number, "better", "me")
+        for again in (True, False):
+            seen = Watch(config)
+            outcome = start(config, seen)
+            assert outcome.what == "data refused"
+            assert outcome.reason.startswith("the same data was refused before") is not again
+            assert ("validated" in seen.seen) is again
+    assert [entry["champion_before"] for entry in entries(watch.paths)] == [None, "1", "2"]
