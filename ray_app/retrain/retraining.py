@@ -166,8 +166,7 @@ class _Start:
 
     def _begun(self, decision: Decision) -> Round:
         made = Round(self._paths, self._given.inputs.key)
-        if made.is_done:  # and overtaken; its entry in the audit record stays
-            remove_tree(self._paths.round(made.key))
+        made.clear()  # of a round that was overtaken or superseded; its entry in the audit record stays
         champion = self._given.champion
         value = {
             "inputs": asdict(self._given.inputs),
