@@ -18,7 +18,7 @@ from rich.console import Console
 from ray_app.config import Config
 from ray_app.drill.cluster import Nodes, local_nodes
 from ray_app.drill.session import SCENARIOS, Drill
-from ray_app.errors import ConfigError, DataError, own_error
+from ray_app.errors import ConfigError, DataError, StorageError, own_error
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.cluster import cluster
 from ray_app.pipeline.prepare import prepare
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
         Exit code: 0 every scenario happened and ended with equal parameters, 1 one did not or the drill was not completed, 2 refused before
         anything started.
     """
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
+    console, started = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150), False
     try:
         with ending_at_sigterm():
             config, sections = parse_more(arguments, {"drill": DrillSection}, "drill.py", description=_DESCRIPTION)
@@ -161,14 +161,14 @@ def main(arguments: list[str] | None = None) -> int:
             own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
             made = drilled(config, section, own)
             with redirect_stdout(StringIO()), _connected(made, own) as nodes:
-                return Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console).go()
-    except (ConfigError, DataError) as error:
-        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2
+                session = Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console)
+                started = True
+                return session.go()
     except KeyboardInterrupt:
         print("Interrupted; the certificate says how far the drill came.", file=sys.stderr)
         return 1
     except Exception as error:
         error = own_error(error)  # type: ignore[assignment]
-        print(redact(f"The drill ended early: {type(error).__name__}: {error}"), file=sys.stderr)
-        return 1
+        is_refusal = not started and isinstance(error, ConfigError | DataError) and not isinstance(error, StorageError)
+        print(redact(f"{'' if is_refusal else 'The drill ended early: '}{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2 if is_refusal else 1

@@ -73,12 +73,15 @@ class Drill:
         limit_s: Seconds after which a run counts as hanging.
         nodes: The drill's own nodes, if the cluster is its own.
         console: Where to say how it gets on.
+
+    Raises:
+        ConfigError: No scenario is possible.
     """
 
     def __init__(
         self, config: Config, own: Config, names: list[str], seed: int, limit_s: float, nodes: Nodes | None, console: Console
     ) -> None:
-        self._config, self._names, self._seed, self._limit_s = config, names, seed, limit_s
+        self._config, self._seed, self._limit_s = config, seed, limit_s
         self._nodes, self._console = nodes, console
         self._out = location(config.run.storage_path)
         self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes())
@@ -98,6 +101,10 @@ class Drill:
             "undisturbed": None,
             "scenarios": [],
         }
+        self._grounds = {name: self._ground(name) for name in names}
+        self._plans = plans = {name: SCENARIOS[name](ground) for name, ground in self._grounds.items()}
+        if all(isinstance(plan, str) for plan in plans.values()):
+            raise ConfigError("No scenario is possible:\n" + "\n".join(f"  - {name}: {plan}" for name, plan in plans.items()))
 
     @property
     def certificate(self) -> Location:
@@ -106,10 +113,7 @@ class Drill:
 
     def go(self) -> int:
         """Goes through all scenarios; returns the exit code."""
-        grounds = {name: self._ground(name) for name in self._names}
-        plans = {name: SCENARIOS[name](ground) for name, ground in grounds.items()}
-        if all(isinstance(plan, str) for plan in plans.values()):
-            raise ConfigError("No scenario is possible:\n" + "\n".join(f"  - {name}: {plan}" for name, plan in plans.items()))
+        grounds, plans = self._grounds, self._plans
         self._say(
             f"{self._steps} steps of every run, on up to {self._workers} workers of"
             f" {'a cluster of the drill' if self._nodes else 'the cluster'}; runs and certificate in {self._out}"

@@ -42,7 +42,7 @@ class Column:
         rows: Rows of the sample with a finite value.
         mean: Their mean.
         std: Their standard deviation.
-        edges: Boundaries between the bins: their distinct deciles.
+        edges: Boundaries between the bins: their distinct deciles, and the next number after one that many rows have.
         shares: Share of the rows in each bin; a value at a boundary belongs to the bin above.
     """
 
@@ -181,8 +181,15 @@ def _finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _column(values: npt.NDArray[np.float64]) -> Column:
-    edges = np.unique(np.quantile(values, np.arange(1, _BINS) / _BINS)).tolist()
+    edges = _edges(values)
     return Column(len(values), float(values.mean()), float(values.std()), edges, _shares(values, edges).tolist())
+
+
+def _edges(values: npt.NDArray[np.float64]) -> list[float]:
+    """Boundaries between the bins; a value that many rows have is a bin of its own, else all zeros and ones were in one."""
+    deciles, times = np.unique(np.quantile(values, np.arange(1, _BINS) / _BINS), return_counts=True)
+    frequent = deciles[(times > 1) | (deciles == values.min()) | (deciles == values.max())]
+    return np.union1d(deciles, np.nextafter(frequent, np.inf)).tolist()
 
 
 def _shares(values: npt.NDArray[np.float64], edges: list[float]) -> npt.NDArray[np.float64]:

@@ -143,7 +143,7 @@ class _Start:
         """The decision to train, or why there is nothing to do."""
         same = Round(self._paths, self._given.inputs.key)
         before = same.read("concluded") if same.is_done else None
-        if before and self._is_overtaken(before):
+        if before and self._is_overtaken(same, before):
             before = None
         judged = f"{before['outcome']}: {before['reason']} ({before['at']})" if before else None
         if before and before["outcome"] == "data refused":
@@ -156,16 +156,17 @@ class _Start:
             decision = Decision(True, "new data", f"the delivered data cannot be used: {error}")
         return decision if decision.retrain else Outcome("nothing", decision.reason)
 
-    def _is_overtaken(self, concluded: dict[str, Any]) -> bool:
-        """Whether a model was refused that was not compared with what serves now."""
+    def _is_overtaken(self, round: Round, concluded: dict[str, Any]) -> bool:
+        """Whether data or a model was refused that was not compared with what serves now."""
         champion = self._given.champion
         serves = champion.version.version if champion is not None else None
+        if concluded["outcome"] == "data refused":
+            return (round.read("decided") or {}).get("champion") != serves
         return concluded["outcome"] == "gate refused" and serves not in (concluded["before"], concluded["version"])
 
     def _begun(self, decision: Decision) -> Round:
         made = Round(self._paths, self._given.inputs.key)
-        if made.is_done:  # and overtaken; its entry in the audit record stays
-            remove_tree(self._paths.round(made.key))
+        made.clear()  # of a round that was overtaken or superseded; its entry in the audit record stays
         champion = self._given.champion
         value = {
             "inputs": asdict(self._given.inputs),

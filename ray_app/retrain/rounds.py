@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ray_app.pipeline.registering import user
-from ray_app.record.files import folders, names, put_json, read_all_json, read_json
+from ray_app.record.files import folders, names, put_json, read_all_json, read_json, remove_tree
 from ray_app.retrain.key import Inputs
 from ray_app.retrain.places import RetrainPaths
 
@@ -37,6 +37,18 @@ class Round:
         """Writes a stage with the time, unless it is there; returns what is there."""
         put_json(self.paths.round(self.key) / f"{stage}.json", {**value, "at": now()}, if_absent=True)
         return self.read(stage) or {}
+
+    def clear(self) -> None:
+        """Removes all stages, also those that a removal before left because it was interrupted.
+
+        Raises:
+            OSError: Some are still there; what is begun now would take them for its own.
+        """
+        folder = self.paths.round(self.key)
+        remove_tree(folder)
+        left = [stage for stage in STAGES if self.read(stage) is not None]
+        if left:
+            raise OSError(f"{folder} cannot be emptied: {', '.join(left)} are still there. Remove it by hand, then start again.")
 
     @property
     def inputs(self) -> Inputs:

@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2
     except LostContactError as error:
-        print(f"{error}. The job may go on without us; ray job list shows it.", file=sys.stderr)
+        print(redact(f"{error}. The job may go on without us; ray job list shows it."), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED

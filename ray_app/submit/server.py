@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -21,11 +22,13 @@ from ray_app.errors import ConfigError
 from ray_app.record.redact import redact
 from ray_app.submit.supervise import Ended
 
-_CONNECT_S = 10.0
+_CONNECT_S, _ANSWER_S, _UPLOAD_S = 10.0, 60.0, 1800.0
 _SILENCE_S = 30.0
 """Without output for so long the connection is made anew: one that is half open would be silent for ever."""
 _LOOK_S = 1.0
 _LOST = (OSError, RuntimeError, TimeoutError, aiohttp.ClientError, requests.exceptions.RequestException)
+_UNABLE = re.compile(r"Request failed with status code 5(?!.*status code 4)", re.DOTALL)
+"""How Ray's client begins where a server or what is before it cannot answer now; the head says 500 also for what an agent refuses (4xx)."""
 _TOKENS = (
     "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for a cluster without"
     " tokens unset them."
@@ -41,6 +44,14 @@ Show = Callable[[str], None]
 
 class LostContactError(Exception):
     """The cluster does not answer any more."""
+
+
+class _Client(JobSubmissionClient):
+    """Ray's client, which by itself waits for ever for a server that takes the connection and does not answer."""
+
+    def _do_request(self, method: str, endpoint: str, **fields: Any) -> requests.Response:
+        wait_s = _UPLOAD_S if method == "PUT" else (_CONNECT_S, _ANSWER_S)  # the time to connect bounds that of sending, too
+        return super()._do_request(method, endpoint, **{"timeout": wait_s} | fields)
 
 
 class JobServer:
@@ -64,7 +75,7 @@ class JobServer:
         advice = "Give the dashboard of the head node, --submit.address http://HEAD:8265, and check that it can be reached from here."
         try:
             _refuse_silence(asked)
-            self._client = JobSubmissionClient()
+            self._client = _Client()
         except AuthenticationError as error:
             raise ConfigError(f"{asked} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
         except (*_LOST, ValueError) as error:
@@ -84,13 +95,15 @@ class JobServer:
                 job_id = job_id or self._free_id(name)
                 sent += 1
                 return self._client.submit_job(entrypoint=command, submission_id=job_id, runtime_env=runtime_env, metadata=metadata)
-            except (OSError, requests.exceptions.RequestException) as error:
+            except (AuthenticationError, OSError, RuntimeError, ValueError) as error:
+                is_lost = isinstance(error, OSError)
+                is_taken = not is_lost and "already exists" in str(error)
+                if is_taken and sent > 1:  # only the answer was lost
+                    return job_id
+                if is_taken or not (is_lost or _UNABLE.match(str(error))):
+                    raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
                 if time.monotonic() - began_s > self._lost_contact_s:
                     raise LostContactError(f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}") from error
-            except (AuthenticationError, RuntimeError, ValueError) as error:
-                if sent > 1 and "already exists" in str(error):  # only the answer was lost
-                    return job_id
-                raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
             time.sleep(_LOOK_S)
 
     def _free_id(self, name: str) -> str:

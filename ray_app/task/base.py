@@ -244,3 +244,9 @@ def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
             " labels or set task.init_args.num_classes."
         )
     return count
+
+
+def class_names(data: DataFacts, count: int) -> list[str]:
+    """The names of the classes as the ingest recorded them; a class without one is called by its number."""
+    named = list(data.classes or ())
+    return named + [str(number) for number in range(len(named), count)]

@@ -16,7 +16,7 @@ from ray_app.encoded import decoded
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column, uniform
+from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, count_classes, need_column, uniform
 from ray_app.task.classification import (
     ClassWeights,
     class_predictions,
@@ -94,7 +94,7 @@ class ImageClassification(Task):
         """Counts the classes and channels; see `Task.prepare`."""
         made = copy.copy(self)
         made.num_classes = count_classes(data, self.label, self.num_classes)
-        made.classes = list(data.classes or map(str, range(made.num_classes)))
+        made.classes = class_names(data, made.num_classes)
         made.weights = resolve_weights(self.class_weights, data, self.label, made.num_classes)
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:

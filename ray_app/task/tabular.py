@@ -14,7 +14,7 @@ from torch.nn import functional
 from ray_app.errors import DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Mistake, Rows, Task, count_classes, need_column
+from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, count_classes, need_column
 from ray_app.task.classification import (
     ClassWeights,
     class_predictions,
@@ -137,7 +137,7 @@ class TabularClassification(_Tabular):
         made = super().prepare(data)
         assert isinstance(made, TabularClassification)
         made.num_classes = count_classes(data, self.label, self.num_classes)
-        made.classes = list(data.classes or map(str, range(made.num_classes)))
+        made.classes = class_names(data, made.num_classes)
         made.weights = resolve_weights(self.class_weights, data, self.label, made.num_classes)
         return made
 

@@ -36,6 +36,8 @@ _OPERATOR = re.compile(
     r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
 )
 """Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, do what they are told."""
+_CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+"""What arguments and results may be nested in; for others, such as `collections.defaultdict`, torch imports a module named there."""
 _FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
 _SIZE_PARTS = (ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.keyword, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 _SIZE_PARTS += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
@@ -187,6 +189,25 @@ def _code_in(value: Any, key: str = "") -> Iterator[str]:
             yield f"the check {value[:80]!r}"
         elif key in ("target", "as_operator") and not _OPERATOR.fullmatch(value):
             yield f"the operator {value[:80]!r}"
+        elif key in ("in_spec", "out_spec") and not _is_nesting(value):
+            yield f"the structure {value[:80]!r}"
+
+
+def _is_nesting(text: str) -> bool:
+    """Whether a text says how arguments or results are nested in plain containers, by plain names, and nothing else."""
+    try:
+        _, root = json.loads(text)
+        todo = [root]
+        for node in todo:
+            kind, context, children = node["type"], node["context"], node["children_spec"]
+            names = json.loads(context) if kind is not None else context
+            is_plain = names is None or (isinstance(names, list) and all(isinstance(name, str | int | float | None) for name in names))
+            if not is_plain or (kind is None and children) or (kind is not None and kind not in _CONTAINERS):
+                return False
+            todo += children
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    return True
 
 
 def _is_size(text: str) -> bool:

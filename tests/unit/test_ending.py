@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +17,14 @@ import yaml
 
 from ray_app import load_config
 from ray_app.data.dataset import open_dataset
+from ray_app.drill import command as drilling
 from ray_app.drill.command import main as drill
-from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError
+from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
 from ray_app.pipeline import evaluating, exporting, ingest, registering, replay, report
 from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.pipeline.training import main as train
+from ray_app.predict import command as predicting
 from ray_app.predict.command import main as predict
 from ray_app.record.redact import guard
 from ray_app.retrain.command import main as retrain
@@ -215,6 +219,40 @@ def test_what_is_refused_before_the_start_holds_no_secret(
     said = capsys.readouterr().err
     assert "***" in said
     assert SECRET not in said
+
+
+BAD_ROW, AWAY, REFUSED = BadRowError("a.parquet", 0, 1, "cut"), StorageError("the disk is away"), ConfigError("no")
+
+
+@pytest.mark.parametrize(
+    ("error", "preparing", "working"),
+    [(BAD_ROW, 2, 1), (AWAY, 1, 1), (REFUSED, 2, 2), (OSError(5, "the disk"), 1, 1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_prediction_is_refused_only_for_what_stays_wrong(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int, working: int
+) -> None:
+    given = ["--config", str(ROOT / "conf" / "digits.yaml"), "--predict.data", "data", "--predict.out", "out", "--predict.run", "run"]
+    monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: raising(error)())
+    assert predict(given) == preparing
+    monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: None)
+    monkeypatch.setattr(predicting, "predict", lambda *_: raising(error)())
+    assert predict(given) == working
+
+
+@pytest.mark.parametrize(
+    ("error", "preparing"), [(BAD_ROW, 2), (AWAY, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)], ids=lambda value: type(value).__name__
+)
+def test_a_drill_is_refused_only_before_its_first_run(monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int) -> None:
+    given = ["--config", str(ROOT / "conf" / "digits.yaml")]
+    monkeypatch.setattr(drilling, "drilled", lambda config, *_: raising(error)())
+    assert drill(given) == preparing
+    monkeypatch.setattr(drilling, "drilled", lambda config, *_: config)
+    monkeypatch.setattr(drilling, "_connected", lambda *_: nullcontext())
+    monkeypatch.setattr(drilling, "Drill", lambda *_: raising(error)())
+    assert drill(given) == preparing
+    monkeypatch.setattr(drilling, "Drill", lambda *_: SimpleNamespace(go=raising(error)))
+    assert drill(given) == 1
 
 
 @pytest.mark.parametrize(

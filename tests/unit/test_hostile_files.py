@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -188,6 +189,41 @@ def test_code_in_the_program_of_a_model_is_refused(package: tuple[Path, str], tm
         refused(changed(package[0], tmp_path / f"op{number}", in_program(b"torch.ops.aten.relu.default", operator.encode())), ran)
     guard_of = in_program(b'"guards_code": []', b'"guards_code": ["' + code + b'"]')
     refused(changed(package[0], tmp_path / "guard", guard_of), ran)
+
+
+def test_a_structure_of_arguments_that_imports_a_module_is_refused(
+    package: tuple[Path, str], tmp_path: Path, ran: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.export.load` imports the module of a default factory or an enumeration; the first is shown to work on the unguarded call."""
+    (tmp_path / "imports").mkdir()
+    (tmp_path / "imports" / "evil_of_a_package.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "imports"))
+    program = zipfile.ZipFile(package[0] / loader.EXPORTED).read("model/models/model.json")
+    spec = json.dumps(json.loads(program)["graph_module"]["module_call_graph"][0]["signature"]["out_spec"]).encode()
+    factory = {"default_factory_module": "evil_of_a_package", "default_factory_name": "list", "dict_context": []}
+    member = {"__enum__": True, "fqn": "evil_of_a_package:Kind", "name": "A"}
+    for number, (kind, context) in enumerate(
+        (
+            ("collections.defaultdict", factory),
+            ("builtins.dict", json.dumps([member])),
+            ("builtins.tuple", json.dumps(member)),
+            ("builtins.dict", json.dumps([[member]])),
+            ("builtins.list", json.dumps([member]).replace("__enum__", "\\u005f_enum__")),
+        )
+    ):
+        inner = {"type": kind, "context": context, "children_spec": []}
+        evil = json.dumps(json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [inner]}])).encode()
+        bad = changed(package[0], tmp_path / f"spec{number}", in_program(spec, evil))
+        refused(bad, ran)
+        if number == 0:
+            with pytest.raises(AttributeError):
+                torch.export.load(bad / loader.EXPORTED)
+            assert ran.exists(), "torch has learned not to import what is named there: the check can go"
+            ran.unlink()
+            monkeypatch.delitem(sys.modules, "evil_of_a_package", raising=False)
+    leaf = {"type": None, "context": None, "children_spec": []}
+    for kind, context in (("collections.namedtuple", "null"), (None, "null"), ("builtins.list", 1), ("builtins.tuple", "{}")):
+        assert not loader._is_nesting(json.dumps([1, {"type": kind, "context": context, "children_spec": [leaf]}]))
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ from __future__ import annotations
 from itertools import accumulate
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.manifest import Manifest
 from ray_app.predict.prepare import parts_of
 from ray_app.task.classification import class_predictions
 from ray_app.task.image import ImageClassification
-from ray_app.task.tabular import TabularRegression
+from ray_app.task.tabular import TabularClassification, TabularRegression
 
 
 def test_a_class_has_a_name_a_number_and_a_confidence() -> None:
@@ -22,6 +24,16 @@ def test_a_class_has_a_name_a_number_and_a_confidence() -> None:
     assert found["predicted_index"].tolist() == [1, 0]
     expected = [np.exp(3) / (1 + np.exp(3) + np.exp(1)), np.exp(5) / (np.exp(5) + 2)]
     assert np.allclose(found["confidence"], expected)
+
+
+@pytest.mark.parametrize("task", [ImageClassification(num_classes=4), TabularClassification(num_classes=4)])
+def test_a_class_without_a_name_has_its_number_as_its_name(task: ImageClassification | TabularClassification) -> None:
+    label = ColumnFacts("integer", "int64", minimum=0.0, maximum=1.0)
+    columns = {"label": label, "image": ColumnFacts("array", "uint8", (8, 8)), "a": ColumnFacts("number", "float64")}
+    made = task.prepare(DataFacts("data", 9, columns, ("cat", "dog")))
+    scores, labels = torch.eye(4), torch.tensor([0, 1, 1, 0])
+    assert made.predictions(scores)["predicted"].tolist() == ["cat", "dog", "2", "3"]
+    assert [(wrong.truth, wrong.predicted) for wrong in made.mistakes(scores, {"label": labels}, 9)] == [("dog", "2"), ("cat", "3")]
 
 
 def test_targets_are_not_inputs() -> None:

@@ -22,7 +22,7 @@ from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.record.files import put_json
 from ray_app.record.lease import Holder, Record
 from ray_app.record.paths import RunPaths
-from ray_app.retrain import profile
+from ray_app.retrain import profile, rounds
 from ray_app.retrain.command import main
 from ray_app.retrain.places import RetrainPaths
 from ray_app.retrain.retraining import Outcome, retrain
@@ -203,3 +203,39 @@ def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config
             assert again.what == "data refused", "it is not looked at again"
             assert [entry["what"] for entry in entries(watch.paths)] == ["data refused", "data refused"]
             put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
+
+
+def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+    watch = Watch(config)
+    assert start(config, watch).what == "data refused"
+    client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    client.create_registered_model("m")
+    for number in ("1", "2"):
+        client.create_model_version("m", str(tmp_path), None)
+        promote(client, "m", number, "better", "me")
+        for again in (True, False):
+            seen = Watch(config)
+            outcome = start(config, seen)
+            assert outcome.what == "data refused"
+            assert outcome.reason.startswith("the same data was refused before") is not again
+            assert ("validated" in seen.seen) is again
+    assert [entry["champion_before"] for entry in entries(watch.paths)] == [None, "1", "2"]
+
+
+def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(config)
+    assert start(config, watch).what == "data refused"
+    [folder] = Path(str(watch.paths.rounds)).iterdir()
+    for name in ("decided", "recorded", "concluded"):
+        (folder / f"{name}.json").unlink()
+    put_json(folder / "validated.json", {"problems": ["of another round"], "accepted": False})
+    put_json(folder / "judged.json", {"verdict": {"promote": True, "reason": "of another round"}})
+    with monkeypatch.context() as stuck:
+        stuck.setattr(rounds, "remove_tree", lambda folder: None)
+        with pytest.raises(OSError, match="cannot be emptied: validated, judged are still there"):
+            start(config, Watch(config))
+    assert watch.recorded == ["judged", "validated"]
+    again = Watch(config)
+    assert "of another round" not in start(config, again).reason
+    assert list(again.seen) == ["decided", "validated", "concluded", "recorded"]
+    assert not (folder / "judged.json").exists()

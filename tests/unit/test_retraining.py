@@ -31,7 +31,7 @@ from ray_app.retrain.comparison import Judging, Packaged, _load, files_of, sampl
 from ray_app.retrain.gate import ClassRecall, Figures, draws, figures, judge
 from ray_app.retrain.key import Delivery, delivered, inputs_of
 from ray_app.retrain.places import RetrainPaths, folder_name
-from ray_app.retrain.profile import Profile, class_shift, profile, psi
+from ray_app.retrain.profile import Column, Profile, _column, class_shift, profile, psi
 from ray_app.retrain.rounds import Round, audit, entries, open_rounds
 from ray_app.retrain.section import RetrainSection, check_section
 from ray_app.retrain.selection import old_files, put_together
@@ -141,6 +141,22 @@ def test_psi_is_the_formula_and_chance_is_no_drift(tmp_path: Path) -> None:
     assert psi(moved, reference) == pytest.approx(expected)
     assert expected > 0.5
     assert psi(np.array([]), reference) == 0.0
+
+
+@pytest.mark.parametrize("often", [0.05, 0.5, 0.95, 1.0])
+def test_a_value_that_many_rows_have_is_a_bin_of_its_own(often: float) -> None:
+    def flags(share: float) -> np.ndarray:
+        return (np.arange(2000) < round(2000 * share)).astype(np.float64)
+
+    reference = _column(flags(often))
+    assert json.loads(json.dumps(reference.edges)) == reference.edges
+    assert psi(flags(often), reference) == 0.0
+    for moved in (1.0 - often, 0.3):
+        assert (psi(flags(moved), reference) > 0.1) is (moved != often)
+    amounts = flags(often) * np.random.default_rng(0).normal(50, 5, 2000)  # zeros, and numbers
+    assert psi(amounts, _column(amounts)) == 0.0
+    assert psi(amounts * flags(often / 4), _column(amounts)) > 0
+    assert psi(amounts, Column(2000, 0.0, 0.0, [0.0], [0.0, 1.0])) == 0.0, "a profile of before has bins of before"
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)), st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)))

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import requests
 from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import create_package
 
 from ray_app import load_config
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse
+from ray_app.submit import server
 from ray_app.submit.figures import cache_fits
 from ray_app.submit.nodes import storage
 from ray_app.submit.options import SubmitSection, given, refuse_secrets
 from ray_app.submit.package import data_in, packed, size_of
 from ray_app.submit.preflight import absolute_storage, agreement
-from ray_app.submit.server import _Tail
+from ray_app.submit.server import JobServer, LostContactError, _Tail
 from ray_app.submit.supervise import Ended, judge, wait_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +167,77 @@ def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:
     assert absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
     with pytest.raises(ConfigError, match="Ray removes that copy"):
         storage("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1/runs", [])
+
+
+class Cluster:
+    """A job server's client, each of whose answers is an error until there is none left; it notes the ids that it is sent."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.sent = list(errors), list[str]()
+
+    def get_address(self) -> str:
+        return "http://head"
+
+    def list_jobs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(submission_id="run-1")]
+
+    def submit_job(self, submission_id: str, **_: object) -> str:
+        self.sent.append(submission_id)
+        if self.errors:
+            raise self.errors.pop(0)
+        return submission_id
+
+
+def answered(status: int, text: str) -> RuntimeError:
+    """What Ray's client raises."""
+    return RuntimeError(f"Request failed with status code {status}: {text}.")
+
+
+@pytest.fixture
+def submitting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.setattr(server, "_LOOK_S", 0.0)
+
+    def submit(cluster: Cluster, lost_contact_s: float = 60.0) -> str:
+        monkeypatch.setattr(server, "_Client", lambda: cluster)
+        return JobServer(None, lost_contact_s).submit("run", "python", {}, {})
+
+    return submit
+
+
+BUSY, EXISTS = answered(500, "No available agent to submit job, please try again later"), answered(500, "Job run-2 already exists")
+
+
+@pytest.mark.parametrize("errors", [[BUSY, answered(502, "<html>\nbad gateway")], [BUSY, EXISTS], [ConnectionError("reset"), EXISTS]])
+def test_a_cluster_that_cannot_take_a_job_now_is_asked_again(submitting: Callable[..., str], errors: list[Exception]) -> None:
+    cluster = Cluster(*errors)
+    assert submitting(cluster) == "run-2"
+    assert set(cluster.sent) == {"run-2"}
+    assert cluster.errors == []
+    with pytest.raises(LostContactError, match="No available agent"):
+        submitting(Cluster(BUSY, BUSY), -1.0)
+
+
+@pytest.mark.parametrize("error", [answered(400, "no"), answered(500, "RuntimeError:\nRequest failed with status code 400: no"), EXISTS])
+def test_a_job_that_the_cluster_refuses_is_not_sent_again(submitting: Callable[..., str], error: Exception) -> None:
+    cluster = Cluster(error)
+    with pytest.raises(ConfigError, match="the cluster does not take the job"):
+        submitting(cluster)
+    assert cluster.sent == ["run-2"]
+
+
+def test_a_server_that_takes_the_connection_and_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", address)
+        monkeypatch.setattr(server, "_ANSWER_S", 0.05)
+        monkeypatch.setattr(server, "_UPLOAD_S", 0.05)
+        with pytest.raises(ConfigError, match=f"no job server answers at {address}.*timed out"):
+            JobServer(address, 60.0)
+        monkeypatch.setattr(server._Client, "_check_connection_and_version", lambda *_, **__: None)
+        for method in ("GET", "POST", "PUT"):
+            with pytest.raises(requests.exceptions.ReadTimeout):
+                server._Client()._do_request(method, "/api/jobs/", data=b"x")
 
 
 def test_ctrl_c_ends_the_following_also_at_the_moment_when_output_comes() -> None:
