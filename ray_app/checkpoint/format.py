@@ -111,6 +111,24 @@ def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
         raise CheckpointError(f"{MODEL} is refused: {error}") from error
 
 
+def same_values(one: bytes, other: bytes) -> bool:
+    """Whether two `training.pt` hold the same; of two workers the bytes may differ even so, since pickle remembers objects, not values."""
+    try:
+        return _equal(*(torch.load(io.BytesIO(data), weights_only=True) for data in (one, other)))
+    except Exception:  # it is damaged; torch raises what it likes
+        return False
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and _bytes_of(one) == _bytes_of(other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
 def params_digest(model: dict[str, Tensor]) -> str:
     """SHA-256 over name, dtype, shape and bytes of every tensor, sorted by name."""
     sha = hashlib.sha256()

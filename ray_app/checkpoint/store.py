@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import IO, Any, cast
 
 from ray_app.checkpoint.commit import COMMIT, NAME, Commit, key_of, parsed, sealed
-from ray_app.checkpoint.format import MODEL, Snapshot, unpack
+from ray_app.checkpoint.format import Snapshot, unpack
+from ray_app.checkpoint.put import put_if_absent
 from ray_app.checkpoint.retention import Hold, removable
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.record.files import (
@@ -26,7 +26,6 @@ from ray_app.record.files import (
     Location,
     listing,
     names,
-    put_atomic,
     put_json,
     read_all,
     read_all_json,
@@ -96,10 +95,10 @@ class CheckpointStore:
     def _put_all(self, folder: Location, files: Mapping[str, Content], commit: Commit) -> None:
         digests = {}
         for name, content in files.items():
-            wanted, digests[name] = _put(folder / name, content)
-            if name == MODEL and digests[name] != wanted:
+            digests[name] = put_if_absent(folder / name, content)
+            if digests[name] is None:
                 self.discard(commit)
-                raise OSError(f"{folder / name} was left by steps that were done differently before; it is removed")
+                raise OSError(f"{folder / name} was left damaged, or by steps that were done differently before; it is removed")
         refuse_if_lost(self._paths, commit.fence)
         gone = files.keys() - set(names(folder))
         if gone:
@@ -243,49 +242,6 @@ class CheckpointStore:
             if NAME.fullmatch(folder):
                 found.setdefault(folder, {})[name] = file
         return found
-
-
-class _Measured:
-    """A file to write to, which knows the digest and the length of what was written.
-
-    Args:
-        file: Where it goes; None: it is only measured.
-    """
-
-    def __init__(self, file: IO[bytes] | None) -> None:
-        self._file, self._sha, self.size = file, hashlib.sha256(), 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._sha.update(data)
-        self.size += len(data)
-        return self._file.write(data) if self._file is not None else len(data)
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def facts(self) -> dict[str, Any]:
-        return {"sha256": self._sha.hexdigest(), "bytes": self.size}
-
-
-def _put(place: Location, content: Content) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Writes a file unless there is one; returns digest and size of what was to be written, and of the file that is there now.
-
-    Of a file written here both are taken from what was to be written, not from what the storage has made of it.
-    """
-    measured: list[_Measured] = []
-
-    def write(file: IO[bytes] | None) -> None:
-        measured.append(_Measured(file))
-        measured[-1].write(content) if isinstance(content, bytes) else content(cast(IO[bytes], measured[-1]))
-
-    if not place.exists() and put_atomic(place, write, if_absent=True):
-        facts = measured[-1].facts()
-        return facts, facts
-    write(None)
-    found = _Measured(None)
-    found.write(place.read_bytes())
-    return measured[-1].facts(), found.facts()
 
 
 def _mark_bad(folder: Location, reason: str) -> bool:

@@ -25,6 +25,9 @@ from ray_app.errors import DataError, StorageError
 from ray_app.record.files import Location
 from ray_app.record.s3 import S3Path
 
+_OF_THE_DISK = "lost+found"
+"""A folder that some file systems have at their top, for root alone."""
+
 
 @dataclass(frozen=True)
 class File:
@@ -142,7 +145,12 @@ def folders_in(folder: Location) -> list[Location]:
 
 
 def files_below(folder: Location, suffix: str) -> list[Location]:
-    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders. Links are followed."""
+    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders. Links are followed.
+
+    Raises:
+        DataError: A folder on a disk may not be listed.
+        StorageError: S3 does not answer.
+    """
     if isinstance(folder, Path):
         found: dict[str, Location] = {relative(place, folder): place for place in _walk(folder, frozenset())}
     else:
@@ -153,16 +161,19 @@ def files_below(folder: Location, suffix: str) -> list[Location]:
 
 
 def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
-    """The files below a folder; a link to a folder that it is in leads nowhere."""
+    """The visible files below a folder; a link to a folder that it is in leads nowhere."""
     real = folder.resolve()
     if real in above:
         return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                yield from _walk(folder / entry.name, above | {real})
-            elif entry.is_file():
-                yield folder / entry.name
+    try:
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and entry.name != _OF_THE_DISK]
+    except PermissionError as error:
+        raise DataError(f"{folder} may not be listed, so it is not known what is in it. Allow it, or give a folder beside it.") from error
+    for entry in entries:
+        if entry.is_dir():
+            yield from _walk(folder / entry.name, above | {real})
+        elif entry.is_file():
+            yield folder / entry.name
 
 
 def versions(root: Location, paths: Iterable[str]) -> list[Any]:

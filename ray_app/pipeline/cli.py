@@ -122,12 +122,12 @@ def _guard_given(arguments: Sequence[str]) -> None:
     """Makes the secrets of a command line and of the files that it names known, also if something in it is wrong."""
     following = [*arguments[1:], ""]
     for argument, after in zip(arguments, following, strict=True):
-        name, _, value = argument.partition("=")
+        name, given_here, value = argument.partition("=")
         if not name.startswith("--"):
             continue
-        value = value or after
+        value = value if given_here or after.startswith("--") else after
         guard({name.rpartition(".")[2].lstrip("-"): value})
-        with suppress(OSError, ValueError, yaml.YAMLError):
+        with suppress(Exception):  # what is wrong with it the parser says
             given = yaml.safe_load(Path(value).read_text() if name == "--config" else value)
             guard(given if isinstance(given, dict) else {})
 

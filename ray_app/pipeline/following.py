@@ -79,7 +79,10 @@ class Following:
                 console.print(redact(f"The evaluator gave up: {why}"), markup=False)
                 return True
             time.sleep(_LOOK_S)
-        return False
+        try:
+            return not self.waiting()
+        except OSError:
+            return False
 
     def _gave_up(self) -> str | None:
         """Why, or None while it works or is being started again."""

@@ -164,6 +164,7 @@ class Run:
                         train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
                     else:
                         self._train(stack, following)
+                self._is_evaluated = False  # also if it is interrupted
                 self._is_evaluated = following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
         except KeyboardInterrupt:
             self._interrupted.set()

@@ -125,3 +125,6 @@ def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
     again = run_training(config.replace(evaluate__drain_timeout_s=60.0))
     assert (again.summary["status"], again.summary["params_digest"]) == ("finished", summary["params_digest"])
     assert read_evaluations(RunPaths(again.path))[-1].step == 30
+    with opened(config, Console(file=StringIO()), background=True) as run:
+        run.stop()
+        assert run.go().summary["status"] == "finished", "there was nothing left to do"

@@ -26,7 +26,7 @@ from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.pipeline.training import main as train
 from ray_app.predict import command as predicting
 from ray_app.predict.command import main as predict
-from ray_app.record.redact import guard
+from ray_app.record.redact import guard, redact
 from ray_app.retrain.command import main as retrain
 from ray_app.submit.command import main as submit
 from tests.cluster import ROOT
@@ -141,6 +141,10 @@ def test_a_mistyped_value_does_not_tell_the_secret_beside_it(
         said = capsys.readouterr().err
         assert "abc" in said
         assert "canary-in-a-file" not in said
+    odd = ["--tracking.token=", "--run.name", "!!timestamp foo", f"--run.storage_path={'[' * 2000}", "--no.such"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--config", str(tmp_path / "conf.yaml"), *odd])
+    assert "***" not in redact("--run.name stays readable")
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "conf.yaml")
     assert "canary-in-a-file" not in str(caught.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -107,7 +109,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     assert [path for path in out.rglob(".*")] == []
 
 
-def test_links_are_followed_and_the_order_is_that_of_s3(tmp_path: Path, s3_folder: S3Path) -> None:
+def test_links_are_followed_and_the_order_is_that_of_s3(tmp_path: Path, s3_folder: S3Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a-b/x.parquet", "a/x.parquet", "a/z.parquet", "linked/x.parquet", "tables.parquet/part.parquet"]
     for i, name in enumerate(names):
         place = (tmp_path / "elsewhere" / "x.parquet") if name.startswith("linked") else tmp_path / "in" / name
@@ -116,8 +118,22 @@ def test_links_are_followed_and_the_order_is_that_of_s3(tmp_path: Path, s3_folde
         put_atomic(s3_folder / name, place.read_bytes())
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "lost+found").mkdir()
+    (tmp_path / "in" / ".Trash").mkdir()
+    closed = {".Trash", "lost+found"}
+    scandir = os.scandir
+
+    def refusing(folder: Path) -> Any:
+        if folder.name in closed:  # to root everything is open
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr("ray_app.data.places.os.scandir", refusing)
     assert open_dataset(str(tmp_path / "in")).manifest.paths == tuple(names)
     assert open_dataset(str(s3_folder)).manifest.paths == tuple(names)
+    closed.add("a-b")
+    with pytest.raises(DataError, match="a-b may not be listed"):
+        open_dataset(str(tmp_path / "in"))
 
 
 def test_rows_in_are_rows_out_and_rows_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_world import CPU, DieAfter, KilledError, LocalMembership, Trained, cached, make_job, result_of, write_images
 
+from ray_app.checkpoint import put as put_module
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack
@@ -185,7 +186,7 @@ def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
         done.append(path)
         return put_atomic(path, data, if_absent=if_absent)
 
-    monkeypatch.setattr(store_module, "put_atomic", dying)
+    monkeypatch.setattr(put_module, "put_atomic", dying)
     monkeypatch.setattr(store_module, "put_json", lambda path, value, if_absent: dying(path, json.dumps(value).encode(), if_absent))
     with pytest.raises(KilledError, match=[MODEL, TRAINING, "COMMIT.json"][written]):
         store.write(pack(snapshot_of(4)), commit_of(4))

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+import torch
 
+from ray_app.checkpoint import put as put_module
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.commit import COMMIT, Commit
-from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack
+from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, same_values
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record import s3
 from ray_app.record.files import Content, Location, in_memory, listing, put_atomic, put_json
@@ -73,7 +75,7 @@ class Stops:
 @pytest.fixture
 def stops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stops]:
     made = Stops(request.param)
-    monkeypatch.setattr(store_module, "put_atomic", made.put_atomic)
+    monkeypatch.setattr(put_module, "put_atomic", made.put_atomic)
     monkeypatch.setattr(store_module, "put_json", made.put_json)
     monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
     yield made
@@ -82,10 +84,26 @@ def stops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def begin(writer: str, paths: RunPaths, stops: Stops) -> Saver:
-    """Begins to write step 20; the files of the two differ in what is not the model."""
+    """Begins to write step 20; of the two the files differ in what is not the model, but not in what they say."""
     saver = Saver(paths, CheckpointSection(), list, lambda _: stops.begins(writer))
-    saver.save(lambda: replace(snapshot_of(20, VALUES), schedule={"written by": writer}), commit_of(20))
+    saver.save(lambda: replace(snapshot_of(20, VALUES), schedule=SAME[writer]), commit_of(20))
     return saver
+
+
+SAME = {"old": {"one": "a text", "other": "a text"}, "new": {"one": "a text", "other": "".join("a text")}}
+"""Pickle writes a text that is there twice as one object or as two."""
+
+
+def test_the_files_of_the_two_differ_but_not_in_what_they_say() -> None:
+    one, other = (pack(replace(snapshot_of(20), schedule=SAME[writer]))[TRAINING] for writer in SAME)
+    assert one != other
+    assert same_values(one, other)
+    assert not same_values(one, pack(replace(snapshot_of(20), schedule={"one": "a text", "other": "b text"}))[TRAINING])
+    assert not same_values(one, one[:-30])
+    for values in ({"a": float("nan")}, {"a": [1, (2.0, None)]}, {"a": torch.tensor([float("nan")])}):
+        more = [pack(replace(snapshot_of(20), more=values))[TRAINING] for _ in range(2)]
+        assert same_values(*more)
+    assert not same_values(*(pack(replace(snapshot_of(20), more={"a": value}))[TRAINING] for value in (1, True)))
 
 
 FILES = (MODEL, TRAINING, COMMIT)
@@ -140,18 +158,39 @@ def write(paths: RunPaths, snapshot: Snapshot) -> None:
 @pytest.mark.parametrize("left", [[MODEL], [MODEL, TRAINING]], ids=len)
 def test_what_a_killed_writer_left_is_used_if_it_is_of_the_same_steps(paths: RunPaths, left: list[str]) -> None:
     for name in left:
-        put_atomic(paths.checkpoint(20, 1) / name, pack(snapshot_of(20))[name])
-    write(paths, replace(snapshot_of(20), schedule={"written by": "new"}))
+        put_atomic(paths.checkpoint(20, 1) / name, pack(replace(snapshot_of(20), schedule=SAME["old"]))[name])
+    write(paths, replace(snapshot_of(20), schedule=SAME["new"]))
     assert_intact(paths)
     for name in left:
         put_atomic(paths.checkpoint(20, 2) / name, pack(snapshot_of(20))[name])
     other = replace(snapshot_of(20), model={"weight": snapshot_of(21).model["weight"]})
-    with pytest.raises(OSError, match="left by steps that were done differently"):
+    with pytest.raises(OSError, match="left damaged, or by steps that were done differently"):
         CheckpointStore(paths).write(pack(other), commit_of(20, 2))
     CheckpointStore(paths).write(pack(other), commit_of(20, 2))
     found = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
     assert found is not None
     assert (found[0].fence, found[1].model["weight"][0]) == (2, 21.0)
+
+
+@pytest.mark.parametrize("model_too", [True, False])
+@pytest.mark.parametrize("damaged", [True, False])
+def test_what_a_killed_writer_left_of_the_training_is_not_used_unseen(paths: RunPaths, model_too: bool, damaged: bool) -> None:
+    """One that the storage has damaged, or one of other steps whose model is gone."""
+    folder, files = paths.checkpoint(20, 1), pack(snapshot_of(20))
+    content = bytearray(pack(replace(snapshot_of(20), optimizer=snapshot_of(20 if damaged else 21).optimizer))[TRAINING])
+    if damaged:
+        place = content.index(snapshot_of(20).optimizer["state"][0]["m"].numpy().tobytes())
+        content[place + 2] ^= 1
+    put_atomic(folder / TRAINING, bytes(content))
+    if model_too:
+        put_atomic(folder / MODEL, files[MODEL])
+    with pytest.raises(OSError, match="left damaged, or by steps"):
+        CheckpointStore(paths).write(files, commit_of(20))
+    CheckpointStore(paths).write(files, commit_of(20))
+    assert_intact(paths)
+    found = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
+    assert found is not None
+    assert found[1].optimizer["state"][0]["m"].tolist() == [20.0, 20.0, 20.0]
 
 
 def test_a_big_file_is_put_where_there_is_none(paths: RunPaths) -> None:
