@@ -160,6 +160,11 @@ def _as_set(value: Any) -> Any:
     """A class, or several, with those arguments only that differ from their defaults: what a library adds later is not part of a run."""
     if isinstance(value, list):
         return [_as_set(part) for part in value]
+    if isinstance(value, dict) and value.keys() >= {"class_path", "dict_kwargs"}:
+        raise ConfigError(
+            f"{value['class_path']} has dict_kwargs {value['dict_kwargs']}; a run keeps init_args only. Name these arguments in the"
+            " signature of the class, and give them in init_args."
+        )
     if not isinstance(value, dict) or not value.keys() >= {"class_path", "init_args"}:
         return value
     module, _, name = value["class_path"].rpartition(".")

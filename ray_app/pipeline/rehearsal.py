@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ray_app.config import Config
 from ray_app.errors import ConfigError, RayAppError
@@ -60,11 +62,22 @@ def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] |
             "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
             " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
         )
-    steps = getattr(state.schedule, "total_steps", job.total_steps)
-    if steps < job.total_steps:
+    _check_steps(state.schedule, job.total_steps)
+
+
+def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
+    """Refuses a schedule that ends before it was moved this often, also one in another."""
+    if isinstance(schedule, SequentialLR):
+        bounds = [0, *schedule._milestones, moves]
+        for each, (begin, end) in zip(schedule._schedulers, pairwise(bounds), strict=True):
+            _check_steps(each, min(end, moves) - begin)
+    elif isinstance(schedule, ChainedScheduler):
+        for each in schedule._schedulers:
+            _check_steps(each, moves)
+    elif (steps := getattr(schedule, "total_steps", moves)) < moves:
         raise ConfigError(
-            f"schedule.init_args.total_steps is {steps}, but the run has {job.total_steps} steps; leave it out to use these, or set at"
-            " least as many."
+            f"{type(schedule).__name__} has total_steps {steps}, but is moved at {moves} steps of the run; leave total_steps out to use all"
+            " steps of the run, or set at least as many."
         )
 
 

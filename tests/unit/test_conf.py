@@ -152,14 +152,58 @@ def test_a_schedule_may_be_made_of_others(tmp_path: Path) -> None:
         load_config(file)
 
 
+def test_arguments_that_a_run_does_not_keep_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open_task.py").write_text(
+        "from ray_app.task.tabular import TabularClassification\n\nclass OpenTask(TabularClassification):\n"
+        "    def __init__(self, **options):\n        super().__init__()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ["--task=open_task.OpenTask", "--data.path=x"]
+    assert parse(given, exit_on_error=False).task == ClassSpec("open_task.OpenTask")
+    with pytest.raises(ConfigError, match=r"open_task.OpenTask has dict_kwargs \{'depth': 3\}.*in the signature"):
+        parse([*given, "--task.dict_kwargs.depth=3"], exit_on_error=False)
+
+
+def one_cycle(steps: int) -> dict[str, Any]:
+    return {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": steps}}
+
+
+def made_of(kind: str, *schedulers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"schedule": {"class_path": f"torch.optim.lr_scheduler.{kind}", "init_args": {"schedulers": list(schedulers), **more}}}
+
+
+STEADY = {"class_path": "torch.optim.lr_scheduler.ConstantLR", "init_args": {"factor": 1.0}}
+
+
+def test_a_schedule_in_another_needs_the_steps_of_its_phase_only(digits: Path, tmp_path: Path) -> None:
+    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None, train__max_steps=20)
+    for number, schedule in enumerate(
+        [
+            made_of("SequentialLR", STEADY, one_cycle(12), milestones=[8]),
+            made_of("SequentialLR", one_cycle(8), STEADY, milestones=[8]),
+            made_of("ChainedScheduler", one_cycle(20), STEADY),
+        ]
+    ):
+        job = prepare(config.replace(run__storage_path=str(tmp_path / str(number)), tracking__enabled=False, **schedule)).job
+        state = TrainingState(job.config, job.task, torch.device("cpu"), job.total_steps)
+        for _ in range(job.total_steps):
+            state.optimizer.step()
+            assert state.schedule is not None
+            state.schedule.step()
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"schedule": one_cycle(5)}, "OneCycleLR has total_steps 5, but is moved at"),
+        (made_of("SequentialLR", one_cycle(8), STEADY, milestones=[9]), "total_steps 8, but is moved at 9 steps"),
+        (made_of("SequentialLR", STEADY, one_cycle(8), milestones=[9]), "total_steps 8, but is moved at"),
+        (made_of("ChainedScheduler", STEADY, one_cycle(8)), "total_steps 8, but is moved at"),
         ({"optimizer": {"class_path": "torch.optim.LBFGS"}, "schedule": None}, r"torch.optim.LBFGS cannot make a step: .*closure"),
         ({"optimizer": {"class_path": "torch.optim.SparseAdam"}, "schedule": None}, r"torch.optim.SparseAdam cannot make a step: .*dense"),
         ({"schedule": {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}}, "needs an evaluation at each step"),
     ],
-    ids=["closure", "sparse gradients", "a metric"],
+    ids=["too short", "too short at first", "too short afterwards", "too short in a chain", "closure", "sparse gradients", "a metric"],
 )
 def test_what_cannot_make_a_step_is_refused_before_the_start(digits: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
