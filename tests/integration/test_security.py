@@ -29,16 +29,20 @@ import ray
 
 CLIENT = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('in', len(ray.nodes()) > 0)"
 
-def outcome(address, **environment):
+def trying(address, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-c", CLIENT, address]
-    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=200)
-    return "AuthenticationError" if "AuthenticationError" in done.stderr else done.stdout + done.stderr[-2000:]
+    return subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 def try_both(address):
     print("file:", oct(os.stat(os.path.expanduser("~/.ray/auth_token")).st_mode & 0o777))
-    print("without:", outcome(address, RAY_AUTH_MODE="disabled"))
-    print("wrong:", outcome(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64))
+    clients = {
+        "without": trying(address, RAY_AUTH_MODE="disabled"),
+        "wrong": trying(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64),
+    }
+    for name, client in clients.items():
+        said, errors = client.communicate(timeout=200)
+        print(f"{name}:", "AuthenticationError" if "AuthenticationError" in errors else said + errors[-2000:])
 """
 
 
