@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("numpy", "torch", "torchvision")
 _DIGITS = 32
+_OURS = ("encoded.py", "data/*.py", "task/*.py")
+"""Code of the application, below `_APPLICATION`, that has a part in what a decoded row is."""
+_APPLICATION = Path(__file__).parents[1]
 _NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
 """Name of a cache's folder, see `identity`."""
 
@@ -52,7 +55,8 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     root = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
     own = root / identity(source, settings)
     root.mkdir(parents=True, exist_ok=True)
-    _refuse_foreign(root)
+    if folder is None:
+        _refuse_foreign(root)  # its name can be foreseen
     with _locked(root / "lock"):
         own.mkdir(exist_ok=True, mode=0o700)
         _refuse_foreign(own)
@@ -100,6 +104,7 @@ def identity(source: RowSource, settings: str) -> str:
         "columns": reader.columns,
         "settings": settings,
         "code": _code(reader.decode),
+        "application": _digest(file for pattern in _OURS for file in sorted(_APPLICATION.glob(pattern))),
         "libraries": [version(name) for name in _LIBRARIES],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:_DIGITS]
@@ -115,8 +120,15 @@ def _code(decode: Decode) -> list[str]:
             file = inspect.getsourcefile(part)
         except TypeError as error:
             raise OSError(f"there is no source file of {part}, which decodes, so a change of it would not be seen") from error
-        digests.append(hashlib.sha256(Path(file or "").read_bytes()).hexdigest())
+        digests.append(_digest([Path(file or "")]))
     return digests
+
+
+def _digest(files: Iterable[Path]) -> str:
+    sha = hashlib.sha256()
+    for file in files:
+        sha.update(file.read_bytes())
+    return sha.hexdigest()
 
 
 def _refuse_foreign(folder: Path) -> None:

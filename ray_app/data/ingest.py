@@ -34,6 +34,8 @@ from ray_app.record.files import Location, location, put_atomic, put_json
 __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"]
 
 FORMAT_VERSION = 1
+LAYOUT = 2
+"""Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has begun."""
 DIGITS_EVAL_FRACTION = 0.2
 
 READERS: dict[str, Callable[[str, IngestOptions], raw.Reader]] = {
@@ -145,14 +147,14 @@ def _path(out: str, side: str) -> str:
 
 
 def _made_from(options: IngestOptions, reader: raw.Reader) -> dict[str, Any]:
-    """What decides the output: the options without paths, and a digest of the files' names, sizes and times."""
+    """What decides the output: the options without paths, a digest of the files' names, sizes and times, and how this version writes."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
     if options.source == "digits" and options.eval_fraction is None:
         chosen["eval_fraction"] = DIGITS_EVAL_FRACTION
     sha = hashlib.sha256()
     for file in reader.files():
         sha.update(f"{_name_in(file.place, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape"))
-    return {"options": chosen, "source_digest": sha.hexdigest()}
+    return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
 def _name_in(place: Location, options: IngestOptions) -> str:

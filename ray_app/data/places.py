@@ -148,11 +148,11 @@ def files_below(folder: Location, suffix: str) -> list[Location]:
     """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders. Links are followed.
 
     Raises:
-        DataError: A folder on a disk may not be listed.
+        DataError: A folder on a disk may not be listed, or links lead to a file in two ways.
         StorageError: S3 does not answer.
     """
     if isinstance(folder, Path):
-        found: dict[str, Location] = {relative(place, folder): place for place in _walk(folder, frozenset())}
+        found: dict[str, Location] = {relative(place, folder): place for place in _once(_walk(folder, frozenset()), suffix)}
     else:
         with _reading(folder):
             found = dict(folder.listing())
@@ -160,8 +160,19 @@ def files_below(folder: Location, suffix: str) -> list[Location]:
     return [found[name] for name in visible]
 
 
-def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
-    """The visible files below a folder; a link to a folder that it is in leads nowhere."""
+def _once(found: Iterable[tuple[Path, Path]], suffix: str) -> Iterator[Path]:
+    """Those of the files whose name ends so; refuses what is reached in two ways, whose rows would count twice."""
+    seen: dict[Path, Path] = {}
+    for place, real in found:
+        if place.name.endswith(suffix):
+            if other := seen.get(real):
+                raise DataError(f"{place} and {other} are the same file by a link, so its rows would be there twice. Remove the link.")
+            seen[real] = place
+            yield place
+
+
+def _walk(folder: Path, above: frozenset[Path]) -> Iterator[tuple[Path, Path]]:
+    """The visible files below a folder, and where each really is; a link to a folder that it is in leads nowhere."""
     real = folder.resolve()
     if real in above:
         return
@@ -173,7 +184,8 @@ def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
         if entry.is_dir():
             yield from _walk(folder / entry.name, above | {real})
         elif entry.is_file():
-            yield folder / entry.name
+            place = folder / entry.name
+            yield place, place.resolve() if entry.is_symlink() else real / entry.name
 
 
 def versions(root: Location, paths: Iterable[str]) -> list[Any]:

@@ -25,6 +25,7 @@ from ray_app.pipeline.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.pipeline.console import RunConsole, print_end
 from ray_app.pipeline.following import Following
 from ray_app.pipeline.front import train_in_front
+from ray_app.pipeline.memory_cache import cache_bytes, cache_fits
 from ray_app.pipeline.prepare import Prepared, claim, prepare
 from ray_app.pipeline.registering import REGISTRABLE, try_to_register
 from ray_app.pipeline.report import report_end
@@ -108,6 +109,8 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
     with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
         there = (ray.cluster_resources(), ray.nodes()) if ray.is_initialized() else ({}, [])
         max_workers = workers_that_fit(config, *there)
+        if needed := cache_bytes(prepared.job):
+            cache_fits(needed, there[1])
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             announce(console, prepared, max_workers)

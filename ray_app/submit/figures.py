@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ray_app.config import default_tracking_uri
-from ray_app.errors import ConfigError
+from ray_app.pipeline.memory_cache import cache_bytes, megabytes
 from ray_app.pipeline.prepare import Prepared
 from ray_app.pipeline.summary import newest_commit
 from ray_app.record.redact import redact
@@ -31,7 +31,7 @@ class Figures:
         total_steps: Steps of the run.
         from_step: Finished steps that it continues from.
         state_bytes: Parameters, buffers, gradients and optimizer of one worker, with two values of the optimizer per parameter.
-        cache_bytes: Decoded data in the object store of each node; 0 without `data.cache: memory`.
+        cache_bytes: Decoded data in the object store of each node.
         snapshot_bytes: Two snapshots in the memory of the driver's node and one other; 0 without `checkpoint.snapshot_every_steps`.
         run_directory: Where the run is recorded.
         report: Its page.
@@ -61,9 +61,9 @@ class Figures:
         """For people: what, and how much."""
         capped = f" of {self.max_workers} asked for" if self.workers < self.max_workers else ""
         done = f", {self.from_step:,} of them done" if self.from_step else ""
-        memory = f"{_mb(self.state_bytes)} of state per worker"
-        memory += f", {_mb(self.cache_bytes)} of decoded data in each node's object store" if self.cache_bytes else ""
-        memory += f", {_mb(self.snapshot_bytes)} of snapshots on the driver's node and one other" if self.snapshot_bytes else ""
+        memory = f"{megabytes(self.state_bytes)} of state per worker"
+        memory += f", {megabytes(self.cache_bytes)} of decoded data in each node's object store" if self.cache_bytes else ""
+        memory += f", {megabytes(self.snapshot_bytes)} of snapshots on the driver's node and one other" if self.snapshot_bytes else ""
         return [
             ("workers (W)", f"{self.workers}{capped}, arithmetic of {self.logical_workers} (L)"),
             ("steps", f"{self.total_steps:,}{done}; {self.steps_per_epoch:,} per epoch of {self.rows:,} rows"),
@@ -82,7 +82,6 @@ def figures(prepared: Prepared, workers: int) -> Figures:
         model = TrainingState(config, job.task, torch.device("cpu"), job.total_steps).model
     parameters = sum(value.numel() * value.element_size() for value in model.parameters())
     buffers = sum(value.numel() * value.element_size() for value in model.buffers())
-    row_bytes = sum(spec.row_bytes for spec in job.fields.values())
     newest = newest_commit(job) if prepared.resumes else None
     return Figures(
         workers=workers,
@@ -94,33 +93,9 @@ def figures(prepared: Prepared, workers: int) -> Figures:
         total_steps=job.total_steps,
         from_step=newest.step if newest else 0,
         state_bytes=_STATES * parameters + buffers,
-        cache_bytes=row_bytes * job.plan.manifest.num_rows if config.data.cache == "memory" else 0,
+        cache_bytes=cache_bytes(job),
         snapshot_bytes=2 * (3 * parameters + buffers) if config.checkpoint.snapshot_every_steps else 0,
         run_directory=str(job.paths.root),
         report=str(job.paths.report),
         tracking=redact(default_tracking_uri(config)) if config.tracking.enabled else None,
     )
-
-
-def cache_fits(needed: int, nodes: list[dict[str, Any]]) -> str:
-    """Whether every node's object store holds the decoded data.
-
-    Args:
-        needed: Bytes of it.
-        nodes: As `ray.nodes()` tells.
-
-    Raises:
-        ConfigError: One does not.
-    """
-    stores = {str(n["NodeManagerAddress"]): int(n["Resources"].get("object_store_memory", 0)) for n in nodes if n["Alive"]}
-    name, least = min(stores.items(), key=lambda item: item[1])
-    if needed > least:
-        raise ConfigError(
-            f"data.cache is memory, which needs {_mb(needed)} in each node's object store; {name} has {_mb(least)}. Set data.cache to"
-            " none, or start the nodes with a larger --object-store-memory."
-        )
-    return f"{_mb(needed)} of decoded data fit into each node's object store (the smallest: {_mb(least)})."
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"

@@ -23,11 +23,12 @@ from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse
 from ray_app.pipeline.cluster import cluster, workers_that_fit
+from ray_app.pipeline.memory_cache import cache_fits
 from ray_app.pipeline.prepare import prepare
 from ray_app.record.files import location
 from ray_app.record.redact import redact
 from ray_app.sections import ScalingSection
-from ray_app.submit.figures import Figures, cache_fits, figures
+from ray_app.submit.figures import Figures, figures
 from ray_app.submit.findings import Finding, look
 from ray_app.submit.nodes import storage
 from ray_app.track.board import check_board

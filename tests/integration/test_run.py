@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from ray_app import run_training
 from ray_app.config import Config, default_tracking_uri
 from ray_app.data.disk_cache import SUMS
-from ray_app.errors import BudgetSpentError, NonFiniteError, RunExistsError
+from ray_app.errors import BudgetSpentError, ConfigError, NonFiniteError, RunExistsError
 from ray_app.pipeline.run import Faults
 from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
@@ -53,6 +54,17 @@ def test_the_number_of_workers_does_not_matter(
     if cache == "disk":
         [sums] = (tmp_path / "cache").glob(f"*/{SUMS}")
         assert np.fromfile(sums, np.uint64).all(), "not every row is held after the first epoch"
+
+
+@pytest.mark.parametrize("shared", [{"data__cache": "memory"}, {"evaluate__where": "workers", "data__cache": "disk"}], ids=str)
+def test_decoded_data_that_does_not_fit_into_the_object_stores_is_refused(
+    short_run: ShortRun, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: dict[str, str]
+) -> None:
+    nodes = [node | {"Resources": node["Resources"] | {"object_store_memory": 2000.0}} for node in ray.nodes()]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    with pytest.raises(ConfigError, match=r"data\.cache: memory, evaluate\.where: workers\) needs 0\.\d MB .* has 0\.0 MB"):
+        run_training(short_run(data__eval_path=str(digits / "eval"), **shared))
+    assert not (tmp_path / "runs").exists(), "nothing was begun"
 
 
 def test_a_killed_worker_changes_nothing(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 import torch
 from local_world import DieAfter, Pool, TinyImages, disk_cached, feed_of, make_job, result_of, streamed, write_images
 
+from ray_app.data import disk_folder
 from ray_app.data.disk_cache import SUMS, DiskCache
 from ray_app.data.disk_folder import cached_fetch, identity, open_cache
 from ray_app.data.source import Reader, ReadSpec, fetch_here
@@ -142,7 +144,7 @@ def test_bad_rows_are_held_as_such(tmp_path: Path, data: Path) -> None:
 # --- whose rows they are
 
 
-def test_other_data_settings_or_code_have_another_cache(job: Job, data: Path, tmp_path: Path) -> None:
+def test_other_data_settings_or_code_have_another_cache(job: Job, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {identity(job.source, "")}
 
     def is_new(source: Any, settings: str = "") -> bool:
@@ -155,6 +157,13 @@ def test_other_data_settings_or_code_have_another_cache(job: Job, data: Path, tm
     assert is_new(job.source, "other")
     other = replace(job.source.reader, decode=Picky().decode)
     assert is_new(replace(job.source, reader=other))
+    changed = tmp_path / "application"
+    shutil.copytree(disk_folder._APPLICATION, changed)
+    monkeypatch.setattr(disk_folder, "_APPLICATION", changed)
+    assert not is_new(job.source)
+    for name in ("encoded.py", "data/bad_rows.py", "task/image.py"):
+        (changed / name).write_text((changed / name).read_text() + "\n# another version")
+        assert is_new(job.source), name
     module = tmp_path / "changing.py"
     for text in ("def decode(rows):\n    return rows\n", "def decode(rows):\n    return dict(rows)\n"):
         module.write_text(text)
@@ -290,13 +299,20 @@ def test_on_a_full_disk_the_rest_is_read(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
-@pytest.mark.parametrize("folder", [".", "own"])
-def test_a_folder_of_another_user_is_not_used(job: Job, caplog: pytest.LogCaptureFixture, folder: str) -> None:
-    root = Path(str(job.config.data.cache_dir))
-    foreign = root / (identity(job.source, "") if folder == "own" else ".")
-    foreign.mkdir(parents=True)
-    os.chown(foreign, 12345, 12345)
-    assert cached_fetch(fetch_here, job.source, "", str(root), 1.0) is fetch_here
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_cache_of_another_user_is_not_used(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_given: bool
+) -> None:
+    """A folder that is given may be another's, as a mounted one is to root in a container; only the user's own caches in it count."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    root = tmp_path / "given" if is_given else tmp_path / f"ray_app-{os.getuid()}" / "cache"
+    root.mkdir(parents=True)
+    os.chown(root, 12345, 12345)
+    given = str(root) if is_given else None
+    if is_given:
+        open_cache(job.source, "", given, 1.0).close()
+        os.chown(root / identity(job.source, ""), 12345, 12345)
+    assert cached_fetch(fetch_here, job.source, "", given, 1.0) is fetch_here
     assert "belongs to another user" in caplog.text
 
 

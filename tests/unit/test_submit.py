@@ -19,8 +19,8 @@ from ray._private.runtime_env.packaging import create_package
 from ray_app import load_config
 from ray_app.errors import ConfigError
 from ray_app.pipeline.cli import parse
+from ray_app.pipeline.memory_cache import cache_fits
 from ray_app.submit import server
-from ray_app.submit.figures import cache_fits
 from ray_app.submit.nodes import storage
 from ray_app.submit.options import SubmitSection, given, refuse_secrets
 from ray_app.submit.package import data_in, packed, size_of
@@ -154,7 +154,7 @@ def test_a_cache_must_fit_into_each_object_store() -> None:
         {"NodeManagerAddress": name, "Alive": True, "Resources": {"object_store_memory": size}} for name, size in (("a", 3e9), ("b", 1e9))
     ]
     assert "1,000.0 MB" in cache_fits(10**8, nodes)
-    with pytest.raises(ConfigError, match=r"needs 2,000\.0 MB .* b has 1,000\.0 MB\. Set data\.cache to none"):
+    with pytest.raises(ConfigError, match=r"needs 2,000\.0 MB .* b has 1,000\.0 MB\. Set data\.cache to disk"):
         cache_fits(2 * 10**9, nodes)
 
 
