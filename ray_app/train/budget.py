@@ -15,7 +15,7 @@ from ray_app.sections import FailureSection
 
 _DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _SAME = 3
-"""Times that the same error may follow one another at the same step before the run gives up; with many workers, as often as all are lost
+"""Times that the same error may follow one another at the same step before the run gives up; where others go on, as often as all are lost
 one after the other, and once more, if the budget allows so many."""
 
 
@@ -59,7 +59,7 @@ class Budget:
         put_event(self.paths, "failed", self._fence, number=self._failures, errors=reasons, step=step, left=left, final=final is not None)
         if final is not None:
             raise final
-        self._note_repetition(step, next(iter(sorted(reasons.values()))), len(errors) + left)
+        self._note_repetition(step, next(iter(sorted(reasons.values()))), len(errors) + left if left else 0)
         allowed = self._limits.max_failures
         if 0 <= allowed < self._failures:
             raise BudgetSpentError(
@@ -90,10 +90,10 @@ class Budget:
     def _note_repetition(self, step: int, reason: str, workers: int) -> None:
         found = step, reason.splitlines()[0]
         if found != self._last:
-            allowed = self._limits.max_failures
-            most = workers + 1 if allowed < 0 else min(workers + 1, allowed + 1)
-            self._last, self._repeated, self._most_repeated = found, 0, max(_SAME, most)
-        self._repeated += 1
+            self._last, self._repeated, self._most_repeated = found, 0, _SAME
+        allowed = self._limits.max_failures
+        most = workers + 1 if allowed < 0 else min(workers + 1, allowed + 1)
+        self._repeated, self._most_repeated = self._repeated + 1, max(self._most_repeated, most)
         if self._repeated == self._most_repeated:
             raise RepeatedFailureError(
                 f"The same failure {self._repeated} times in a row after step {step}, so starting again is pointless: {reason}. Look at the"

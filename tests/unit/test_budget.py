@@ -63,6 +63,15 @@ def test_a_budget_that_is_spent_by_one_failure_says_that_it_repeats(tmp_path: Pa
         ours.failed({0: ValueError("wrong")}, step=3, left=7)
 
 
+@pytest.mark.parametrize("allowed", [-1, 5])
+def test_what_strikes_all_workers_at_once_is_tried_three_times(tmp_path: Path, allowed: int) -> None:
+    ours, errors = budget(tmp_path, max_failures=allowed), {rank: ValueError("wrong") for rank in range(8)}
+    for _ in range(2):
+        ours.failed(errors, step=3, left=0)
+    with pytest.raises(RepeatedFailureError, match="3 times in a row after step 3"):
+        ours.failed(errors, step=3, left=0)
+
+
 @pytest.mark.parametrize("allowed", [0, 1])
 def test_a_small_budget_is_spent_before_anything_repeats(tmp_path: Path, allowed: int) -> None:
     ours = budget(tmp_path, max_failures=allowed)
