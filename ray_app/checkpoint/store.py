@@ -12,7 +12,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -100,10 +100,13 @@ class CheckpointStore:
                 self.discard(commit)
                 raise OSError(f"{folder / name} was left damaged, or by steps that were done differently before; it is removed")
         refuse_if_lost(self._paths, commit.fence)
-        gone = files.keys() - set(names(folder))
-        if gone:
-            raise OSError(f"Somebody has removed {sorted(gone)} from {folder} meanwhile")
+        _refuse_if_gone(folder, files.keys())
         put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}), if_absent=True)
+        try:
+            _refuse_if_gone(folder, files.keys())  # by who gives up, and had not seen the commit yet
+        except OSError:
+            (folder / COMMIT).unlink(missing_ok=True)
+            raise
 
     def discard(self, commit: Commit) -> None:
         """Removes what failed writes left of a checkpoint, unless it was committed after all.
@@ -242,6 +245,11 @@ class CheckpointStore:
             if NAME.fullmatch(folder):
                 found.setdefault(folder, {})[name] = file
         return found
+
+
+def _refuse_if_gone(folder: Location, wanted: Iterable[str]) -> None:
+    if gone := set(wanted) - set(names(folder)):
+        raise OSError(f"Somebody has removed {sorted(gone)} from {folder} meanwhile")
 
 
 def _mark_bad(folder: Location, reason: str) -> bool:

@@ -166,7 +166,8 @@ def _once(found: Iterable[tuple[Path, Path]], suffix: str) -> Iterator[Path]:
     for place, real in found:
         if place.name.endswith(suffix):
             if other := seen.get(real):
-                raise DataError(f"{place} and {other} are the same file by a link, so its rows would be there twice. Remove the link.")
+                one, two = sorted((place, other))
+                raise DataError(f"{one} and {two} are the same file by a link, so its rows would be there twice. Remove the link.")
             seen[real] = place
             yield place
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from ray_app.config import Config
 from ray_app.drill.cluster import Nodes, local_nodes
 from ray_app.drill.session import SCENARIOS, Drill
-from ray_app.errors import ConfigError, DataError, StorageError, own_error
+from ray_app.errors import ConfigError, is_refusal, own_error
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.cluster import cluster
 from ray_app.pipeline.prepare import prepare
@@ -169,6 +169,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         error = own_error(error)  # type: ignore[assignment]
-        is_refusal = not started and isinstance(error, ConfigError | DataError) and not isinstance(error, StorageError)
-        print(redact(f"{'' if is_refusal else 'The drill ended early: '}{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2 if is_refusal else 1
+        refused = not started and is_refusal(error)
+        print(redact(f"{'' if refused else 'The drill ended early: '}{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2 if refused else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from ray_app.errors import ConfigError, DataError, StorageError, own_error
+from ray_app.errors import is_refusal, own_error
 from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.record.redact import redact
 
@@ -28,7 +28,7 @@ def exit_code(work: Callable[[], object], failed: str) -> int:
         return 75
     except Exception as error:
         found = own_error(error)
-        is_refusal = isinstance(found, ConfigError | DataError) and not isinstance(found, StorageError)
-        print(redact(f"{'' if is_refusal else failed + ': '}{type(found).__name__}: {found}"), file=sys.stderr)
-        return 2 if is_refusal else 1
+        refused = is_refusal(found)
+        print(redact(f"{'' if refused else failed + ': '}{type(found).__name__}: {found}"), file=sys.stderr)
+        return 2 if refused else 1
     return 0

@@ -17,7 +17,7 @@ from ray_app.config import Config, digest, from_yaml, refuse_other_config, resul
 from ray_app.data.columns import spec_like
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.source import Reader, RowSource, first_row, probe, rows_per_task
-from ray_app.errors import ConfigError, DataError, RunExistsError
+from ray_app.errors import ConfigError, DataError, RunExistsError, StorageError
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.pipeline.beginning import find_beginning
 from ray_app.pipeline.planning import classes_of, make_plan, refuse_other_classes
@@ -131,14 +131,14 @@ def _stored_config(paths: RunPaths) -> Config | None:
     """The configuration of the run as it is, if it exists.
 
     Raises:
-        ConfigError: The storage does not answer.
+        StorageError: The storage does not answer.
     """
     try:
         config = from_yaml(paths.config.read_text())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(
+        raise StorageError(
             f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint (AWS_ENDPOINT_URL,"
             " or ?endpoint_override=... in the path), the region and the credentials."
         ) from error

@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import is_refusal
 from ray_app.pipeline.cli import parse
 from ray_app.pipeline.run import opened
 from ray_app.pipeline.signals import ending_at_sigterm
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
         return EXIT_CODES["interrupted"]
     except Exception as error:
-        if isinstance(error, (ConfigError, DataError)) and not started:
+        if is_refusal(error) and not started:
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
             return 2
         print(redact(f"The run failed: {type(error).__name__}: {error}"), file=sys.stderr)

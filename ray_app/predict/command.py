@@ -14,7 +14,7 @@ from rich.console import Console
 from ray_app.config import Config
 from ray_app.data.ray_source import Pool, through
 from ray_app.data.source import ReadSpec
-from ray_app.errors import ConfigError, DataError, StorageError, own_error
+from ray_app.errors import ConfigError, DataError, is_refusal, own_error
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.cluster import cluster, workers_that_fit
 from ray_app.pipeline.signals import ending_at_sigterm
@@ -156,11 +156,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 75
     except Exception as error:
         error = own_error(error)  # type: ignore[assignment]
-        is_refusal = isinstance(error, ConfigError) or (
-            isinstance(error, DataError) and not isinstance(error, StorageError) and not started
-        )
-        print(redact(f"{'' if is_refusal else 'The prediction failed: '}{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2 if is_refusal else 1
+        refused = isinstance(error, ConfigError) or (is_refusal(error) and not started)
+        print(redact(f"{'' if refused else 'The prediction failed: '}{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2 if refused else 1
     for line in _summary(result, prepared.out):
         console.print(redact(line), markup=False, highlight=False, soft_wrap=True)
     return 0

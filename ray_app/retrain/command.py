@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ray_app.config import Config
-from ray_app.errors import ConfigError, DataError, LeaseLostError, RegistryError, RunHeldError, StorageError, own_error
+from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, own_error
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.record.redact import guard, redact
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("Interrupted; starting again goes on.", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
-        if isinstance(error, ConfigError | DataError) and not isinstance(error, StorageError):
+        if is_refusal(error):
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
             return 2
         found = own_error(error)

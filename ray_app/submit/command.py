@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ray_app.config import Config
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError, DataError, is_refusal
 from ray_app.pipeline.cli import parse_more
 from ray_app.pipeline.prepare import new_run_name
 from ray_app.record.redact import redact
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _submit(arguments, Console(file=sys.stdout))
     except (ConfigError, DataError) as error:
         print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2
+        return 2 if is_refusal(error) else 1
     except LostContactError as error:
         print(redact(f"{error}. The job may go on without us; ray job list shows it."), file=sys.stderr)
         return 1

@@ -20,7 +20,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.drill import command as drilling
 from ray_app.drill.command import main as drill
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
-from ray_app.pipeline import evaluating, exporting, ingest, registering, replay, report
+from ray_app.pipeline import evaluating, exporting, ingest, registering, replay, report, training
 from ray_app.pipeline.ending import exit_code
 from ray_app.pipeline.signals import ending_at_sigterm
 from ray_app.pipeline.training import main as train
@@ -242,6 +242,13 @@ def test_a_prediction_is_refused_only_for_what_stays_wrong(
     monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: None)
     monkeypatch.setattr(predicting, "predict", lambda *_: raising(error)())
     assert predict(given) == working
+
+
+def test_a_training_is_refused_only_for_what_stays_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for error, code in ((BAD_ROW, 2), (AWAY, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)):
+        monkeypatch.setattr(training, "opened", lambda *_, error=error: raising(error)())
+        assert train(["--config", str(ROOT / "conf" / "digits.yaml")]) == code, error
+        assert capsys.readouterr().err.startswith(type(error).__name__ if code == 2 else f"The run failed: {type(error).__name__}")
 
 
 @pytest.mark.parametrize(

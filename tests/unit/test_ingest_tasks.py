@@ -109,6 +109,26 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     assert [path for path in out.rglob(".*")] == []
 
 
+def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows may be in another order, so that some would be there twice and others not at all."""
+    folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
+    kill_midway(folder, out)
+    monkeypatch.setattr("ray_app.data.ingest.LAYOUT", 99)
+    ingest(options_for(folder, tmp_path / "undisturbed"))
+    begun: list[list[str]] = []
+
+    def run(work: Any, tasks: Any) -> Any:
+        [left] = tmp_path.glob("out.partial-*")
+        begun.append(names(left / RECORDS))
+        return run_in_threads(work, tasks)
+
+    ingest(options_for(folder, out), run)
+    assert begun[-1] == [], "the pieces are written anew"
+    assert content(out) == content(tmp_path / "undisturbed")
+    monkeypatch.undo()
+    assert ingest(options_for(folder, out)).reused, "what is complete is the same data set"
+
+
 def test_links_are_followed_and_the_order_is_that_of_s3(tmp_path: Path, s3_folder: S3Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a-b/x.parquet", "a/x.parquet", "a/z.parquet", "linked/x.parquet", "tables.parquet/part.parquet"]
     for i, name in enumerate(names):
@@ -131,6 +151,10 @@ def test_links_are_followed_and_the_order_is_that_of_s3(tmp_path: Path, s3_folde
     monkeypatch.setattr("ray_app.data.places.os.scandir", refusing)
     assert open_dataset(str(tmp_path / "in")).manifest.paths == tuple(names)
     assert open_dataset(str(s3_folder)).manifest.paths == tuple(names)
+    (tmp_path / "in" / "latest").symlink_to(tmp_path / "in" / "a")
+    with pytest.raises(DataError, match=r"in/a/x.parquet and .*in/latest/x.parquet are the same file by a link"):
+        open_dataset(str(tmp_path / "in"))
+    (tmp_path / "in" / "latest").unlink()
     closed.add("a-b")
     with pytest.raises(DataError, match="a-b may not be listed"):
         open_dataset(str(tmp_path / "in"))

@@ -132,6 +132,25 @@ def assert_intact(paths: RunPaths) -> None:
     assert listing(paths.checkpoint(20, 1), temporary=True) == {}, "parts stay"
 
 
+def test_one_that_gives_up_just_before_the_other_commits_leaves_no_commit_without_files(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, files = CheckpointStore(paths), pack(snapshot_of(20))
+    folder = paths.checkpoint(20, 1)
+
+    def overtaken(place: Location, value: Any, **options: Any) -> bool:
+        (folder / MODEL).unlink()  # it had looked for the commit before this
+        return put_json(place, value, **options)
+
+    monkeypatch.setattr(store_module, "put_json", overtaken)
+    with pytest.raises(OSError, match=r"Somebody has removed \['model.safetensors'\]"):
+        store.write(files, commit_of(20))
+    assert store.commits() == []
+    monkeypatch.undo()
+    store.write(files, commit_of(20))
+    assert_intact(paths)
+
+
 @pytest.mark.parametrize("stops", [{"new": TRAINING}], indirect=True)
 def test_one_that_gives_up_does_not_make_the_other_fail(paths: RunPaths, stops: Stops, monkeypatch: pytest.MonkeyPatch) -> None:
     """It removes what it holds for its own, and the other writes that again."""
