@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from ray_app.train.job import Job
 from ray_app.train.parameter_layout import Layout
 from ray_app.train.snapshots import refuse_if_too_big
 from ray_app.train.state import TrainingState, load_class
+
+_NEEDS_MORE = re.compile("closure|dense")
+"""What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
 
 
 def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] | None) -> None:
@@ -82,18 +86,22 @@ def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
 
 
 def _try_optimizer(config: Config, model: nn.Module) -> None:
-    """Moves a copy of the smallest parameter by a gradient of zeros.
+    """Moves a copy of the smallest parameter by a gradient of zeros, on a GPU if the workers have one and there is one here.
 
     Raises:
         ConfigError: That is not all that the optimizer needs.
     """
     least = min((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
-    tried = nn.Parameter(torch.zeros_like(least))
+    on_gpus = config.scaling.gpus_per_worker > 0
+    is_as_there = not on_gpus or torch.cuda.is_available()
+    tried = nn.Parameter(torch.zeros_like(least, device="cuda" if on_gpus and is_as_there else "cpu"))
     tried.grad = torch.zeros_like(least)
     try:
         load_class(config.optimizer)([tried], **config.optimizer.init_args).step()
     except Exception as error:
+        if not (is_as_there or _NEEDS_MORE.search(str(error))):  # it may be that it works on GPUs only
+            return
         raise ConfigError(
-            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {type(error).__name__}: {error}. Steps here have the"
+            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {type(error).__name__}: {str(error).rstrip('.')}. Steps have the"
             " gradient, which is dense, and no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error

@@ -209,3 +209,17 @@ def test_what_cannot_make_a_step_is_refused_before_the_start(digits: Path, tmp_p
     config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
     with pytest.raises(ConfigError, match=said):
         prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, **fields))
+    if "optimizer" in fields:
+        with pytest.raises(ConfigError, match=said):
+            prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, scaling__gpus_per_worker=1, **fields))
+
+
+def test_an_optimizer_that_needs_a_gpu_may_be_configured_where_there_is_none(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
+    config = config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, optimizer__init_args={"capturable": True})
+    with pytest.raises(ConfigError, match=r"AdamW cannot make a step: .*capturable"):
+        prepare(config)
+    assert prepare(config.replace(scaling__gpus_per_worker=1)).job.config.optimizer.init_args["capturable"]
