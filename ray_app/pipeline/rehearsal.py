@@ -102,6 +102,6 @@ def _try_optimizer(config: Config, model: nn.Module) -> None:
         if not (is_as_there or _NEEDS_MORE.search(str(error))):  # it may be that it works on GPUs only
             return
         raise ConfigError(
-            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {type(error).__name__}: {str(error).rstrip('.')}. Steps have the"
+            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {type(error).__name__}: {error} Steps have the"
             " gradient, which is dense, and no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error

@@ -75,7 +75,7 @@ class CoordinatorActor(Coordinator):
         super().__init__(job, RayServers(handles), SnapshotSender(keepers), hooks)
         self._calls = {handle: (handle.era.remote(), time.monotonic()) for handle in handles}
         self._rendezvous = ray.get_actor(job.rendezvous)
-        looks = (self._look_after_workers, self._look_after_servers, self._look_after_storage)
+        looks = (self._look_after_workers, self._look_after_servers, self._excuse_workers)
         for look in looks:  # the first has to wait for a server that hangs, and for the storage
             threading.Thread(target=self._watch, args=(look,), name="watch", daemon=True).start()
 
@@ -89,8 +89,11 @@ class CoordinatorActor(Coordinator):
         self.keep(seen.live | seen.leaving, seen.waiting is not None, seen.stopping)
 
     def _look_after_servers(self, seen: Status) -> None:
-        """Ends servers that neither die nor answer, before the workers count as stuck; Ray starts them again."""
-        now, limit_s = time.monotonic(), seen.limit_s / 2
+        """Ends servers that neither die nor answer, before the workers count as stuck; Ray starts them again.
+
+        Packing or loading all that a server holds may take longer than a step.
+        """
+        now, limit_s = time.monotonic(), _CALL_S if self.is_held_up else seen.limit_s / 2
         for server, (call, since_s) in self._calls.items():
             answered = bool(ray.wait([call], timeout=0)[0])
             if not answered and now - since_s > limit_s:
@@ -99,10 +102,10 @@ class CoordinatorActor(Coordinator):
             if answered or now - since_s > limit_s:
                 self._calls[server] = server.era.remote(), now
 
-    def _look_after_storage(self, seen: Status) -> None:
-        """However long the storage takes, no worker is ended for waiting for it."""
+    def _excuse_workers(self, seen: Status) -> None:
+        """However long the storage or the servers' state takes, no worker is ended for waiting for it."""
         del seen
-        if self.waits_for_storage:
+        if self.is_held_up:
             ray.get(self._rendezvous.excuse.remote())
 
 

@@ -120,12 +120,15 @@ class Coordinator:
             self._lock.notify_all()
 
     @property
-    def waits_for_storage(self) -> bool:
-        """Whether it, and with it every worker that asks, waits for the storage; known also while `ask` and `keep` wait for that."""
+    def is_held_up(self) -> bool:
+        """Whether it, and with it every worker that asks, waits for the storage, or for all state on its way to or from the servers.
+
+        Known also while `ask` and `keep` wait for that.
+        """
         return self._alone.phase == "saving"
 
     @contextmanager
-    def _at_storage(self) -> Iterator[None]:
+    def _held_up(self) -> Iterator[None]:
         self._alone.enter("saving")
         try:
             yield
@@ -225,13 +228,14 @@ class Coordinator:
             self._recorder.checkpoint(Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra")
         if self._stopping or step >= job.total_steps:
             self._recorder.check()
-            with self._at_storage():
+            with self._held_up():
                 self._recorder.close()
             self._over = True
         self._end = self._next_cut()
 
     def _collect(self) -> None:
-        held = self._call("state")
+        with self._held_up():
+            held = self._call("state")
         for buffer, value in zip(self._layout.buffers, from_bytes(held[0][1], self._layout.buffers), strict=True):
             buffer.copy_(value)
         self._state.load(self._layout.merge([unpack(files) for files, _ in held], self._state.snapshot()))
@@ -241,7 +245,7 @@ class Coordinator:
     def _restore(self) -> None:
         """Finds the state to go on from; if the storage does not answer, it is looked for again."""
         try:
-            with self._at_storage():
+            with self._held_up():
                 restore(self._job, self._state, self._recorder, self._sender, CPU)
         except OSError as error:
             logger.warning("The state to go on from cannot be read, will try again: %s", error)
@@ -255,11 +259,13 @@ class Coordinator:
         buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
         parts = self._layout.split(self._state.snapshot())
         sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
-        if self._servers.call("load", sent) is None:
+        with self._held_up():
+            loaded = self._servers.call("load", sent)
+        if loaded is None:
             raise NotReadyError
         self._broken = self._halfway = False
         self._era = era
-        with self._at_storage():
+        with self._held_up():
             self._recorder.align(World(0, 1, self._plan.logical_workers), era)
         self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, Done]] = {}
@@ -278,7 +284,7 @@ class Coordinator:
             step, self._lost_s = self._units.complete, time.time()
             put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
             logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
-            with self._at_storage():
+            with self._held_up():
                 self._recorder.close()
             self._recorder = self._make_recorder()
             self._workers = 0

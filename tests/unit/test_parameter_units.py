@@ -269,7 +269,7 @@ def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again
     def fails_twice(self: CheckpointStore, on_fallback: Any) -> Any:
         if len(refused) == 2:
             return load(self, on_fallback)
-        assert world.coordinator.waits_for_storage
+        assert world.coordinator.is_held_up
         refused.append(OSError("the disk does not answer"))
         raise refused[-1]
 
@@ -277,7 +277,7 @@ def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again
     world.coordinator = Coordinator(world.job, world.servers)
     world.workers = {name: world.worker(name) for name in world.workers}
     assert [world.coordinator.ask("0", None, None, 0.0).waiting for _ in range(3)] == [True, True, False]
-    assert not world.coordinator.waits_for_storage
+    assert not world.coordinator.is_held_up
     world.run()
     assert [e.details["step"] for e in read_events(world.job.paths, "resumed")] == [5]
     assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
@@ -308,6 +308,32 @@ class Patient:
         self.told.set()
 
 
+def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
+    world, killed = World(job_of(tmp_path / "run", data), 1), list[Any]()
+    monkeypatch.setattr(CoordinatorActor, "_watch", lambda self, look: None)
+    actors = {str(i): Handle(server) for i, server in enumerate(world.servers.servers)} | {world.job.rendezvous: Handle(None)}
+    monkeypatch.setattr(ray, "get_actor", actors.__getitem__)
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
+    monkeypatch.setattr(ray, "kill", lambda server, no_restart: killed.append(server))
+    coordinator = CoordinatorActor(world.job, ["0", "1"], [], Hooks())
+    waited: dict[str, list[int]] = {}
+
+    def call(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        coordinator._calls = {server: (None, time.monotonic() - 100) for server in coordinator._calls}
+        coordinator._look_after_servers(Status({"0"}, set(), {}, 1, 0, None, None, False, 60.0))
+        waited.setdefault(method, []).append(len(killed))
+        killed.clear()
+        return world.servers.call(method, arguments)
+
+    monkeypatch.setattr(coordinator, "_servers", SimpleNamespace(call=call))
+    world.coordinator, world.workers = coordinator, {}
+    world.add()
+    world.run()
+    assert {method: set(ended) for method, ended in waited.items()} == {"era": {2}, "load": {0}, "norms": {2}, "apply": {2}, "state": {0}}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the exit
 def test_the_rendezvous_is_told_while_the_coordinator_waits_for_the_storage(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
@@ -334,7 +360,7 @@ def test_the_rendezvous_is_told_while_the_coordinator_waits_for_the_storage(
         for thread in watching:
             thread.join()
     assert written == [True] * 4
-    assert not world.coordinator.waits_for_storage
+    assert not world.coordinator.is_held_up
 
 
 def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
