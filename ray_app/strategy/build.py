@@ -1,4 +1,4 @@
-"""The table of strategies."""
+"""The table of exchanges; `train/build.py` has those of what a strategy keeps and how it steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray_app.strategy.ddp import DataParallel
 
 
 def build_strategy(train: TrainSection, model: nn.Module, world: World) -> Strategy:
-    """Makes the configured strategy for a model and the workers of now."""
+    """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of `ddp`."""
     if train.strategy == "fsdp":
         from ray_app.strategy.fsdp import FullySharded  # two seconds of imports that the others do not need
 

@@ -1,4 +1,8 @@
-"""The tables of what a strategy keeps and how it steps; `strategy/build.py` has that of how its gradients meet."""
+"""The tables of what a strategy keeps (state) and how it steps; `strategy/build.py` has that of how its gradients meet (exchange).
+
+`train/loop.py` runs any of them; `single` is `ddp` with `train/alone.py` in the place of the other workers. Only `parameter_server` has a
+loop of its own, `train/parameter_worker.py`, whose workers meet nobody.
+"""
 
 from __future__ import annotations
 
