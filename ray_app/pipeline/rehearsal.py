@@ -61,6 +61,11 @@ def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] |
                 f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients"
                 " moves the whole. Use another strategy, or leave that method out."
             )
+    if config.train.strategy in ("local_sgd", "parameter_server") and len(state.optimizer.param_groups) > 1:
+        raise ConfigError(
+            f"optimizer.class_path {config.optimizer.class_path} makes {len(state.optimizer.param_groups)} groups of parameters, which"
+            f" train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or central_storage, or one group."
+        )
     if isinstance(state.schedule, ReduceLROnPlateau):
         raise ConfigError(
             "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
@@ -101,7 +106,8 @@ def _try_optimizer(config: Config, model: nn.Module) -> None:
     except Exception as error:
         if not (is_as_there or _NEEDS_MORE.search(str(error))):  # it may be that it works on GPUs only
             return
+        said = f"{type(error).__name__}: {error}".rstrip(".")
         raise ConfigError(
-            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {type(error).__name__}: {error} Steps have the"
-            " gradient, which is dense, and no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
+            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {said}. Steps have the gradient, which is dense, and"
+            " no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error

@@ -148,7 +148,8 @@ class Task(ABC):
         """Moves the parameters by the gradients in their `.grad`, which are those of the global batch, equal on all workers.
 
         To be replaced where an update is more than `optimizer.step()`: constraints on weights, other rules for some parameters. All
-        workers call it in the same state and must end in the same one.
+        workers call it in the same state and must end in the same one; with `central_storage` rank 0 alone calls it, and with `local_sgd`
+        each replica does, in its own state and with its own gradient.
         """
         del model
         optimizer.step()

@@ -10,6 +10,8 @@ import torch
 
 from ray_app.config import Config
 
+_NO_LIMIT = 2**30
+
 
 def set_up_torch(config: Config, device: torch.device) -> None:
     """Pins the number of threads and, for exact reduction, asks for deterministic kernels."""
@@ -19,6 +21,11 @@ def set_up_torch(config: Config, device: torch.device) -> None:
         use_deterministic_algorithms(True)
         # A guard against reading garbage, at the price of filling it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if config.train.compile:
+        import torch._dynamo as dynamo
+
+        # Beyond its limit a size would run uncompiled, with other bits; which one depends on what was played before.
+        dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit = _NO_LIMIT
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = False

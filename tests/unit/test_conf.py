@@ -1,12 +1,14 @@
 """The shipped configurations: they load, say how to run them, and their models, optimizers and schedules can be made."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from ray_app import load_config
 from ray_app.config import SECTIONS, Config
@@ -212,6 +214,25 @@ def test_what_cannot_make_a_step_is_refused_before_the_start(digits: Path, tmp_p
     if "optimizer" in fields:
         with pytest.raises(ConfigError, match=said):
             prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, scaling__gpus_per_worker=1, **fields))
+
+
+class Grouped(torch.optim.SGD):
+    """Weight decay for matrices alone."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        given = list(params)
+        matrices = {"params": [p for p in given if p.ndim > 1], "weight_decay": 0.1}
+        super().__init__([matrices, {"params": [p for p in given if p.ndim < 2]}], lr)
+
+
+def test_groups_of_parameters_are_refused_where_they_would_be_mixed_up(digits: Path, tmp_path: Path) -> None:
+    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
+    optimizer = {"class_path": f"{__name__}.Grouped", "init_args": {}}
+    config = config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, schedule=None, optimizer=optimizer)
+    prepare(config)
+    for strategy in ("local_sgd", "parameter_server"):
+        with pytest.raises(ConfigError, match=rf"Grouped makes 2 groups of parameters, which train.strategy {strategy} cannot"):
+            prepare(config.replace(train__strategy=strategy))
 
 
 def test_an_optimizer_that_needs_a_gpu_may_be_configured_where_there_is_none(

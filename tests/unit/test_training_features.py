@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,24 @@ def test_a_compiled_model_gives_the_same_bits_for_every_number_of_workers(pool: 
     assert plain.commit.params_digest != alone.commit.params_digest, "nothing was compiled"
 
 
+def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's limit is 8; a size that is not compiled has other bits, and which one that is depends on what came before."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, sizes = CompileCounter(), range(2, 15)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=16, task=ImageClassification(**CNN), train__compile=True)
+    state = state_of(job)
+    step = Step(job.config, job.task, state, build_strategy(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU)
+    for size in sizes:
+        step._compiled(state.model)(torch.zeros(size, 1, 8, 8))
+    assert counter.frame_count == len(sizes)
+
+
 def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()  # tests before this one may have found it
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__compile=True)
