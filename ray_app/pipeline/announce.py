@@ -39,6 +39,8 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if (classes := job.plan.classes) is not None:
+        console.print(f"balanced: in each pass every one of {len(classes.totals)} classes is used {classes.totals.max():,} times")
     nodes = ray.nodes() if ray.is_initialized() else []
     if len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) > 1:
         console.print(

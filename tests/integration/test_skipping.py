@@ -55,7 +55,7 @@ def config_of(tmp_path: Path, images: Path, name: str, workers: int, **fields: A
     )
 
 
-def test_damaged_images_are_skipped_listed_and_counted(tmp_path: Path, images: Path) -> None:
+def test_damaged_images_are_skipped_listed_and_counted(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BadRowError, match=r"part-0.parquet, row group 0, row 0: "):
         run_training(config_of(tmp_path, images, "refused", 1))
     found = {}
@@ -73,3 +73,4 @@ def test_damaged_images_are_skipped_listed_and_counted(tmp_path: Path, images: P
         assert all(entry["reason"] for entry in listed)
         found[name] = summary["params_digest"], record_of(tmp_path / "runs" / name)
     assert found["run-1"] == found["run-2"]
+    assert capsys.readouterr().out.count("every one of 2 classes is used 30 times") == 2
