@@ -191,7 +191,7 @@ class Step:
         """The losses of a micro-batch's rows, shape (rows,)."""
         seed_step(self._config.seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
         fields = self._task.augment(batch.fields, batch.keys)
-        if self._config.train.channels_last:
+        if self._config.train.channels_last:  # not the parameters: fused optimizers take a gradient's values for ones in their layout
             fields = {name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v for name, v in fields.items()}
         single = single_values(model) if batch.rows == 1 else nullcontext()
         called = self._compiled(model) if self._config.train.compile and batch.rows > 1 else model
