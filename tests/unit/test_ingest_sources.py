@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ingest_inputs import RNG, read
+from ingest_inputs import CIFAR_NAMES, RNG, read, write_cifar, write_tar
 from PIL import Image
 
 from ray_app.data import raw_jsonl, raw_tar
@@ -226,69 +226,9 @@ def test_brackets_in_text_and_beside_each_other_are_not_deep(tmp_path: Path) -> 
     assert done(tmp_path / "deep", "jsonl", tmp_path / "g.jsonl")["a"].shape == (1,) * 32
 
 
-CIFAR_NAMES = ("ant", "bee", "cat", "dog")
-
-
-def cifar_rows(rows: int) -> tuple[np.ndarray, list[int]]:
-    return RNG.integers(0, 256, (rows, 3072), dtype=np.uint8), [i % 4 for i in range(rows)]
-
-
 def as_images(pixels: np.ndarray) -> np.ndarray:
     """Planes of red, green, blue, as the archives hold them, to (rows, 32, 32, 3)."""
     return np.stack([pixels[:, i * 1024 : (i + 1) * 1024].reshape(-1, 32, 32) for i in range(3)], axis=-1)
-
-
-def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """The opcodes that Python 2's cPickle wrote, as in the published data_batch_1."""
-
-    def text(value: bytes) -> bytes:
-        return (b"U" + bytes([len(value)]) if len(value) < 256 else b"T" + struct.pack("<i", len(value))) + value
-
-    rows = struct.pack("<H", len(pixels))
-    array = (
-        b"cnumpy.core.multiarray\n_reconstruct\nq\x06cnumpy\nndarray\nq\x07K\x00\x85q\x08U\x01bq\x09\x87Rq\x0a(K\x01M"
-        + rows
-        + b"M\x00\x0c\x86"
-        b"q\x0bcnumpy\ndtype\nq\x0cU\x02u1q\x0dK\x00K\x01\x87Rq\x0e(K\x03U\x01|q\x0fNNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\x10b\x89"
-        + text(pixels.tobytes())
-        + b"tq\x11b"
-    )
-    numbers = b"]q\x03(" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    return (
-        b"\x80\x02}q\x01("
-        + text(b"labels")
-        + b"q\x02"
-        + numbers
-        + text(b"data")
-        + b"q\x05"
-        + array
-        + text(b"batch_label")
-        + text(b"a")
-        + b"u."
-    )
-
-
-def write_cifar(folder: Path, kind: str) -> dict[str, tuple[np.ndarray, list[int]]]:
-    """A folder as one of the archives unpacks; returns pixels and labels by file."""
-    folder.mkdir()
-    hundred = kind.endswith("100")
-    names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    made = {name: cifar_rows(3) for name in names}
-    for name, (pixels, labels) in made.items():
-        if kind.startswith("binary"):
-            marks = np.array([[9, label] if hundred else [label] for label in labels], np.uint8)
-            (folder / f"{name}.bin").write_bytes(np.concatenate([marks, pixels], axis=1).tobytes())
-        elif hundred:
-            content = {b"data": pixels, b"fine_labels": labels, b"coarse_labels": [9] * 3, b"filenames": [b"x.png"] * 3}
-            (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-        else:
-            (folder / name).write_bytes(python2_pickle(pixels, labels))
-    if kind.startswith("binary"):
-        (folder / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text("\n".join(CIFAR_NAMES) + "\n\n")
-    else:
-        key = "fine_label_names" if hundred else "label_names"
-        (folder / ("meta" if hundred else "batches.meta")).write_bytes(pickle.dumps({key: list(CIFAR_NAMES)}, protocol=2))
-    return made
 
 
 @pytest.mark.parametrize("kind", ["binary10", "binary100", "python10", "python100"])
@@ -434,15 +374,6 @@ def npy(values: Any) -> bytes:
     file = io.BytesIO()
     np.save(file, values)
     return file.getvalue()
-
-
-def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> None:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, mode) as archive:
-        for name, data in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
 
 
 def sample(i: int) -> dict[str, bytes]:

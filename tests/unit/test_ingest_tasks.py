@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ingest_inputs import RNG, read, write_images
+from ingest_inputs import RNG, read, write_cifar, write_idx, write_images, write_tar
 from PIL import Image
 
 from ray_app.data.dataset import open_dataset
@@ -199,33 +201,61 @@ def upload(folder: Path, target: S3Path) -> None:
         put_atomic(target / name, data)
 
 
-SOURCES = ["images", "csv", "numpy", "hf"]
+def write_numpy(folder: Path) -> None:
+    folder.mkdir()
+    np.save(folder / "x.npy", RNG.random((8, 4)))
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, source: Any) -> None:
-    options: dict[str, Any] = {"piece_bytes": 1000, "shard_rows": 3}
-    if source == "images":
-        write_images(tmp_path / "in")
-    elif source == "csv":
-        write_csvs(tmp_path / "in", files=2, rows=4)
-        options["label"] = "y"
-    elif source == "numpy":
-        (tmp_path / "in").mkdir()
-        np.save(tmp_path / "in" / "x.npy", RNG.random((8, 4)))
-    else:
-        (tmp_path / "in").symlink_to(Path(__file__).parent / "hf" / "saved")
+def write_jsonl(folder: Path) -> None:
+    folder.mkdir()
+    lines = [f'{{"a": {i}, "kind": "{"uvw"[i % 3]}"}}\n'.encode() for i in range(8)]
+    (folder / "a.jsonl").write_bytes(b"".join(lines[:4]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[4:])))
+
+
+def write_both_idx(folder: Path) -> None:
+    write_idx(folder, "train", 5, packed=False)
+    write_idx(folder, "t10k", 3, packed=True)
+
+
+def write_tars(folder: Path) -> None:
+    for i, end in enumerate(("tar", "tar.gz")):
+        members = {f"{row}.{kind}": bytes(str(row), "ascii") for row in range(4) for kind in ("cls", "txt")}
+        write_tar(folder / f"{i}.{end}", members, "w:gz" if end.endswith("gz") else "w")
+
+
+SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {  # what writes a folder, what is given of it, options
+    "images": (write_images, "in", {}),
+    "csv": (partial(write_csvs, files=2, rows=4), "in", {"label": "y"}),
+    "numpy": (write_numpy, "in", {}),
+    "hf": (lambda folder: folder.symlink_to(Path(__file__).parent / "hf" / "saved"), "in", {}),
+    "jsonl": (write_jsonl, "in", {"label": "kind"}),
+    "idx": (write_both_idx, "in", {}),
+    "cifar, binary": (partial(write_cifar, kind="binary10"), "in", {}),
+    "cifar, python": (partial(write_cifar, kind="python100"), "in", {}),
+    "webdataset": (write_tars, "in", {}),
+    "webdataset, star": (write_tars, "in/*.tar*", {}),
+    "webdataset, braces": (write_tars, "in/{1.tar.gz,0.tar}", {}),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, name: str) -> None:
+    source: Any = name.partition(",")[0]
+    write, given, more = SOURCES[name]
+    options = {"piece_bytes": 1000, "shard_rows": 3, **more}
+    write(tmp_path / "in")
     upload((tmp_path / "in").resolve(), s3_folder / "in")
-    ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "in"), **options))
-    summary = ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / "in"), **options))
+    ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / given), **options))
+    summary = ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / given), **options))
     here, there = content(tmp_path / "out"), content(s3_folder / "out")
-    for name in [name for name in here if name.endswith("dataset.json")]:
-        about, about_there = json.loads(here.pop(name)), json.loads(there.pop(name))
+    for file in [file for file in here if file.endswith("dataset.json")]:
+        about, about_there = json.loads(here.pop(file)), json.loads(there.pop(file))
         assert about.pop("made_from")["options"] == about_there.pop("made_from")["options"]
         assert about == about_there
     assert here == there
     assert not summary.reused
-    assert ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / "in"), **options)).reused
+    assert ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / given), **options)).reused
     assert ingest(IngestOptions("parquet", input=summary.parts[sorted(summary.parts)[-1]].path)).rows > 0
 
 
