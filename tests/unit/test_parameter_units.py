@@ -581,3 +581,13 @@ def test_units_are_done_in_order_within_the_bound_and_never_by_two(logical: int,
             assert v not in [other for _, other in running.values()], "two do the same"
             running[worker] = found
     assert units.complete == min(done)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_the_servers_move_their_parameters_with_a_fused_optimizer(data: Path, tmp_path: Path, name: str) -> None:
+    optimizer = {"class_path": f"torch.optim.{name}", "init_args": {"lr": 0.01}}
+    world = World(job_of(tmp_path / "run", data, optimizer=optimizer, train__max_steps=1), 1)
+    world.run()
+    used = [server._state.optimizer for server in world.servers.servers]
+    assert [type(each).__name__ for each in used] == [name, name]
+    assert all(group["fused"] is True for each in used for group in [each.defaults, *each.param_groups])
