@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_world import CPU, DieAfter, LocalMembership, Pool, TinyImages, cached, feed_of, make_job, result_of, write_images
+from local_world import CLASSES, CPU, DieAfter, LocalMembership, Pool, TinyImages, cached, feed_of, make_job, result_of, write_images
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,7 +19,7 @@ from ray_app.plan.cursor import Cursor
 from ray_app.strategy.base import World
 from ray_app.strategy.build import build_strategy
 from ray_app.task.base import Batch
-from ray_app.task.image import ImageClassification
+from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.task.mixing import mix, smooth_targets
 from ray_app.train.alone import Alone, train_here
 from ray_app.train.environment import set_up_torch
@@ -246,6 +246,38 @@ def test_freezing_nothing_or_all_is_refused(data: Path, tmp_path: Path, patterns
 def test_batch_norm_without_parameters_is_not_frozen_by_the_name_of_another() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
     assert freeze(model, ["0.*", "2.*"]) == [model[2]]
+
+
+# --- channels last
+
+
+class Coloured(ImageClassification):
+    """Of three channels: with one, the first and the last channel are the same."""
+
+    def build_model(self) -> nn.Module:
+        return small_cnn(3, CLASSES, channels=4)
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        return {**batch, "image": batch["image"].repeat(1, 3, 1, 1)}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Path, wanted: bool) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=Coloured(), train__channels_last=wanted)
+    state, images = state_of(job), []
+    state.model.register_forward_pre_hook(lambda _, args: images.append(args[0]))
+    run_steps(job, state, tmp_path / "store", 2)
+    assert [x.is_contiguous(memory_format=torch.channels_last) for x in images] == [wanted] * 8
+    assert all(p.is_contiguous() for p in state.model.parameters()), "fused optimizers take its gradient's values for ones in its layout"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "central_storage", "fsdp", "local_sgd"])
+def test_channels_last_changes_nothing_but_rounding(pool: Pool, data: Path, tmp_path: Path, strategy: str) -> None:
+    """As it would where a parameter has another layout than its gradient or its moments."""
+    fields: dict[str, Any] = {"task": ImageClassification(model_args={"channels": 4, "dropout": 0.0}), "train__strategy": strategy}
+    jobs = (make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, train__channels_last=last) for last in (False, True))
+    plain, last = (pool.trained(job, 2, cached) for job in jobs)
+    assert [step[1] for step in last.steps] == pytest.approx([step[1] for step in plain.steps], rel=1e-3)
 
 
 # --- epochs of so many steps
