@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from local_world import (
     TinyImages,
     Trained,
     cached,
-    feed_of,
     make_job,
     result_of,
     write_images,
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import params_digest
+from ray_app.data.feed import Feed
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import read_events
@@ -179,30 +181,36 @@ def test_workers_leave_and_join_as_planned(pool: Pool, data: Path, tmp_path: Pat
     assert_close(found, plain)
 
 
+@contextmanager
+def after_a_step(rank: int, store: Path, job: Job, size: int, device: torch.device = CPU) -> Iterator[TrainingState]:
+    """A worker's state while it still has its shards."""
+    set_up_torch(job.config, device)
+    world = World(rank, size, job.plan.logical_workers)
+    state = build_state(job.config, job.task, device, job.total_steps)
+    with LocalMembership(world, store).generation(-1, False), state.among(world):
+        state.share(world, lambda: state.begin(None))
+        step = build_step(job, state, build_strategy(job.config.train, state.model, world), world, device, lambda phase: None)
+        feed = Feed(job.plan, lambda cursor, played: cached(job, cursor, played), device)
+        feed.play(Cursor(), world.played)
+        step.run(Cursor.at(0, 9), feed.next(), 12, Flags(0))
+        yield state
+
+
+def held_tensors(state: TrainingState) -> dict[str, list[Tensor]]:
+    """This worker's parameters, gradients and moments."""
+    parameters = list(state.model.parameters())
+    held = {
+        "parameters": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer": [v for values in state.optimizer.state.values() for v in values.values() if v.ndim],
+    }
+    return {kind: [v.to_local() if isinstance(v, DTensor) else v for v in values] for kind, values in held.items()}
+
+
 def held_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str, int]:
     """What a worker holds after a step, in bytes, and that its gradient is a shard, too."""
-    set_up_torch(job.config, CPU)
-    world = World(rank, size, job.plan.logical_workers)
-    state = build_state(job.config, job.task, CPU, job.total_steps)
-
-    def begin() -> None:
-        state.step = 0
-
-    def local(values: list[Tensor]) -> int:
-        return sum((v.to_local() if isinstance(v, DTensor) else v).nbytes for v in values)
-
-    with LocalMembership(world, store).generation(-1, False), state.among(world):
-        state.share(world, begin)
-        step = build_step(job, state, build_strategy(job.config.train, state.model, world), world, CPU, lambda phase: None)
-        feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
-        step.run(Cursor.at(0, 9), feed.next(), 12, Flags(0))
-        parameters = list(state.model.parameters())
-        moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
-        return {
-            "parameters": local(parameters),
-            "gradients": local([p.grad for p in parameters if p.grad is not None]),
-            "optimizer": local(moments),
-        }
+    with after_a_step(rank, store, job, size) as state:
+        return {kind: sum(v.nbytes for v in values) for kind, values in held_tensors(state).items()}
 
 
 def test_each_worker_holds_its_share(pool: Pool, data: Path, tmp_path: Path) -> None:
@@ -213,6 +221,23 @@ def test_each_worker_holds_its_share(pool: Pool, data: Path, tmp_path: Path) -> 
     for kind, held in whole.items():
         assert sum(share[kind] for share in shares) == held
         assert max(share[kind] for share in shares) < 0.3 * held, kind
+
+
+@pytest.mark.usefixtures("same_threads")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU there is nothing to offload from")
+def test_offloaded_shards_are_in_host_memory_and_a_gpu_computes(data: Path, tmp_path: Path) -> None:
+    task, offload = (
+        ImageClassification(model_args={"channels": 4, "dropout": 0.0}),
+        {"train__cpu_offload": True, "scaling__gpus_per_worker": 1},
+    )
+    with after_a_step(0, tmp_path / "a", fsdp_job(tmp_path / "plain", data, task, train__strategy="ddp"), 1) as state:
+        plain = held_tensors(state)
+    with after_a_step(0, tmp_path / "b", fsdp_job(tmp_path / "run", data, task, **offload), 1, torch.device("cuda", 0)) as state:
+        assert {b.device.type for b in state.model.buffers()} == {"cuda"}
+        for kind, values in held_tensors(state).items():
+            assert {v.device.type for v in values} == {"cpu"}, kind
+            for value, expected in zip(values, plain[kind], strict=True):
+                torch.testing.assert_close(value, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_a_nan_is_refused_by_all_and_its_rows_are_named(pool: Pool, data: Path, tmp_path: Path) -> None:
