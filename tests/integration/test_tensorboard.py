@@ -110,6 +110,7 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
     summary = run_training(config).summary
     assert summary["restarts"]["driver"] == 1
     assert summary["redone_steps"] > 0, "no step was done again"
+    assert summary["params_digest"] == run_training(short_run(run__name="undisturbed", **fields)).summary["params_digest"]
     backlog = Backlog(paths, 5)
     backlog.read(Sent())
     blocks = [point for point in backlog.points(Sent(), finished=True) if point.look is None]  # Ray, if up, adds looks

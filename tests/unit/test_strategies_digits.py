@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_world import CPU, DieAfter, Pool, cached, make_job
+from local_world import CPU, DieAfter, KilledError, Pool, cached, make_job
 from server_world import World
 from shifting_world import KillOnce, train_shifting
 
@@ -20,6 +20,7 @@ from ray_app.pipeline.prepare import evaluation_source
 from ray_app.record.journal import read_events
 from ray_app.task.image import ImageClassification
 from ray_app.task.scoring import combine, score
+from ray_app.train.alone import Alone, train_here
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 
@@ -56,6 +57,16 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
     world.coordinator._recorder.close()
     job = dataclasses.replace(digits_job(tmp_path, digits, fields | {"train__servers": 1}), fence=2)
     World(job, 3).run()
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
+    assert accuracy_of(job, digits) >= 0.97
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_the_digits_are_learnt_in_the_calling_process(digits: Path, tmp_path: Path) -> None:
+    job = digits_job(tmp_path, digits, {"train__strategy": "single"})
+    with pytest.raises(KilledError):
+        train_here(job, Alone(4, lambda: False), Hooks(after_step=DieAfter(160)))
+    train_here(job, Alone(4, lambda: False), Hooks())
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
     assert accuracy_of(job, digits) >= 0.97
 
