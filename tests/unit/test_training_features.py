@@ -324,14 +324,20 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
 
 
 @pytest.mark.slow  # compiling takes half a minute
-def test_a_compiled_model_gives_the_same_bits_for_every_number_of_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
-    job = make_job(
-        tmp_path / "run", data, logical_workers=4, batch=12, task=ImageClassification(**CNN), train__compile=True, train__max_steps=9
-    )
+def test_a_compiled_model_gives_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {"task": ImageClassification(**CNN), "train__max_steps": 9, "checkpoint__every_steps": 4}
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__compile=True, **fields)
     alone, several = pool.trained(job, 1, cached), pool.trained(job, 2, cached)
     assert several.bits == alone.bits
     assert several.steps == alone.steps
-    plain = pool.trained(make_job(tmp_path / "plain", data, logical_workers=4, batch=12, task=job.task, train__max_steps=9), 1, cached)
+    pool.train(job, 2, Hooks(after_step=DieAfter(7)), cached)
+    assert result_of(job).commit.step == 4
+    pool.run_job(job, 1, cached)
+    resumed = result_of(job)
+    assert (resumed.bits, resumed.steps) == (alone.bits, alone.steps)
+    plain = pool.trained(make_job(tmp_path / "plain", data, logical_workers=4, batch=12, **fields), 1, cached)
     assert plain.commit.params_digest != alone.commit.params_digest, "nothing was compiled"
 
 
