@@ -1,4 +1,4 @@
-"""The input pipeline: decoding images, small rows, waiting for data, and the memory of the object store.
+"""The input pipeline: decoding images, small rows and waiting for data; the memory of the object store is in `object_store.py`.
 
 - JPEG images per CPU second against a bare loop that decodes, resizes and crops: the reader alone, and all of Ray Data's processes
 - small rows (28x28 bytes) in batches of 32 against stock `iter_torch_batches`
@@ -43,16 +43,18 @@ class Sizes:
         rows: Small rows.
         wait_steps: Steps of the run that may wait for data.
         rounds: Rounds of each comparison.
+        rest_s: How long Ray's processes are watched at rest.
     """
 
     images: int
     rows: int
     wait_steps: int
     rounds: int
+    rest_s: float
 
 
-FULL = Sizes(images=2000, rows=200_000, wait_steps=400, rounds=5)
-TINY = Sizes(images=40, rows=6000, wait_steps=30, rounds=1)
+FULL = Sizes(images=2000, rows=200_000, wait_steps=400, rounds=5, rest_s=5.0)
+TINY = Sizes(images=40, rows=2000, wait_steps=6, rounds=1, rest_s=0.5)
 
 
 def make_images(folder: Path, count: int) -> None:
@@ -118,11 +120,11 @@ def measure_images(folder: Path, sizes: Sizes) -> None:
         "Ray Data read tasks": lambda: timed(sizes.images, lambda: read(fetch_ray)),
         "cache: disk": lambda: timed(sizes.images, lambda: read(cached)),
     }
-    print(f"\nRay's processes at rest: {100 * at_rest():.1f} % of a CPU, which counts for Ray Data's side")
+    print(f"\nRay's processes at rest: {100 * at_rest(sizes.rest_s):.1f} % of a CPU, which counts for Ray Data's side")
     report("JPEG images, milliseconds per image", alternate(sides, sizes.rounds), {"reader": 1 / 0.85, "Ray Data read tasks": 1 / 0.85})
 
 
-def at_rest(seconds: float = 5.0) -> float:
+def at_rest(seconds: float) -> float:
     """CPU seconds per second of all processes while nothing is done."""
     before = cpu_s()
     time.sleep(seconds)
