@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import gzip
+import io
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ from ray_app.record.s3 import S3Path
 
 _OF_THE_DISK = "lost+found"
 """A folder that some file systems have at their top, for root alone."""
+_AT_ONCE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class File:
         return str(self.place)
 
     def open(self) -> IO[bytes]:
-        """Opens it for reading; positions can be sought."""
-        return opened(self.place)
+        """Opens it for reading; positions can be sought. On S3 a request fetches a megabyte: readers ask for a few bytes at a time."""
+        file = opened(self.place)
+        return file if isinstance(self.place, Path) else io.BufferedReader(cast(io.RawIOBase, file), _AT_ONCE_BYTES)
 
     def open_unpacked(self) -> IO[bytes]:
         """Opens what is in it if it is a `.gz` or `.tgz`, or itself."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -166,7 +165,7 @@ def _integers(file: File, key: str, values: Any, rows: int) -> Array:
 def _dictionary(file: File) -> dict[str, Any]:
     """The dictionary in a file of the python version, by text keys."""
     try:
-        with io.BufferedReader(cast(io.RawIOBase, file.open()), 1 << 20) as opened:  # what S3 gives reads no lines, and asks for every byte
+        with file.open() as opened:
             found = unpickled(opened)
     except ValueError as error:
         raise DataError(f"{file}: not a file of CIFAR's python version: {error}. Download it again from where it is published.") from error

@@ -240,14 +240,17 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {  # wha
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, name: str) -> None:
+def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, name: str) -> None:
     source: Any = name.partition(",")[0]
     write, given, more = SOURCES[name]
     options = {"piece_bytes": 1000, "shard_rows": 3, **more}
     write(tmp_path / "in")
     upload((tmp_path / "in").resolve(), s3_folder / "in")
     ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / given), **options))
+    s3_server.reset()
     summary = ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / given), **options))
+    asked = Counter(re.sub(r"\?.*", "", request) for request in s3_server.requests(r"^GET .*/in/\w"))
+    assert 1 <= max(asked.values()) <= 8, "every request fetches but a few bytes"
     here, there = content(tmp_path / "out"), content(s3_folder / "out")
     for file in [file for file in here if file.endswith("dataset.json")]:
         about, about_there = json.loads(here.pop(file)), json.loads(there.pop(file))
