@@ -100,7 +100,7 @@ def _try_optimizer(config: Config, model: nn.Module) -> None:
     on_gpus = config.scaling.gpus_per_worker > 0
     is_as_there = not on_gpus or torch.cuda.is_available()
     tried = nn.Parameter(torch.zeros_like(least, device="cuda" if on_gpus and is_as_there else "cpu"))
-    tried.grad = torch.zeros_like(least)
+    tried.grad = torch.zeros_like(tried)
     try:
         load_class(config.optimizer)([tried], **config.optimizer.init_args).step()
     except Exception as error:

@@ -13,12 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 
-from ray_app.checkpoint.format import pack, unpack
 from ray_app.errors import DataError, NonFiniteError
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import put_event
@@ -28,8 +25,8 @@ from ray_app.train.alone import Alone
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.messages import Flags
-from ray_app.train.parameter_layout import Layout, from_bytes, to_bytes
-from ray_app.train.parameter_messages import Answer, Done, NotReadyError, Servers, Unit, call_each
+from ray_app.train.parameter_messages import Answer, Done, NotReadyError, Servers, Unit
+from ray_app.train.parameter_state import ServedState
 from ray_app.train.parameter_units import Units
 from ray_app.train.recorder import Recorder
 from ray_app.train.restoring import restore
@@ -57,11 +54,10 @@ class Coordinator:
 
     def __init__(self, job: Job, servers: Servers, sender: SnapshotSender | None = None, hooks: Hooks = Hooks()) -> None:
         environment.set_up_torch(job.config, CPU)
-        self._job, self._servers = job, servers
-        self._plan, self._synchronous = job.plan, job.config.train.staleness == 0
+        self._job, self._plan, self._synchronous = job, job.plan, job.config.train.staleness == 0
         self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
-        self._layout = Layout(self._state.model, job.config.train)
-        put_event(job.paths, "partitioned", job.fence, servers=self._layout.held())
+        self._served = ServedState(job, servers, self._state)
+        put_event(job.paths, "partitioned", job.fence, servers=self._served.layout.held())
         self._alone = Alone(self._plan.logical_workers, lambda: False)
         self._sender = sender or SnapshotSender([])
         self._make_recorder = partial(Recorder, job, self._state, self._alone, self._sender, CPU, hooks)
@@ -70,7 +66,7 @@ class Coordinator:
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
         self._broken = self._halfway = True
-        self._era = self._end = self._workers = self._saved_step = 0
+        self._end = self._workers = self._saved_step = 0
         self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
         self._lost_s: float | None = None
 
@@ -137,7 +133,7 @@ class Coordinator:
 
     def _answer(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
         until_s = time.monotonic() + (wait_s or 0.0)
-        self._broken = self._broken or broken_era == self._era
+        self._broken = self._broken or broken_era == self._served.era
         if self._broken:
             self._mend()
         if done is not None:
@@ -154,7 +150,7 @@ class Coordinator:
             if found is not None or self._over or self._error is not None or left_s <= 0:
                 break
             self._lock.wait(left_s)
-        unit = Unit(self._era, *found) if found is not None else None
+        unit = Unit(self._served.era, *found) if found is not None else None
         rank = self._units.workers.index(worker) if worker in self._units.workers else 0
         held = self._units.held_by(worker)
         return Answer(unit, held, rank, self._units.complete, self._alone.newest, self._paused, self._over)
@@ -163,7 +159,7 @@ class Coordinator:
 
     def _finish(self, done: Done) -> None:
         unit = done.unit
-        if unit.era != self._era or not self._units.finish(unit.step, unit.logical_worker):
+        if unit.era != self._served.era or not self._units.finish(unit.step, unit.logical_worker):
             return
         self._tables.setdefault(unit.step, {})[unit.logical_worker] = done
         if len(self._tables[unit.step]) == self._plan.logical_workers:
@@ -185,22 +181,14 @@ class Coordinator:
 
     def _apply(self, cursor: Cursor, step: int) -> float:
         """Lets the servers move their parameters by the sum of a step's gradients; returns its norm."""
-        norm = self._norm(step)
+        norm = self._served.norm(step)
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The optimizer did not"
                 " move. Lower the learning rate, or set train.grad_clip_norm."
             )
-        self._call("apply", step, norm)
+        self._served.move(step, norm)
         return norm
-
-    def _norm(self, step: int) -> float:
-        """The norm of a step's gradient. If it decides how far parameters move, its bits are those of one server, that is of `ddp`."""
-        clips, layout = self._job.config.train.grad_clip_norm is not None, self._layout
-        asked = layout.incomplete() if clips else [[] for _ in layout.parts]
-        answers = call_each(self._servers, "norms", [(self._era, step, some) for some in asked])
-        norms = [n for some, _ in answers for n in some] + (layout.norms_of_joined([data for _, data in answers]) if clips else [])
-        return math.sqrt(math.fsum(n * n for n in norms))
 
     # Cuts.
 
@@ -220,7 +208,8 @@ class Coordinator:
         """Takes over the state that the servers hold, keeps it if that is due, and ends the run if that is due."""
         job, step = self._job, self._units.complete
         if step > self._state.step:
-            self._collect()
+            with self._held_up():
+                self._served.take_over()
             if job.is_snapshot_due(step):
                 self._recorder.snapshot()
         if step > self._saved_step and (self._stopping or job.is_checkpoint_due(step)):
@@ -232,13 +221,6 @@ class Coordinator:
                 self._recorder.close()
             self._over = True
         self._end = self._next_cut()
-
-    def _collect(self) -> None:
-        with self._held_up():
-            held = self._call("state")
-        for buffer, value in zip(self._layout.buffers, from_bytes(held[0][1], self._layout.buffers), strict=True):
-            buffer.copy_(value)
-        self._state.load(self._layout.merge([unpack(files) for files, _ in held], self._state.snapshot()))
 
     # Losses.
 
@@ -254,19 +236,12 @@ class Coordinator:
 
     def _begin_era(self, eras: list[int]) -> None:
         """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
-        era = max(self._era, *eras, time.time_ns() // 1_000_000) + 1  # never one of a coordinator that died with all servers
         self._broken = self._halfway = True
-        buffers, none = to_bytes(self._layout.buffers), np.empty(0, np.uint8)
-        parts = self._layout.split(self._state.snapshot())
-        sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
         with self._held_up():
-            loaded = self._servers.call("load", sent)
-        if loaded is None:
-            raise NotReadyError
+            self._served.give(eras)
         self._broken = self._halfway = False
-        self._era = era
         with self._held_up():
-            self._recorder.align(World(0, 1, self._plan.logical_workers), era)
+            self._recorder.align(World(0, 1, self._plan.logical_workers), self._served.era)
         self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, Done]] = {}
         self._over = self._over or self._state.step >= self._job.total_steps
@@ -276,11 +251,11 @@ class Coordinator:
         """Looks whether all servers hold what they should; if not, all go back to the last cut."""
         if self._state.step == NOTHING:
             self._restore()
-        eras = self._call("era")
+        eras = self._served.eras()
         self._broken = False
-        if eras == [self._era] * len(eras) and not self._halfway:
+        if eras == [self._served.era] * len(eras) and not self._halfway:
             return
-        if self._era:  # else this is the first
+        if self._served.era:  # else this is the first
             step, self._lost_s = self._units.complete, time.time()
             put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
             logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
@@ -295,12 +270,7 @@ class Coordinator:
         before, self._workers = self._workers, len(self._units.workers)
         if self._workers in (0, before):
             return
-        details = {"generation": self._era, "workers": self._workers, "step": self._units.complete}
+        details = {"generation": self._served.era, "workers": self._workers, "step": self._units.complete}
         lost = {"lost_s": self._lost_s} if self._lost_s is not None else {}
         put_event(self._job.paths, "formed", self._job.fence, **details, **lost)
         self._lost_s = None
-
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls all servers with the same arguments, in the present era where that matters."""
-        given = arguments if method == "era" else (self._era, *arguments)
-        return call_each(self._servers, method, [given] * len(self._layout.parts))

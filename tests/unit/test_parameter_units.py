@@ -112,7 +112,7 @@ def test_split_variables_have_the_same_bits(pool: Pool, data: Path, tmp_path: Pa
     plain = pool.trained(job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cached)
     whole = trained(job_of(tmp_path / "one", data, train__servers=1, **fields), 1)
     split = World(job_of(tmp_path / "three", data, train__servers=3, train__min_shard_kb=1, **fields), 2)
-    assert any(split.coordinator._layout.incomplete()), "nothing was split"
+    assert any(split.coordinator._served.layout.incomplete()), "nothing was split"
     split.run()
     assert result_of(split.job).bits == whole.bits == plain.bits
 
@@ -254,7 +254,7 @@ def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tm
     assert world.coordinator.ask(names[0], None, None, 0.0).waiting
     world.servers.call = call  # type: ignore[method-assign]
     world.run()
-    assert world.coordinator._era > former._era
+    assert world.coordinator._served.era > former._served.era
     assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
 
 
@@ -327,7 +327,7 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
         killed.clear()
         return world.servers.call(method, arguments)
 
-    monkeypatch.setattr(coordinator, "_servers", SimpleNamespace(call=call))
+    monkeypatch.setattr(coordinator._served, "_servers", SimpleNamespace(call=call))
     world.coordinator, world.workers = coordinator, {}
     world.add()
     world.run()
@@ -390,7 +390,7 @@ def test_what_was_done_for_a_coordinator_that_died_with_all_servers_counts_for_n
     world.coordinator = Coordinator(world.job, world.servers)
     for name, done in said.items():
         world.coordinator.ask(name, done, None, 0.0)
-    assert world.coordinator._era > former._era
+    assert world.coordinator._served.era > former._served.era
     assert world.coordinator._units._next == [5, 5, 5, 5]
     world.workers = {name: world.worker(name) for name in world.workers}
     world.run()
@@ -417,7 +417,7 @@ def test_a_step_does_not_end_with_some_of_its_gradients(data: Path, tmp_path: Pa
     while len(world.servers.servers[0]._sums.get(0, _NONE).seen) < 2:
         world.run(turns=1)
     with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
-        world.servers.servers[0].norms(world.coordinator._era, 0, [])
+        world.servers.servers[0].norms(world.coordinator._served.era, 0, [])
 
 
 def test_who_waits_for_servers_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
