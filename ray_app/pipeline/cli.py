@@ -162,7 +162,7 @@ def _as_set(value: Any) -> Any:
         return [_as_set(part) for part in value]
     if isinstance(value, dict) and value.keys() >= {"class_path", "dict_kwargs"}:
         raise ConfigError(
-            f"{value['class_path']} has dict_kwargs {value['dict_kwargs']}; a run keeps init_args only. Name these arguments in the"
+            f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run keeps init_args only. Name these arguments in the"
             " signature of the class, and give them in init_args."
         )
     if not isinstance(value, dict) or not value.keys() >= {"class_path", "init_args"}:

@@ -162,7 +162,7 @@ def test_arguments_that_a_run_does_not_keep_are_refused(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(str(tmp_path))
     given = ["--task=open_task.OpenTask", "--data.path=x"]
     assert parse(given, exit_on_error=False).task == ClassSpec("open_task.OpenTask")
-    with pytest.raises(ConfigError, match=r"open_task.OpenTask has dict_kwargs \{'depth': 3\}.*in the signature"):
+    with pytest.raises(ConfigError, match=r"open_task.OpenTask has dict_kwargs \['depth'\]; .*in the signature"):
         parse([*given, "--task.dict_kwargs.depth=3"], exit_on_error=False)
 
 
