@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup train test test-all lint notebooks clean
+.PHONY: help setup train test test-rest test-all lint notebooks docs picture pictures clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
@@ -12,31 +12,43 @@ help:
 $(INSTALLED): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 setup: $(INSTALLED) ## make .venv and install everything into it
 
 train: $(INSTALLED) ## ingest the bundled digits, train on 2 workers, evaluate, record, summarize
-	$(BIN)/python jobs/ingest.py --source digits --out datasets/digits
-	$(BIN)/python jobs/train.py --config conf/digits.yaml
+	$(BIN)/ray-app ingest --source digits --out datasets/digits
+	$(BIN)/ray-app train --config conf/digits.yaml
 
-# Two test files at a time, each with its own Ray cluster; the slow ones come first.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes; one has the tests that share a Ray cluster. What takes longest begins first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20
 
-test: $(INSTALLED) ## the test suite without its slow tests (real Ray, real MLflow), about half an hour on 2 cores
-	$(PYTEST) -m "not slow"
+test: $(INSTALLED) ## the tests that run before every commit: all without Ray but the slowest, and a run on real Ray for each guarantee
+	$(PYTEST) -m "not rest"
 
-test-all: $(INSTALLED) ## the test suite with the slow tests
-	$(PYTEST)
+test-rest: $(INSTALLED) ## the rest of the tests
+	$(PYTEST) -m rest
+
+test-all: test test-rest ## all tests
 
 notebooks: $(INSTALLED) ## execute the notebooks and store their outputs
-	$(BIN)/python -m tests.notebooks
+	$(BIN)/python -m tests.support.notebooks
+
+docs: $(INSTALLED) ## the documentation as a site in build/docs; a dead link, a missing anchor or an unknown field fails
+	$(BIN)/python -m sphinx -E -W --keep-going -n -q -b html docs build/docs
+
+pictures: $(INSTALLED) ## take the pictures of the documentation again (tmux, Chromium)
+	$(BIN)/python docs/pictures/take.py
 
 lint: $(INSTALLED) ## ruff, mypy (strict), import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+picture: $(INSTALLED) ## draw docs/architecture.svg from the imports
+	PYTHONPATH=. $(BIN)/python docs/picture.py
 
 clean: ## remove what the commands above made, but the environment and the runs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

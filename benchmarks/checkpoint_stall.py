@@ -33,11 +33,11 @@ import numpy as np
 import torch
 
 from benchmarks.harness import ROOT, ingest_rows
-from ray_app.config import Config
+from ray_app.config.config import Config
+from ray_app.exchange.exchange import World
 from ray_app.record.journal import MetricsReader, StepRecord, read_events
-from ray_app.strategy.base import World
+from ray_app.train.group.messages import Flags, Formed, Phase
 from ray_app.train.job import Job
-from ray_app.train.messages import Flags, Formed, Phase
 
 BATCH, PERIOD, PAIRS = 64, 20, 4
 FIRST = PERIOD + PERIOD // 2
@@ -149,7 +149,7 @@ def make_config(folder: Path, every: int | None) -> Config:
 
 def saving(job: Job, folder: Path) -> Callable[[], None]:
     """`torch.save` and fsync of a state like that of the run."""
-    from ray_app.train.state import TrainingState
+    from ray_app.train.state.state import TrainingState
 
     state = TrainingState(job.config, job.task, torch.device("cpu"), job.total_steps)
     for parameter in state.model.parameters():
@@ -167,11 +167,11 @@ def saving(job: Job, folder: Path) -> Callable[[], None]:
 
 def side(name: str, folder: Path) -> Cost:
     """Runs one side in this process."""
-    from ray_app.data.decoded import load_all
-    from ray_app.data.source import fetch_here
-    from ray_app.data.windows import CachedWindows
-    from ray_app.pipeline.prepare import claim, prepare
+    from ray_app.data.feed.windows import CachedWindows
+    from ray_app.data.read.reader import fetch_here
+    from ray_app.data.read.whole import load_all
     from ray_app.record.lease import acquire
+    from ray_app.runs.prepare import claim, prepare
     from ray_app.train.hooks import Hooks
     from ray_app.train.loop import train
 

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from ray_app.config import Config
-from ray_app.data.windows import MicroBatch
+from ray_app.config.config import Config
+from ray_app.data.feed.windows import MicroBatch
+from ray_app.exchange.build import build_exchange
+from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
-from ray_app.strategy.base import World
-from ray_app.strategy.build import build_strategy
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state
-from ray_app.train.messages import Flags
-from ray_app.train.sharded_step import ShardedStep
-from ray_app.train.state import TrainingState
-from ray_app.train.step import Step
+from ray_app.train.group.messages import Flags
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.step import Step
+from ray_app.train.strategies.sharded_step import ShardedStep
 
 ROWS, PIXELS = 32, 32
 SIDES: dict[str, dict[str, Any]] = {"ddp": {}, "central_storage": {}, "fsdp": {}, "fsdp, offloaded": {"train__cpu_offload": True}}
@@ -53,7 +53,7 @@ def measure(side: str, device: torch.device) -> float:
     state = build_state(config, task, device, 10)
     with state.among(world):
         state.share(world, lambda: setattr(state, "step", 0))
-        strategy = build_strategy(config.train, state.model, world)
+        strategy = build_exchange(config.train, state.model, world)
         step = (ShardedStep if config.train.strategy == "fsdp" else Step)(config, task, state, strategy, world, device)
         for i in range(3):
             fields = {

@@ -67,7 +67,7 @@ class Stopwatch:
 
 def ingest_rows(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
     """Makes the data set `folder/rows` of images and labels."""
-    from ray_app.data.ingest import IngestOptions, ingest
+    from ray_app.ingest.ingest import IngestOptions, ingest
 
     np.savez(folder / "rows.npz", x=pixels, y=labels)
     ingest(IngestOptions(source="numpy", input=str(folder / "rows.npz"), out=str(folder / "rows")))

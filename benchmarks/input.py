@@ -26,12 +26,13 @@ import torch
 
 from benchmarks.harness import Sample, alternate, ingest_rows, report
 from benchmarks.reading import BATCH, PIXELS, Epochs, photos_of, small_cluster, source_of
-from ray_app.data.dataset import open_dataset
-from ray_app.data.decoded import load_all
-from ray_app.data.disk_folder import cached_fetch
-from ray_app.data.ingest import IngestOptions, ingest
-from ray_app.data.source import Fetch, RowSource, fetch_here, fetch_ray, whole
-from ray_app.data.windows import CachedWindows, Windows
+from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.feed.disk_cache_folder import cached_fetch
+from ray_app.data.feed.windows import CachedWindows, Windows
+from ray_app.data.read.ray_tasks import fetch_ray
+from ray_app.data.read.reader import Fetch, RowSource, fetch_here, whole
+from ray_app.data.read.whole import load_all
+from ray_app.ingest.ingest import IngestOptions, ingest
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import psutil
 from PIL import Image
 
 from benchmarks.reading import PIXELS, STORE_BYTES, Epochs, photos_of, small_cluster
-from ray_app.data.ingest import IngestOptions, ingest
+from ray_app.ingest.ingest import IngestOptions, ingest
 
 
 def store_peak_mb() -> float:

@@ -90,9 +90,9 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
     from rich.console import Console
 
     from ray_app import load_config, run_training
-    from ray_app.pipeline.run import Faults
     from ray_app.record.journal import read_events
     from ray_app.record.paths import RunPaths
+    from ray_app.runs.in_process import Faults
     from ray_app.train.hooks import Hooks
     from ray_app.train.job import Job
 
@@ -129,7 +129,7 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
     )
     try:
         console = Console(quiet=not os.environ.get("SHOW"))
-        summary = run_training(config, console, Faults(train=Hooks(after_step=StepLog(str(folder))), watch=watch)).summary
+        summary = run_training(config, console, Faults(train=Hooks(after_step=StepLog(str(folder)))), observe=watch).summary
     finally:
         if cluster is not None:
             cluster.shutdown()

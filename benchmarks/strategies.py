@@ -40,11 +40,11 @@ from torch import Tensor
 
 from benchmarks.harness import ROOT, Sample, alternate, report
 from ray_app import load_config, run_training
-from ray_app.config import Config
-from ray_app.data.ingest import IngestOptions, ingest
-from ray_app.pipeline.run import Faults
+from ray_app.config.config import Config
+from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.runs.in_process import Faults
 from ray_app.train.hooks import Hooks
-from ray_app.train.state import TrainingState
+from ray_app.train.state.state import TrainingState
 
 WORKERS, SERVERS, ROUND = 2, 2, 8
 _SERVED: dict[str, Any] = {"train__strategy": "parameter_server", "train__servers": SERVERS, "train__server_cpus": 0.5}

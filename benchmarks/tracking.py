@@ -34,7 +34,7 @@ class Digits:
     """
 
     def __init__(self, folder: Path) -> None:
-        from ray_app.data.ingest import IngestOptions, ingest
+        from ray_app.ingest.ingest import IngestOptions, ingest
 
         ingest(IngestOptions(source="digits", out=str(folder / "digits")))
         self._folder, self._number = folder, 0
@@ -44,7 +44,7 @@ class Digits:
         from rich.console import Console
 
         from ray_app import load_config, run_training
-        from ray_app.pipeline.run import Faults
+        from ray_app.runs.in_process import Faults
         from ray_app.train.hooks import Hooks
 
         self._number += 1

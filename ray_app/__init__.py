@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from ray_app.version import __version__
+
 if TYPE_CHECKING:
     from ray_app.drill.local import LocalCluster, kill_worker
-    from ray_app.pipeline.background import Training, Worker, start_training
-    from ray_app.pipeline.cli import load_config
-    from ray_app.pipeline.comparing import compare_runs
-    from ray_app.pipeline.result import Result
-    from ray_app.pipeline.run import run_training
+    from ray_app.models.exported import load_for_training, load_model, read_rows
     from ray_app.report.comparison import Comparison
-    from ray_app.track.exported import load_for_training, load_model, read_rows
+    from ray_app.runs.background import Training, Worker, start_training
+    from ray_app.runs.configuration import load_config
+    from ray_app.runs.in_process import run_training
+    from ray_app.runs.outcome.comparing import compare_runs
+    from ray_app.runs.outcome.result import Result
 
 __all__ = [
     "Comparison",
@@ -21,6 +23,7 @@ __all__ = [
     "Result",
     "Training",
     "Worker",
+    "__version__",
     "compare_runs",
     "kill_worker",
     "load_config",
@@ -36,17 +39,17 @@ logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook
 _PLACES = {
     "Comparison": "report.comparison",
     "LocalCluster": "drill.local",
-    "Result": "pipeline.result",
-    "Training": "pipeline.background",
-    "Worker": "pipeline.background",
-    "compare_runs": "pipeline.comparing",
+    "Result": "runs.outcome.result",
+    "Training": "runs.background",
+    "Worker": "runs.background",
+    "compare_runs": "runs.outcome.comparing",
     "kill_worker": "drill.local",
-    "load_config": "pipeline.cli",
-    "load_for_training": "track.exported",
-    "load_model": "track.exported",
-    "read_rows": "track.exported",
-    "run_training": "pipeline.run",
-    "start_training": "pipeline.background",
+    "load_config": "runs.configuration",
+    "load_for_training": "models.exported",
+    "load_model": "models.exported",
+    "read_rows": "models.exported",
+    "run_training": "runs.in_process",
+    "start_training": "runs.background",
 }
 
 

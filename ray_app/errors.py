@@ -10,10 +10,12 @@
     │   ├── BadRowError      one row cannot be used: file, row group and row
     │   └── StorageError     a disk, the network or S3 failed; what is in the files is not to blame
     ├── CheckpointError      no checkpoint can be returned to
+    │   └── DamagedError     the files of one are not those that were committed
     ├── TrackingError        MLflow did not take what it was sent
     ├── EvaluationError      an evaluator gave up
     ├── LeaseLostError       another driver has taken the run over: write nothing more
     ├── NonFiniteError       a loss or a gradient is NaN or infinite
+    ├── TaskError            the task's own code raised: what, in which line, at which step and rows
     ├── PeerLostError        a collective failed because a worker left: form a new generation
     ├── PreemptedError       the nodes of all workers are about to go away
     ├── RepeatedFailureError the same failure at the same step again and again
@@ -21,6 +23,8 @@
     ├── RegistryError        a model cannot be packaged, registered or exported
     └── RunEndedError        a run ended before it was where somebody awaited it
 """
+
+from __future__ import annotations
 
 
 class RayAppError(Exception):
@@ -72,6 +76,10 @@ class CheckpointError(RayAppError):
     """No checkpoint can be loaded; the message names each one that was tried and why it was refused."""
 
 
+class DamagedError(CheckpointError):
+    """What is on storage is not what was committed, and never will be again: the checkpoint may be marked as bad."""
+
+
 class TrackingError(RayAppError):
     """MLflow did not take everything that was to be sent at once; what it took is not sent again."""
 
@@ -86,6 +94,35 @@ class LeaseLostError(RayAppError):
 
 class NonFiniteError(RayAppError):
     """The loss or a gradient is NaN or infinite; the optimizer did not move."""
+
+
+class TaskError(RayAppError):
+    """The task's own code, or what it called, raised; made by `ray_app.task.own_code`, and kept as text, since any class may not pickle.
+
+    Args:
+        said: The error and the line of the user's that raised it: `KeyError: 'labels' (my_task.py, line 31, in update)`.
+        trace: The calls that led to it, a line or two each.
+        place: What was being done, as far as is known.
+        positions: Manifest positions of the rows that it was done for.
+    """
+
+    retryable = True
+
+    def __init__(self, said: str, trace: str, place: str = "", positions: tuple[int, ...] = ()) -> None:
+        super().__init__(said, trace, place, positions)
+        self.said, self.trace, self.place, self.positions = said, trace, place, positions
+
+    def met(self, by: str, rows: str = "") -> TaskError:
+        """The same with more about the place.
+
+        Args:
+            by: Who met it, and when.
+            rows: The rows by their files.
+        """
+        return TaskError(self.said, self.trace, ", ".join(part for part in (by, self.place, rows) if part))
+
+    def __str__(self) -> str:
+        return "\n".join([self.said, *([f"  {self.place}"] if self.place else []), self.trace])
 
 
 class PeerLostError(RayAppError):

@@ -2,32 +2,76 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import uuid
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-pytest_plugins = ["tests.cluster"]
+TESTS = Path(__file__).parent
+pytest_plugins = ["tests.support.cluster", "tests.support.train_command"]
 
 if TYPE_CHECKING:
-    from local_world import Pool
-
     from ray_app.record.s3 import S3Path
-    from tests.s3_server import S3Server
+    from tests.support.local_world import Pool
+    from tests.support.s3_server import S3Server
+
+
+LONGEST_FIRST = ("ray", "own_cluster", "processes", "pure")
 
 
 def pytest_configure() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so would every process that a test starts and interrupts."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    """What every process that a test starts inherits."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # By default Ray's workers give way to all other processes, and would starve beside other tests.
+    os.environ |= {"RAY_worker_niceness": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
-@pytest.fixture(scope="session")
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks every test with its folder, and as part of `make test` or of the rest."""
+    for item in items:
+        folder = _folder(item)
+        item.add_marker(folder)
+        if folder in ("ray", "own_cluster") and item.get_closest_marker("guarantee") is None:
+            item.add_marker("rest")
+    items.sort(key=lambda item: LONGEST_FIRST.index(_folder(item)))
+
+
+class ByCluster(LoadScopeScheduling):
+    """Tests that share the cluster share a process, and so do those of a file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "tests/ray" if file.startswith("tests/ray/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByCluster:
+    return ByCluster(config, log)
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where everything is there that tests may need, as in CI, a test that skips itself has failed."""
+    report = yield
+    if report.skipped and os.environ.get("TESTS_MAY_SKIP") == "no":
+        report.outcome, report.longrepr = "failed", f"Skipped, where nothing may be: {report.longrepr[2]}"  # type: ignore[index]
+    return report
+
+
+@pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Four worker processes without Ray."""
-    from local_world import Pool
+    """Four worker processes without Ray, for the tests of a file: what others left in a process is not theirs."""
+    from tests.support.local_world import Pool
 
     made = Pool(4, tmp_path_factory.mktemp("stores"))
     yield made
@@ -37,7 +81,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     """A server that speaks S3, with one empty bucket."""
-    from tests.s3_server import CREDENTIALS, S3Server
+    from tests.support.s3_server import CREDENTIALS, S3Server
 
     with pytest.MonkeyPatch.context() as environment:
         for name, value in CREDENTIALS.items():

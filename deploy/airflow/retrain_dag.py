@@ -1,4 +1,4 @@
-"""Scheduled retraining as an Airflow DAG: one task, which runs jobs/retrain.py on a machine of the Ray cluster.
+"""Scheduled retraining as an Airflow DAG: one task, which runs `ray-app retrain` on a machine of the Ray cluster.
 
 For Airflow 3, or 2.10 and newer with apache-airflow-providers-standard. Copy this file into the DAG folder and change the constants.
 """
@@ -13,7 +13,7 @@ from airflow.exceptions import AirflowException, AirflowFailException
 from airflow.providers.standard.operators.bash import BashOperator
 
 FOLDER = "/opt/ray_app"
-COMMAND = "exec .venv/bin/python jobs/retrain.py --config conf/retrain_digits.yaml"
+COMMAND = "exec .venv/bin/python -m ray_app retrain --config conf/retrain_digits.yaml"
 
 AGAIN = 75  # interrupted, or another scheduler is at it
 

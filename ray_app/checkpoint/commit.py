@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ray_app.errors import CheckpointError, DamagedError
+
 SCHEMA_VERSION = 1
 COMMIT = "COMMIT.json"
 NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
@@ -57,26 +59,30 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def parsed(name: str, data: bytes) -> Commit | str:
-    """The commit in a `COMMIT.json`, or what is wrong with it.
+def parsed(name: str, data: bytes) -> Commit:
+    """The commit in a `COMMIT.json`.
 
     Args:
         name: The checkpoint's folder.
         data: Content of the file.
+
+    Raises:
+        DamagedError: It is not what was committed.
+        CheckpointError: Another version of this application has committed it.
     """
     try:
         values: dict[str, Any] = dict(json.loads(data))
     except (ValueError, TypeError) as error:
-        return f"{COMMIT} is damaged: {error}"
+        raise DamagedError(f"{COMMIT} is damaged: {error}") from error
     version = values.get("schema_version")
     if version != SCHEMA_VERSION:
-        return f"{COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}"
+        raise CheckpointError(f"{COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}")
     digest = values.pop("sha256", None)
     if digest != _digest(values):
-        return f"{COMMIT} is damaged: it differs from what was committed (SHA-256)"
+        raise DamagedError(f"{COMMIT} is damaged: it differs from what was committed (SHA-256)")
     commit = Commit(**values)
     if (commit.step, commit.fence) != key_of(name):
-        return f"{COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}"
+        raise DamagedError(f"{COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}")
     return commit
 
 

@@ -90,12 +90,13 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
 
     Raises:
         CheckpointError: The files hold something else, such as pickled code, which is not run.
+        MemoryError: There is no room for what they hold.
     """
     try:
         rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
         step, optimizer, schedule, more = rest["step"], rest["optimizer"], rest["schedule"], rest["more"]
     except Exception as error:
-        raise CheckpointError(f"{TRAINING} is refused: {error}") from error
+        raise _refusal(TRAINING, error) from error
     return Snapshot(step, unpack_model(files), optimizer, schedule, more)
 
 
@@ -104,11 +105,19 @@ def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
 
     Raises:
         CheckpointError: The file holds something else.
+        MemoryError: There is no room for what it holds.
     """
     try:
         return safetensors.torch.load(files[MODEL])
     except Exception as error:
-        raise CheckpointError(f"{MODEL} is refused: {error}") from error
+        raise _refusal(MODEL, error) from error
+
+
+def _refusal(name: str, error: Exception) -> Exception:
+    """What to raise for a file that cannot be read: a machine that has no room for it says nothing of the file."""
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch has no type of its own for it on the CPU
+        return MemoryError(f"No room for {name} of a checkpoint: {error}")
+    return CheckpointError(f"{name} is refused: {error}")
 
 
 def same_values(one: bytes, other: bytes) -> bool:

@@ -1,9 +1,9 @@
 """The checkpoint store: a directory per step and fence, its files, and `COMMIT.json` last.
 
 A directory without a valid `COMMIT.json` does not exist. Loading verifies the digest of every file, takes the newest step and its
-highest fence, and walks back over bad ones, marking them. Nothing is moved, appended to, or replaced before it is committed. A writer that
-a later start has taken the run over from commits nothing; should both happen at the same moment, the commit is still one that the run can
-go on from, under its own fence.
+highest fence, and walks back over bad ones, marking those whose bytes have changed. Nothing is moved, appended to, or replaced before it is
+committed. A writer that a later start has taken the run over from commits nothing; should both happen at the same moment, the commit is
+still one that the run can go on from, under its own fence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray_app.checkpoint.commit import COMMIT, NAME, Commit, key_of, parsed, seal
 from ray_app.checkpoint.format import Snapshot, unpack
 from ray_app.checkpoint.put import put_if_absent
 from ray_app.checkpoint.retention import Hold, removable
-from ray_app.errors import CheckpointError, LeaseLostError
+from ray_app.errors import CheckpointError, DamagedError, LeaseLostError
 from ray_app.record.files import (
     Content,
     Location,
@@ -121,14 +121,18 @@ class CheckpointStore:
     def commits(self) -> list[Commit]:
         """Every committed checkpoint that is not marked bad, by step and then fence."""
         good = {name: files[COMMIT] for name, files in self._folders().items() if COMMIT in files and _BAD not in files}
-        found = [parsed(name, data) for name, data in zip(good, read_all(good.values(), missing=b""), strict=True)]
-        return sorted((c for c in found if isinstance(c, Commit)), key=lambda c: (c.step, c.fence))
+        found: list[Commit] = []
+        for name, data in zip(good, read_all(good.values(), missing=b""), strict=True):
+            with suppress(CheckpointError):
+                found.append(parsed(name, data))
+        return sorted(found, key=lambda c: (c.step, c.fence))
 
     def load(self, commit: Commit) -> dict[str, bytes]:
         """The files of a checkpoint, verified.
 
         Raises:
-            CheckpointError: A file is missing, cut short or changed, or not in the checkpoint's folder.
+            DamagedError: A file is missing, cut short or changed.
+            CheckpointError: A file is not in the checkpoint's folder.
             FileNotFoundError: The whole checkpoint was removed meanwhile.
             OSError: The storage does not answer; the checkpoint may be intact.
         """
@@ -142,11 +146,11 @@ class CheckpointStore:
             except FileNotFoundError as error:
                 if not (folder / COMMIT).exists():
                     raise
-                raise CheckpointError(f"{folder.name}/{name} is missing") from error
+                raise DamagedError(f"{folder.name}/{name} is missing") from error
             if len(data) != facts["bytes"]:
-                raise CheckpointError(f"{folder.name}/{name} has {len(data)} bytes, {facts['bytes']} were committed")
+                raise DamagedError(f"{folder.name}/{name} has {len(data)} bytes, {facts['bytes']} were committed")
             if hashlib.sha256(data).hexdigest() != facts["sha256"]:
-                raise CheckpointError(f"{folder.name}/{name} differs from what was committed (SHA-256)")
+                raise DamagedError(f"{folder.name}/{name} differs from what was committed (SHA-256)")
             files[name] = data
         return files
 
@@ -154,10 +158,13 @@ class CheckpointStore:
         """The newest checkpoint that is intact, or None if none was ever committed.
 
         Args:
-            on_fallback: Told of every checkpoint that was passed over; it is marked and not looked at again.
+            on_fallback: Told of every checkpoint that is passed over, whoever marked it. One that is damaged is marked and not looked at
+                again; one whose content is refused stays as it is, since another version may read it.
 
         Raises:
-            CheckpointError: There are checkpoints, but not one is intact; nothing is deleted.
+            CheckpointError: There are checkpoints, but not one can be used; nothing is deleted.
+            MemoryError: There is no room for it here.
+            OSError: The storage does not answer.
         """
         refused = []
         for name, files in sorted(self._folders().items(), key=lambda item: key_of(item[0]), reverse=True):
@@ -167,16 +174,15 @@ class CheckpointStore:
                 if _BAD in files:
                     raise CheckpointError(str(read_json(files[_BAD])["reason"]))
                 commit = parsed(name, files[COMMIT].read_bytes())
-                if isinstance(commit, str):
-                    raise CheckpointError(commit)
                 snapshot = unpack(self.load(commit))
                 if snapshot.step != commit.step:
                     raise CheckpointError(f"it holds the state of step {snapshot.step}")
                 return commit, snapshot
             except CheckpointError as error:
                 refused.append(f"{name}: {error}")
-                if _mark_bad(self._paths.checkpoints / name, str(error)):
-                    on_fallback(Fallback(name, str(error)))
+                if isinstance(error, DamagedError):
+                    _mark_bad(self._paths.checkpoints / name, str(error))
+                on_fallback(Fallback(name, str(error)))
         if refused:
             raise CheckpointError(
                 f"No checkpoint of {self._paths.root} can be returned to:\n"
@@ -252,10 +258,8 @@ def _refuse_if_gone(folder: Location, wanted: Iterable[str]) -> None:
         raise OSError(f"Somebody has removed {sorted(gone)} from {folder} meanwhile")
 
 
-def _mark_bad(folder: Location, reason: str) -> bool:
-    """Marks a folder as bad; returns whether it was not marked before, as far as the storage says."""
+def _mark_bad(folder: Location, reason: str) -> None:
     try:
-        return put_json(folder / _BAD, {"reason": reason, "time_s": time.time()}, if_absent=True)
+        put_json(folder / _BAD, {"reason": reason, "time_s": time.time()}, if_absent=True)
     except OSError as error:
         logger.warning("%s could not be marked as bad and will be looked at again: %s", folder, error)
-        return True

@@ -1,1 +1,1 @@
-"""From plan to tensors: ingest, planned reads as Ray Data tasks, and the feed of a worker."""
+"""What training reads: what is in a data set, planned reads to decoded rows, rows to micro-batches. Making data sets is `ingest`."""

@@ -22,6 +22,7 @@ from ray_app.record.history import goodput
 from ray_app.record.holder import Holder
 from ray_app.record.journal import MetricsReader, StepRecord
 from ray_app.record.paths import RunPaths
+from ray_app.version import __version__
 
 Outcome = Literal["equal", "different", "failed", "left out"]
 _ROOT = Path(__file__).resolve().parents[2]
@@ -191,16 +192,13 @@ def facts() -> dict[str, Any]:
 
 
 def _own_version() -> str:
-    """The version of this application: of pyproject.toml and, in a clone, the commit."""
-    try:
-        found = re.search(r'^version = "(.*)"', (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    version = found[1] if found else "unknown"
+    """The version of this application and, in a clone, the commit."""
+    if not (_ROOT / ".git").exists():  # installed; what is above may be another repository
+        return __version__
     done = subprocess.run(
         ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
     )
-    return f"{version} ({done.stdout.strip()})" if done.returncode == 0 else version
+    return f"{__version__} ({done.stdout.strip()})" if done.returncode == 0 else __version__
 
 
 def _cpu() -> str:
@@ -211,7 +209,7 @@ def _cpu() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def verdict(results: list[dict[str, Any]], digest: str, planned: int) -> str:
+def conclusion(results: list[dict[str, Any]], digest: str, planned: int) -> str:
     """One sentence on the whole drill."""
     left_out = sum(r["outcome"] == "left out" for r in results)
     equal = sum(r["outcome"] == "equal" for r in results)

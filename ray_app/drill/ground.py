@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from ray_app.config import Config
+from ray_app.config.config import Config
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Pace, Proofs
-from ray_app.pipeline.result import Result
-from ray_app.pipeline.run import Faults
 from ray_app.record.files import location
 from ray_app.record.holder import Holder
 from ray_app.record.journal import Event, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.runs.in_process import Faults, Observe
+from ray_app.runs.outcome.result import Result
 
 PACED_S = 40.0
 
@@ -111,7 +111,8 @@ class Disturbance:
         steps: Where it strikes.
         expected: Names of the proofs that must be there at the end.
         confirm: Says what there is to see of it in the run besides; each line is something that is missing.
-        faults: What happens while the run goes on.
+        faults: What happens in its processes while the run goes on.
+        observe: What happens in the driver meanwhile.
         held: Proofs between which the run was made to wait: from the key's to the value's.
         room: Workers that the drill's own cluster has room for at first; None: for all.
         changes: Other values of the configuration.
@@ -122,6 +123,7 @@ class Disturbance:
     expected: list[str]
     confirm: Callable[[Ended], list[str]]
     faults: Faults = field(default_factory=Faults)
+    observe: Observe | None = None
     held: dict[str, str] = field(default_factory=dict)
     room: int | None = None
     changes: dict[str, Any] = field(default_factory=dict)

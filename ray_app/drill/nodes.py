@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_app.drill.faults import Hold, Proofs, Several
 from ray_app.drill.ground import Disturbance, Ended, Ground, is_gone
-from ray_app.pipeline.run import Faults
+from ray_app.runs.in_process import Faults
 from ray_app.train.hooks import Hooks
 
 _DRAIN_S = 60
@@ -39,8 +39,8 @@ def _held(ground: Ground, rank: int, sizes: range, act: Callable[[dict[str, Any]
     """A scenario in which the driver does something to nodes while a rank waits; then one of these numbers of workers is awaited."""
     step = ground.step()
     after = Several((Hold(ground.proofs, "held", "released", step, rank), ground.pace(step + 1, sizes=sizes)))
-    faults = Faults(train=Hooks(after_step=after), watch=_OnHold(ground.proofs, act))
-    return Disturbance([step], faults=faults, changes={"scaling__min_workers": 1}, **more)
+    faults, observe = Faults(train=Hooks(after_step=after)), _OnHold(ground.proofs, act)
+    return Disturbance([step], faults=faults, observe=observe, changes={"scaling__min_workers": 1}, **more)
 
 
 def _without_nodes(ground: Ground, least_workers: int) -> str | None:

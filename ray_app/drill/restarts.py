@@ -10,13 +10,13 @@ from pathlib import Path
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import Config
+from ray_app.config.config import Config
 from ray_app.drill.faults import DrillStopError, Hold, Stop, driver_command
 from ray_app.drill.ground import Disturbance, Ended, Ground
 from ray_app.errors import own_error
-from ray_app.pipeline.run import Faults
 from ray_app.record.files import Location, put_atomic
 from ray_app.record.paths import RunPaths
+from ray_app.runs.in_process import Faults
 from ray_app.train.hooks import Hooks
 
 _DRIVER_S = 180.0

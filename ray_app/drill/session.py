@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -19,8 +18,8 @@ from rich.markup import escape
 from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import Config, digest, flatten
-from ray_app.drill.certificate import Trace, facts, judge, measures, proof_of, table, trace_of, verdict
+from ray_app.config.config import Config, digest, flatten
+from ray_app.drill.certificate import Trace, conclusion, facts, judge, measures, proof_of, table, trace_of
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Proofs, Several
 from ray_app.drill.ground import Disturbance, Ended, Ground, end_frozen
@@ -28,12 +27,12 @@ from ray_app.drill.nodes import grow, node, node_rank0, shrink
 from ray_app.drill.processes import evaluator, freeze, kill, kill_all, kill_exchange, kill_saving, kill_twice, kill_two
 from ray_app.drill.restarts import damage, driver
 from ray_app.errors import ConfigError, own_error
-from ray_app.pipeline.cluster import workers_that_fit
-from ray_app.pipeline.prepare import prepare
-from ray_app.pipeline.result import Result
-from ray_app.pipeline.run import Faults, run_training
 from ray_app.record.files import Location, location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
+from ray_app.runs.cluster import workers_that_fit
+from ray_app.runs.in_process import Faults, Observe, run_training
+from ray_app.runs.outcome.result import Result
+from ray_app.runs.prepare import prepare
 from ray_app.train.job import Job
 
 _MADE = kill, kill_twice, kill_two, kill_all, kill_exchange, kill_saving, evaluator, freeze, node, node_rank0, grow, shrink, damage, driver
@@ -126,7 +125,7 @@ class Drill:
                 result = self._left_out(name, plan) if isinstance(plan, str) else self._scenario(name, plan, grounds[name], undisturbed)
             result["seconds"] = round(time.monotonic() - began_s, 1)
             results.append(result)
-            self._save(len(results) == len(plans), verdict(results, undisturbed.digest, len(plans)))
+            self._save(len(results) == len(plans), conclusion(results, undisturbed.digest, len(plans)))
             outcome = result["outcome"] if result["outcome"] in ("equal", "left out") else result["outcome"].upper()
             more = f": {result['reason']}" if result["reason"] else ""
             self._say(f"{number:2}/{len(plans)} {name:<14} {outcome}{more} ({result['seconds']:.0f} s)")
@@ -159,7 +158,7 @@ class Drill:
                 self._nodes.shape(plan.room or self._workers)
             if plan.before is not None:
                 plan.before(config)
-            ended = self._train(config, plan.faults)
+            ended = self._train(config, plan.faults, plan.observe)
             end_frozen(ground.proofs)
             run = Ended(RunPaths(ended.path), ended.summary, ground.proofs.all())
             outcome, reason = judge(plan, run, undisturbed)
@@ -190,7 +189,7 @@ class Drill:
             train=self._train,
         )
 
-    def _train(self, config: Config, faults: Faults) -> Result:
+    def _train(self, config: Config, faults: Faults, observe: Observe | None = None) -> Result:
         """`run_training` without its output, and not for ever.
 
         Raises:
@@ -205,8 +204,8 @@ class Drill:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"The run {config.run.name!r} did not end within drill.limit_s = {self._limit_s:g} s.")
 
-        watch = Several((limit, faults.watch)) if faults.watch else limit
-        result = run_training(config, Console(file=self._log, width=160), replace(faults, watch=watch))
+        observe = Several((limit, observe)) if observe is not None else limit
+        result = run_training(config, Console(file=self._log, width=160), faults, observe)
         if interrupted.is_set or result.status == "interrupted":
             raise KeyboardInterrupt
         return result

@@ -21,10 +21,10 @@ import torch
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.cache import fetch_at_once
-from ray_app.data.decoded import load_all
-from ray_app.data.source import Fetch
-from ray_app.errors import CheckpointError, RunHeldError
+from ray_app.data.feed.memory_cache import fetch_at_once
+from ray_app.data.read.reader import Fetch
+from ray_app.data.read.whole import load_all
+from ray_app.errors import DamagedError, RunHeldError
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.record.files import poll_s
@@ -189,7 +189,7 @@ class Evaluator:
             self._before(commit)
         try:
             self._model.load_state_dict(unpack_model(self._store.load(commit)))
-        except CheckpointError as error:
+        except DamagedError as error:
             self._skipped(commit, str(error))
             self._store.mark_bad(commit, str(error))
             return
@@ -249,5 +249,5 @@ def start_evaluator(
         "max_concurrency": 4,
     }
     if when_orphaned is not None:
-        options |= {"lifetime": "detached", "name": f"evaluator-{job.paths.name}-{job.fence}", "namespace": _NAMESPACE}
+        options |= {"lifetime": "detached", "name": job.actor_name, "namespace": _NAMESPACE}
     return ray.remote(Evaluator).options(**options).remote(job, fetch_at_once, before_evaluation, when_orphaned)

@@ -9,11 +9,11 @@ from typing import Literal
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.retention import ALL, Hold
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.source import RowSource
+from ray_app.config.sections import EvaluateSection
+from ray_app.data.read.reader import RowSource
 from ray_app.record.evaluations import evaluated_steps
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
-from ray_app.sections import EvaluateSection
 from ray_app.task.base import Task
 
 
@@ -48,6 +48,11 @@ class EvaluationJob:
     def follower(self) -> str:
         """What its hold is named after."""
         return "-".join(["evaluator", *([self.name] if self.name else []), *(["attached"] if self.attached else [])])
+
+    @property
+    def actor_name(self) -> str:
+        """Name of its actor."""
+        return f"evaluator-{self.paths.unique_name}-{self.fence}"
 
     def hold(self, done_step: int, expires_s: float) -> Hold:
         """Says which checkpoints it still needs: those after `done_step`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -69,6 +69,15 @@ class Manifest:
         """Where the row at a manifest position is: path of its file, index of its row group there, and of the row in that."""
         group = int(np.searchsorted(self.first_row, position, side="right")) - 1
         return self.paths[int(self.file_of[group])], int(self.index_in_file[group]), position - int(self.first_row[group])
+
+    def named(self, positions: Sequence[int], most: int = 12) -> str:
+        """Some rows by their files, for people: `3 rows: part-0.parquet, row group 2, rows 3, 17, 20`."""
+        groups: dict[tuple[str, int], list[str]] = {}
+        for path, row_group, row in map(self.place_of, positions[:most]):
+            groups.setdefault((path, row_group), []).append(str(row))
+        places = [f"{path}, row group {group}, row{'s' * (len(rows) > 1)} {', '.join(rows)}" for (path, group), rows in groups.items()]
+        more = f"; and {len(positions) - most} more" if len(positions) > most else ""
+        return f"{len(positions)} row{'s' * (len(positions) != 1)}: {'; '.join(places)}{more}"
 
     @cached_property
     def path_hash(self) -> UInt64:

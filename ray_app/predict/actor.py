@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
-from ray_app.data.columns import ArraySpec, decode, encode
-from ray_app.data.places import parquet
-from ray_app.data.source import POSITION, ReadSpec, check_positions
+from ray_app.data.dataset.arrays import ArraySpec, from_column, to_column
+from ray_app.data.dataset.files import parquet
+from ray_app.data.read.reader import POSITION, ReadSpec, check_positions
 from ray_app.errors import ConfigError, DataError
+from ray_app.models import loader
 from ray_app.record.files import location, put_atomic
 from ray_app.task.base import Batch, Task
-from ray_app.track import loader
 
 MADE_FROM = b"ray_app.made_from"
 Predict = Callable[[Batch], Any]
@@ -136,9 +136,9 @@ class Predictor:
         Raises:
             DataError: The rows are not those of a part, or a prediction is not finite.
         """
-        position = int(decode(table.column(POSITION), ArraySpec("<i8", ()))[0])
+        position = int(from_column(table.column(POSITION), ArraySpec("<i8", ()))[0])
         name, spec = self._job.parts[position]
-        rows = sum(piece.rows for piece in spec)
+        rows = sum(span.rows for span in spec)
         check_positions(table, np.arange(position, position + rows))
         outputs = self._outputs(table, position)
         positions = pa.table({"position": np.arange(position, position + rows)})
@@ -150,7 +150,7 @@ class Predictor:
 
     def _outputs(self, table: pa.Table, position: int) -> dict[str, npt.NDArray]:
         """What the task makes of the rows, by column."""
-        arrays = {name: decode(table.column(name), spec) for name, spec in self._job.fields.items()}
+        arrays = {name: from_column(table.column(name), spec) for name, spec in self._job.fields.items()}
         found = []
         for low in range(0, table.num_rows, self._job.batch_size):
             batch = {name: torch.from_numpy(v[low : low + self._job.batch_size].copy()).to(self._device) for name, v in arrays.items()}
@@ -179,9 +179,9 @@ def _on_cpu(outputs: Any) -> Any:
 def _columns(root: str, spec: ReadSpec, names: list[str]) -> pa.Table | None:
     """Columns of a part as they are in the data set; None if none is asked for."""
     parts = []
-    for piece in spec if names else ():
-        with parquet(location(root) / piece.path) as file:
-            parts.append(file.read_row_group(piece.row_group, columns=names, use_threads=False).slice(piece.first, piece.rows))
+    for span in spec if names else ():
+        with parquet(location(root) / span.path) as file:
+            parts.append(file.read_row_group(span.row_group, columns=names, use_threads=False).slice(span.first, span.rows))
     return pa.concat_tables(parts).select(names) if parts else None
 
 
@@ -194,7 +194,7 @@ def part_file(carried: pa.Table, outputs: dict[str, npt.NDArray], made_from: str
         made_from: Digest of everything that decides the content, kept in the file.
     """
     for name, values in outputs.items():
-        field, data = encode(name, values) if values.ndim > 1 else (pa.field(name, pa.array(values).type), pa.array(values))
+        field, data = to_column(name, values) if values.ndim > 1 else (pa.field(name, pa.array(values).type), pa.array(values))
         carried = carried.append_column(field, data)
     file = io.BytesIO()
     pq.write_table(carried.replace_schema_metadata({MADE_FROM: made_from.encode()}), file, write_page_checksum=True)

@@ -8,16 +8,16 @@ from typing import Any
 
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import Config, default_tracking_uri
+from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import ConfigError
-from ray_app.pipeline.prepare import make_task
-from ray_app.pipeline.trained import chosen, trained_job
+from ray_app.models.package_files import class_path
+from ray_app.models.packaged import fetch_package, is_export, read_export
 from ray_app.predict.actor import Model
-from ray_app.record.configuration import read_config
 from ray_app.record.files import location, read_json
 from ray_app.record.paths import RunPaths
-from ray_app.track.package_files import class_path
-from ray_app.track.packaged import fetch_package, is_export, read_export
+from ray_app.record.stored_config import read_config
+from ray_app.runs.outcome.stored import chosen, trained_job
+from ray_app.runs.prepare import make_task
 
 Found = tuple[Model, dict[str, Any], list[dict[str, Any]]]
 """A model, what it is called, and name, dtype and shape of the inputs that it needs, as far as they are known."""

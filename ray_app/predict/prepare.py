@@ -11,18 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ray_app.config import Config
-from ray_app.data.contents import contents
-from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.source import Reader, ReadSpec, probe, rows_per_task, specs_of
+from ray_app.config.config import Config
+from ray_app.data.dataset.contents import contents
+from ray_app.data.dataset.dataset import Dataset, open_dataset
+from ray_app.data.read.reader import Reader, ReadSpec, probe, rows_per_task, specs_of
 from ray_app.errors import ConfigError, DataError
+from ray_app.models.package_files import class_path
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.predict.actor import PredictJob
 from ray_app.predict.model import model_of_package, model_of_run
 from ray_app.record.files import Location, folders, location, names, read_json
 from ray_app.task.base import Rows, Task
-from ray_app.track.package_files import class_path
 
 MADE_FROM = "made_from.json"
 _COUNTS = ("part_rows", "batch_size", "workers", "threads")
@@ -130,7 +130,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
         "manifest_digest": manifest.digest,
         "content_digest": hashlib.sha256(json.dumps(contents(location(dataset.root), manifest.paths)).encode()).hexdigest(),
         "columns": carried,
-        "rows_per_part": max(sum(piece.rows for piece in spec) for spec in cut),
+        "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
         "batch_size": section.batch_size,
         "threads": section.threads,
         "device": device,

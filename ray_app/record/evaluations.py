@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+import logging
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from ray_app.record.files import listing, names, put_json, read_all_json
+from ray_app.record.files import Location, listing, names, put_json, read_all
 from ray_app.record.paths import RunPaths
+from ray_app.record.s3 import S3Path
+from ray_app.record.schema import known_fields, versioned
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,52 @@ class Evaluation:
 
 def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = None) -> bool:
     """Records an evaluation of the evaluator `name`; returns False if the step had one already, which then stays."""
-    return put_json(paths.evaluation(evaluation.step, name), asdict(evaluation), if_absent=True)
+    return put_json(paths.evaluation(evaluation.step, name), versioned(asdict(evaluation)), if_absent=True)
 
 
 def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
-    """The evaluations of one evaluator by step."""
-    folder = paths.evaluations_of(name)
-    return [Evaluation(**value) for value in read_all_json(folder / file for file in sorted(filter(_is_evaluation, names(folder))))]
+    """The evaluations of one evaluator by step, with their tables and examples. What is damaged is left out, with a warning.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    places = [place for file, place in listing(paths.evaluations_of(name)).items() if _is_evaluation(file)]
+    read = zip(places, read_all(places), strict=True)
+    return [made for place, data in read if (made := _parsed(place, data)) is not None]
+
+
+def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
+    """`read_evaluations` without tables and examples. Each file is read once in a process, for those who look again and again.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    places = [place for file, place in listing(paths.evaluations_of(name)).items() if _is_evaluation(file)]
+    keys = [(str(place), _version(place)) for place in places]
+    new = [(key, place) for key, place in zip(keys, places, strict=True) if key not in _scores]
+    for (key, place), data in zip(new, read_all(place for _, place in new), strict=True):
+        made = _parsed(place, data)
+        _scores[key] = replace(made, tables={}, classes=[], examples=[]) if made is not None else None
+    return [made for key in keys if (made := _scores[key]) is not None]
+
+
+_scores: dict[tuple[str, str], Evaluation | None] = {}
+"""What was read, by file and version of it: a run's folder may be removed and made again."""
+
+
+def _version(place: Location) -> str:
+    if isinstance(place, S3Path):
+        return str(place.etag)
+    stat = place.stat()
+    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _parsed(place: Location, data: bytes) -> Evaluation | None:
+    try:
+        return known_fields(Evaluation, json.loads(data))
+    except (ValueError, TypeError) as error:
+        logger.warning("%s is left out, it is damaged or of another version: %s", place, error)
+        return None
 
 
 def evaluated_steps(paths: RunPaths, name: str | None = None) -> set[int]:

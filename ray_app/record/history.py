@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ray_app.config.sections import FailureSection
 from ray_app.record.journal import Event, StepRecord
-from ray_app.sections import FailureSection
 
 SETTLING_S = 3.0
 """Seconds after a change of the workers whose steps do not count as undisturbed."""
@@ -21,12 +21,14 @@ def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
 
 
 def restarts(events: list[Event]) -> dict[str, int]:
-    """How often the workers or the driver were started again, by cause."""
+    """How often the workers or the driver were started again, by cause; a start of a run that had finished before is no restart."""
+    ended = {event.fence for event in events if event.kind in ("finished", "stopped_early")}
+    starts = [event.fence for event in events if event.kind == "started"]
     return {
         "failures": count(events, "failed"),
         "preemptions": count(events, "preempted"),
         "resizes": count(events, "resized"),
-        "driver": max(0, count(events, "started") - 1),
+        "driver": sum(fence not in ended for fence in starts[:-1]),
     }
 
 

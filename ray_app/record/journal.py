@@ -18,6 +18,7 @@ from typing import Any
 from ray_app.record.files import listing, names, poll_s, put_atomic, put_json, read_all_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard_run, redacted
+from ray_app.record.schema import known_fields, versioned
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class MetricsWriter:
                 return
             columns = {name: [getattr(record, name) for record in records] for name in _COLUMNS}
             name = f"{records[0].step:010d}-{self._fence:04d}-{time.time_ns()}.json"
-            put_atomic(self._paths.metrics / name, json.dumps(columns).encode())
+            put_atomic(self._paths.metrics / name, json.dumps(versioned(columns)).encode())
             del self._pending[: len(records)]
             self.written_step = max(self.written_step, records[-1].step)
 
@@ -158,8 +159,9 @@ def newest_record(paths: RunPaths) -> StepRecord | None:
 
 
 def _read_segment(columns: dict[str, list[Any]]) -> Iterator[StepRecord]:
-    for values in zip(*(columns[name] for name in _COLUMNS), strict=True):
-        yield StepRecord(*values)
+    known = [name for name in _COLUMNS if name in columns]
+    for values in zip(*(columns[name] for name in known), strict=True):
+        yield StepRecord(**dict(zip(known, values, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
     guard_run(paths.config)
     event = Event(kind, time.time(), fence, redacted(details))
     try:
-        return put_json(paths.events / f"{time.time_ns():020d}-{kind}-{os.getpid()}.json", asdict(event))
+        return put_json(paths.events / f"{time.time_ns():020d}-{kind}-{os.getpid()}.json", versioned(asdict(event)))
     except OSError as error:
         logger.warning("The event %r could not be recorded: %s", kind, error)
         return False
@@ -194,4 +196,4 @@ def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
 def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
     """The run's events in the order of time, all or those of some kinds."""
     wanted = [file for name, file in listing(paths.events).items() if not kinds or name.split("-")[1] in kinds]
-    return [Event(**value) for value in read_all_json(wanted)]
+    return [known_fields(Event, value) for value in read_all_json(wanted)]

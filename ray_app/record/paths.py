@@ -26,6 +26,11 @@ class RunPaths:
         return self.root.name
 
     @property
+    def unique_name(self) -> str:
+        """The run's name, and a digest of where it is stored: two storages may have runs of one name."""
+        return f"{self.name}-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
+
+    @property
     def config(self) -> Location:
         """The resolved configuration of the run's first start."""
         return self.root / "config.yaml"
@@ -130,5 +135,4 @@ class RunPaths:
         """What Ray Train writes for itself during one `fit()`; for a run on S3 in a temporary folder of the driver's machine."""
         if isinstance(self.root, Path):
             return self.root / f"ray-{fence}"
-        place = hashlib.sha256(str(self.root).encode()).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / "ray_app" / f"{self.name}-{place}" / f"ray-{fence}"
+        return Path(tempfile.gettempdir()) / "ray_app" / self.unique_name / f"ray-{fence}"

@@ -24,6 +24,14 @@ from ray_app.record.files import Location
 HIDDEN = "***"
 
 _NAME = re.compile(r"(?i)token(?!iz|s\b|s_)|secret|passw(?:or)?d|api_?key|access_?key|private_?key|credential")
+_TOKEN_OF_TEXT = re.compile(
+    r"(?i)(?:^|_)(?:additional|begin|blank|bos|cls|end|eod|eos|eot|extra|image|mask|oov|pad|padding|sep|separator|sos|special|start|stop"
+    r"|unk|unknown)_?token$"
+)
+_ABOUT_ONE = re.compile(
+    r"(?i)(?:token|secret|passw(?:or)?d|key|credential)_?(?:class|column|columns|count|dim|dtype|embedding|feature|features|field|fields"
+    r"|index|kind|label|level|position|type|types)$"
+)
 _LEAST_CHARS, _LEAST_LINE_CHARS = 4, 16
 """What is shorter is hidden in its own field only: in a text it would hide half of every word."""
 _LEAST_ENVIRONMENT_CHARS = 8
@@ -33,8 +41,12 @@ _guarded_runs: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a field or variable of this name holds a secret: `hf_token`, `AWS_SECRET_ACCESS_KEY`, `dbPassword`; not `max_tokens`."""
-    return _NAME.search(name) is not None
+    """Whether a field of this name holds a secret: `hf_token`, `AWS_SECRET_ACCESS_KEY`, `dbPassword`.
+
+    The tokens of a text are none (`max_tokens`, `pad_token`), nor is what only says where or of what kind one is (`token_column`).
+    """
+    is_harmless = _TOKEN_OF_TEXT.search(name) or _ABOUT_ONE.search(name)
+    return _NAME.search(name) is not None and not is_harmless
 
 
 def guard(values: Mapping[str, Any]) -> bool:
@@ -114,7 +126,7 @@ def _in_fields(values: Any, name: str = "") -> Iterator[str]:
 
 
 def _in_environment(environment: Mapping[str, str]) -> set[str]:
-    return {value for name, value in environment.items() if len(value) >= _LEAST_ENVIRONMENT_CHARS and is_secret_name(name)}
+    return {value for name, value in environment.items() if len(value) >= _LEAST_ENVIRONMENT_CHARS and _NAME.search(name)}
 
 
 @lru_cache(maxsize=8)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from ray_app.config.extras import require
 from ray_app.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -257,6 +258,7 @@ def _client(query: str) -> Any:
 @functools.cache
 def _make_client(query: str) -> Any:
     """One client per server and process; it may be used by many threads. Importing botocore and reading its models takes half a second."""
+    require("botocore", "s3://")
     import botocore.session
     from botocore.config import Config
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from ray_app.record.files import names, put_json, read_all_json
 from ray_app.record.paths import RunPaths
+from ray_app.record.schema import known_fields, versioned
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def put_look(paths: RunPaths, fence: int, number: int, look: Look) -> None:
     Raises:
         OSError: The storage refused.
     """
-    put_json(paths.system / f"{fence:06d}-{number:09d}.json", asdict(look))
+    put_json(paths.system / f"{fence:06d}-{number:09d}.json", versioned(asdict(look)))
 
 
 def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict[str, Look]:
@@ -49,4 +50,4 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
         known: Names of others that are not.
     """
     wanted = sorted(name for name in names(paths.system) if name > after and name not in known)
-    return dict(zip(wanted, (Look(**value) for value in read_all_json(paths.system / name for name in wanted)), strict=True))
+    return dict(zip(wanted, (known_fields(Look, value) for value in read_all_json(paths.system / name for name in wanted)), strict=True))

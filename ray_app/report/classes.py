@@ -32,7 +32,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ByClass:
     """What is shown of one evaluation.
 
     Args:
@@ -58,7 +58,7 @@ class Verdict:
     examples: list[dict[str, Any]] = field(default_factory=list)
 
 
-def verdict(facts: Facts) -> Verdict | None:
+def by_class(facts: Facts) -> ByClass | None:
     """What to show of the best evaluation, or of the last one that has tables or examples; None if none has."""
     best = facts.best
     candidates = [*([best] if best else []), *reversed(facts.evaluations)]
@@ -71,7 +71,7 @@ def verdict(facts: Facts) -> Verdict | None:
     classes += [str(i) for i in range(len(classes), len(matrix))]
     is_small = len(matrix) <= _MOST_CLASSES
     columns, rows = _per_class(chosen, classes)
-    return Verdict(
+    return ByClass(
         chosen.step,
         chosen is best,
         classes,

@@ -12,9 +12,8 @@ from typing import Any
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.config import Config, flatten
+from ray_app.config.config import Config, flatten
 from ray_app.errors import ConfigError
-from ray_app.record.configuration import read_config
 from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
 from ray_app.record.files import folders, read_all, read_json
 from ray_app.record.history import goodput, world_sizes
@@ -22,6 +21,7 @@ from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
 from ray_app.record.lease import is_held
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redacted
+from ray_app.record.stored_config import read_config
 from ray_app.report.rows import BadRows, read_bad_rows
 from ray_app.report.series import Clock, starts_of
 from ray_app.report.story import what_happened

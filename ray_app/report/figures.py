@@ -161,16 +161,16 @@ def _lanes(facts: Facts) -> list[Lane]:
 def _event_mark(facts: Facts, event: Event) -> Mark:
     tone, shape = _SHAPES[event.kind]
     at = facts.clock.at(event.time_s)
-    return Mark(at, tone, f"{seconds(at)}: {described(event)}", shape)  # type: ignore[arg-type]
+    return Mark(at, tone, f"{seconds(at)}: {_in_a_line(event)}", shape)  # type: ignore[arg-type]
 
 
 def _saved(facts: Facts, event: Event) -> Mark:
     at = facts.clock.at(event.time_s)
     if event.kind != "checkpointed":
-        return Mark(at, "red", f"{seconds(at)}: {described(event)}", "cross")
+        return Mark(at, "red", f"{seconds(at)}: {_in_a_line(event)}", "cross")
     took = float(event.details.get("duration_s") or 0.0)
     is_extra = event.details.get("why") == "extra"
-    return Mark(at - took, "blue", f"{seconds(at)}: {described(event)}", "hollow" if is_extra else "bar", at)
+    return Mark(at - took, "blue", f"{seconds(at)}: {_in_a_line(event)}", "hollow" if is_extra else "bar", at)
 
 
 def _evaluated(facts: Facts, found: Evaluation) -> Mark:
@@ -210,6 +210,11 @@ def described(event: Event) -> str:
     return texts.get(event.kind, f"{event.kind.replace('_', ' ')}{step}{reason}")
 
 
+def _in_a_line(event: Event) -> str:
+    return described(event).partition("\n")[0]
+
+
 def _reasons(errors: object) -> str:
-    """What the workers failed with, each thing once."""
-    return "; ".join(dict.fromkeys(map(str, errors.values()))) if isinstance(errors, dict) else str(errors)
+    """What the workers failed with, each thing once: what a task raised is the same if its first line is."""
+    told = errors.values() if isinstance(errors, dict) else [errors]
+    return "; ".join({str(error).partition("\n")[0]: str(error) for error in told}.values())

@@ -12,7 +12,7 @@ from ray_app.record.files import Location, put_atomic
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
 from ray_app.report.axes import number, seconds
-from ray_app.report.classes import verdict
+from ray_app.report.classes import by_class
 from ray_app.report.facts import Facts, changed_fields, read_facts
 from ray_app.report.figures import cluster_figures, learning_figures
 from ray_app.report.rows import shares
@@ -52,7 +52,7 @@ def render(facts: Facts) -> str:
             cluster=cluster_figures(facts),
             happenings=happenings(facts),
             shares=shares(facts.records),
-            verdict=verdict(facts),
+            by_class=by_class(facts),
             budgets=budgets(facts),
             counters=counters(facts),
             time_parts=time_parts(facts),

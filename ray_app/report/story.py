@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ray_app.config.sections import FailureSection
 from ray_app.record.history import counted_word, disturbances, recoveries, world_sizes
 from ray_app.record.journal import Event, StepRecord
 from ray_app.report.axes import seconds
-from ray_app.sections import FailureSection
 
 _MOST_SIZES = 8
 

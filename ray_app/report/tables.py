@@ -13,7 +13,7 @@ from ray_app.report.figures import described
 from ray_app.report.series import starts_of
 
 _ORDINARY = ("checkpointed", "evaluated", "left", "workers")
-_MOST_HAPPENINGS = 300
+_MOST_HAPPENINGS, _MOST_CHARS = 300, 8000
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def happenings(facts: Facts) -> list[tuple[str, str, str]]:
     """Everything that is not ordinary: the run's time, the kind, and words. At most the newest 300."""
     told = [event for event in facts.events if event.kind not in _ORDINARY]
     return [
-        (seconds(facts.clock.at(event.time_s)), event.kind.replace("_", " "), described(event)[:1500]) for event in told[-_MOST_HAPPENINGS:]
+        (seconds(facts.clock.at(event.time_s)), event.kind.replace("_", " "), described(event)[:_MOST_CHARS])
+        for event in told[-_MOST_HAPPENINGS:]
     ]
 
 

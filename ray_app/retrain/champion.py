@@ -10,14 +10,14 @@ from typing import Any
 
 import safetensors.torch
 
+from ray_app.models.versions import Version, fetch, parameters
 from ray_app.record.files import Location, put_atomic
 from ray_app.retrain.comparison import Files, files_of
 from ray_app.retrain.key import Delivery
-from ray_app.retrain.places import RetrainPaths
+from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.profile import Profile
 from ray_app.retrain.rounds import Round
 from ray_app.retrain.validate import Known
-from ray_app.track.versions import Version, fetch, parameters
 
 KEY_TAG = "ray_app.retrain_key"
 

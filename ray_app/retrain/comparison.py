@@ -17,18 +17,18 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from ray_app.data.cache import fetch_at_once
-from ray_app.data.columns import decode
-from ray_app.data.source import RowSource, specs_of
+from ray_app.config.sections import EvaluateSection
+from ray_app.data.dataset.arrays import from_column
+from ray_app.data.feed.memory_cache import fetch_at_once
+from ray_app.data.read.reader import RowSource, specs_of
 from ray_app.errors import ConfigError, own_error
+from ray_app.models import loader
 from ray_app.plan.facts import DataFacts
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
-from ray_app.sections import EvaluateSection
 from ray_app.task.base import Batch, Rows, Task
 from ray_app.task.scoring import Chunk, score
-from ray_app.track import loader
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -188,7 +188,7 @@ def _arrays(request: Request) -> dict[str, npt.NDArray]:
     parts: dict[str, list[npt.NDArray]] = {name: [] for name in source.fields}
     for table in fetch_at_once(source.reader, specs_of(source.manifest, request.segments, source.task_rows)):
         for name, spec in source.fields.items():
-            parts[name].append(decode(table.column(name), spec).copy())
+            parts[name].append(from_column(table.column(name), spec).copy())
     return {name: np.concatenate(found) for name, found in parts.items()}
 
 

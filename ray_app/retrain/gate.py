@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,13 @@ class ClassRecall:
         rows: Evaluation rows of the class.
         champion: Its recall.
         challenger: Its recall.
+        least_drop: Lower bound of the interval of the fall, which holds for all classes together.
     """
 
     rows: int
     champion: float
     challenger: float
+    least_drop: float
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What the gate says.
 
     Args:
@@ -109,18 +112,12 @@ def figures(
     counts = draws(seed, section.resamples, len(challenger))
     gains = sign * (resampled(task, challenger, metric, counts) - resampled(task, champion, metric, counts))
     low, high = np.quantile(gains, [(1 - section.confidence) / 2, (1 + section.confidence) / 2]).tolist()
-    recalls = {
-        name: ClassRecall(supported, old, new)
-        for name, supported, old, new in zip(
-            task.classes, _supports(challenger), before.tables.get(GUARD, []), scores.tables.get(GUARD, []), strict=False
-        )
-        if supported >= section.min_class_rows
-    }
+    recalls = {task.classes[i]: recall for i, recall in _recalls(challenger, champion, counts, section).items() if i < len(task.classes)}
     gain = sign * (scores.values[metric] - before.values[metric])
     return Figures(metric, mode, rows, scores.values[metric], before.values[metric], gain, low, high, recalls)
 
 
-def judge(found: Figures, section: RetrainSection) -> Verdict:
+def judge(found: Figures, section: RetrainSection) -> Decision:
     """Says whether a challenger becomes the champion."""
     problems = []
     worst = section.min_metric
@@ -128,7 +125,7 @@ def judge(found: Figures, section: RetrainSection) -> Verdict:
         problems.append(f"its {found.metric} of {found.challenger:.4f} is not as good as retrain.min_metric = {worst:g}")
     if found.champion is None:
         said = f"{found.metric} {found.challenger:.4f} on {found.rows:,} rows, no champion to compare with"
-        return Verdict(not problems, "; ".join([said, *problems]))
+        return Decision(not problems, "; ".join([said, *problems]))
     assert found.gain is not None
     assert found.low is not None
     said = (
@@ -138,17 +135,36 @@ def judge(found: Figures, section: RetrainSection) -> Verdict:
     if not found.low > section.min_gain:
         problems.append(f"the lower bound is not above retrain.min_gain = {section.min_gain:g}, so it may be no better")
     for name, recall in found.recalls.items():
-        if recall.champion - recall.challenger > section.max_recall_drop:
+        if recall.least_drop > section.max_recall_drop:
             problems.append(
-                f"the recall of class {name} falls from {recall.champion:.3f} to {recall.challenger:.3f} ({recall.rows} rows); allowed are"
-                f" {section.max_recall_drop:g} (retrain.max_recall_drop)"
+                f"the recall of class {name} falls from {recall.champion:.3f} to {recall.challenger:.3f} ({recall.rows} rows), by at least"
+                f" {recall.least_drop:.3f} beyond chance; allowed are {section.max_recall_drop:g} (retrain.max_recall_drop)"
             )
-    return Verdict(not problems, "; ".join([said, *problems]))
+    return Decision(not problems, "; ".join([said, *problems]))
 
 
-def _supports(chunks: Sequence[Chunk]) -> list[int]:
-    """Rows of each class, from the states of the guard metric; none if it keeps others."""
-    states: list[dict[str, Any]] = [chunk.states.get(GUARD, {}) for chunk in chunks]
-    if not all({"tp", "fn"} <= state.keys() for state in states):
-        return []
-    return [int(rows) for rows in sum(state["tp"] + state["fn"] for state in states).tolist()]
+def _recalls(
+    challenger: Sequence[Chunk], champion: Sequence[Chunk], counts: npt.NDArray[np.int64], section: RetrainSection
+) -> dict[int, ClassRecall]:
+    """The recalls of the classes with enough rows, by their numbers, from the states of the guard metric; none if it keeps others.
+
+    Both models are drawn alike, so what they agree on does not count. The bound is normal, with the standard deviation of the draws, at
+    (1 - confidence) / 2 over the number of classes (Bonferroni): draws alone do not reach so far into the tail for many classes.
+    """
+    states: list[list[dict[str, Any]]] = [[chunk.states.get(GUARD, {}) for chunk in chunks] for chunks in (challenger, champion)]
+    if not all({"tp", "fn"} <= state.keys() for found in states for state in found):
+        return {}
+    new, old = (np.stack([state["tp"].numpy() for state in found]).astype(np.float64) for found in states)  # (blocks, classes)
+    rows = np.stack([(state["tp"] + state["fn"]).numpy() for state in states[0]]).astype(np.float64)
+    watched = np.flatnonzero(rows.sum(0) >= section.min_class_rows).tolist()
+    if not watched:
+        return {}
+    far = NormalDist().inv_cdf(1 - (1 - section.confidence) / 2 / len(watched))
+    drops = (counts @ (old - new)[:, watched]) / np.maximum(1, counts @ rows[:, watched])  # (draws, classes)
+    total = rows.sum(0)
+    return {
+        i: ClassRecall(int(total[i]), float(was), float(now), float(was - now - far * spread))
+        for i, was, now, spread in zip(
+            watched, (old.sum(0) / np.maximum(1, total))[watched], (new.sum(0) / np.maximum(1, total))[watched], drops.std(0), strict=True
+        )
+    }

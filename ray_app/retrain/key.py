@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_app.config import Config, result_fields
-from ray_app.data.contents import contents, sha256
-from ray_app.data.places import files_below, relative
+from ray_app.config.config import Config, result_fields
+from ray_app.config.sections import ClassSpec
+from ray_app.data.dataset.contents import contents, sha256
+from ray_app.data.dataset.files import files_below, find, is_folder, relative
 from ray_app.errors import DataError, RegistryError
+from ray_app.models.sources import sources_of
+from ray_app.record.files import Location, location
 from ray_app.retrain.section import RetrainSection
-from ray_app.task.base import Task
-from ray_app.track.sources import sources_of
+from ray_app.runs.initial import find_beginning
+from ray_app.train.state.state import load_class
 
 _DESCRIPTION = "dataset.json"
 
@@ -56,7 +61,7 @@ class Inputs:
     Args:
         data: Digest of the delivery.
         config: Digest of the fields that decide the result, and of how retraining chooses rows and parameters to begin with.
-        code: Digest of the task's source files and of ray_app.
+        code: Digest of the source files of the task, the optimizer, the schedule and classes in their arguments, and of ray_app.
         judging: Digest of the settings that decide whether data or a model is accepted.
         champion: What of the champion the training depends on; empty if it depends on nothing of it.
     """
@@ -78,31 +83,40 @@ class Inputs:
         return digest_of(asdict(self))
 
 
-def delivered(config: Config) -> Delivery:
-    """Reads all files of the data once.
+def delivered(config: Config, memory: Location | None = None) -> Delivery:
+    """The digests of all files of the data; those that were changed since the last look are read.
+
+    Args:
+        config: Names the data.
+        memory: Folder where the digests are kept for the next look; not given: all files are read, and nothing is kept.
 
     Raises:
         DataError: There are none.
+        StorageError: S3 does not answer.
     """
-    return Delivery(_contents(config.data.path), _contents(str(config.data.eval_path)))
+    train, evaluation = (memory / f"{name}.json" if memory is not None else None for name in ("train", "evaluation"))
+    return Delivery(_contents(config.data.path, train), _contents(str(config.data.eval_path), evaluation))
 
 
-def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, task: Task, champion: str) -> Inputs:
-    """The inputs of a round.
+def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
+    """The inputs of a round; the parameters that `train.init_from` names count by their content.
 
     Args:
         config: The configuration.
         section: How to retrain.
         delivery: The data.
-        task: The configured task.
         champion: What of the champion the training depends on, such as the digest of its parameters; empty if nothing.
+
+    Raises:
+        ConfigError: There are no such parameters, or a class cannot be imported.
     """
+    config, _ = find_beginning(config, None)
     fields = result_fields(config, "")
     fields |= {"retrain.data": section.data, "retrain.start": section.start}
     if section.data == "new_and_sample":
         fields["retrain.old_fraction"] = section.old_fraction
     judging = section.judging() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode}
-    return Inputs(delivery.digest, digest_of(fields), _code(type(task)), digest_of(judging), champion)
+    return Inputs(delivery.digest, digest_of(fields), _code(config), digest_of(judging), champion)
 
 
 def digest_of(value: Any) -> str:
@@ -110,24 +124,40 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _contents(path: str) -> dict[str, str]:
-    target = Path(path).resolve()
-    files = files_below(target, ".parquet") if target.is_dir() else [target] if target.is_file() else []
+def _contents(path: str, memory: Location | None) -> dict[str, str]:
+    target = location(path)
+    is_one = find(target) is not None
+    files = [target] if is_one else files_below(target, ".parquet") if is_folder(target) else []
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file (looked at {target}); deliver the data first.")
-    root = target if target.is_dir() else target.parent
-    found = contents(root, (relative(file, root) for file in files))
-    if (root / _DESCRIPTION).is_file():  # of what stands in it only the classes count: it also says when and from what it was made
+    root = target.parent if is_one else target
+    found = contents(root, [relative(file, root) for file in files], memory)
+    if find(root / _DESCRIPTION):  # of what stands in it only the classes count: it also says when and from what it was made
         found[_DESCRIPTION] = digest_of(json.loads((root / _DESCRIPTION).read_text()).get("classes"))
     return found
 
 
-def _code(task: type[Task]) -> str:
+def _code(config: Config) -> str:
     package = Path(__file__).resolve().parents[1]
     files = {str(file.relative_to(package)): file for file in package.rglob("*.py")}
-    try:
-        files |= sources_of(task.__module__).files
-    except RegistryError:  # it can be trained all the same; then its own file counts
-        module = __import__(task.__module__, fromlist=["_"])
-        files[task.__module__] = Path(str(module.__file__))
+    for class_path in sorted(_classes(config.to_dict())):
+        files |= _sources(class_path)
     return digest_of({name: sha256(file) for name, file in sorted(files.items())})
+
+
+def _classes(values: Any) -> Iterator[str]:
+    """Everything that a configuration names as a class, however deep."""
+    for item in values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ():
+        yield from _classes(item)
+    if isinstance(values, dict) and isinstance(values.get("class_path"), str):
+        yield values["class_path"]
+
+
+def _sources(class_path: str) -> dict[str, Path]:
+    """The files of a class, by the names of their modules."""
+    name = load_class(ClassSpec(class_path)).__module__
+    try:
+        return sources_of(name).files
+    except RegistryError:  # it can be trained all the same; then its own file counts
+        file = getattr(importlib.import_module(name), "__file__", None)
+        return {name: Path(file)} if file else {}

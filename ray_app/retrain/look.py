@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ray_app.config import Config
-from ray_app.data.dataset import open_dataset
-from ray_app.pipeline.prepare import prepare
+from ray_app.config.config import Config
+from ray_app.data.dataset.dataset import open_dataset
 from ray_app.retrain.champion import Champion
 from ray_app.retrain.comparison import Request, sample, score_packages
 from ray_app.retrain.profile import Profile, profile, psi
 from ray_app.retrain.section import RetrainSection
 from ray_app.retrain.validate import Agreement
+from ray_app.runs.prepare import prepare
 from ray_app.task.base import Task
 from ray_app.task.scoring import combine
 

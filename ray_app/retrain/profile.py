@@ -13,18 +13,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ray_app.data.columns import decode, spec_of
-from ray_app.data.dataset import Dataset
-from ray_app.data.places import unusable
+from ray_app.data.dataset.arrays import from_column, spec_of
+from ray_app.data.dataset.dataset import Dataset
+from ray_app.data.dataset.files import parquet, unusable
 from ray_app.plan.keyed import hash_array, key
+from ray_app.record.files import location
 
 _BINS = 10
 _SAMPLE_ROWS = 50_000
@@ -153,14 +152,14 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
         DataError: A file is damaged.
         StorageError: The storage does not answer.
     """
-    manifest = dataset.manifest
+    manifest, root = dataset.manifest, location(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
-            with pq.ParquetFile(Path(dataset.root) / path) as file:
+            with parquet(root / path) as file:
                 for group in np.flatnonzero(manifest.file_of == index).tolist():
                     yield int(manifest.first_row[group]), file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
         except (pa.ArrowException, OSError) as error:
-            raise unusable(Path(dataset.root) / path, error, "It cannot be read; deliver it again.") from error
+            raise unusable(root / path, error, "It cannot be read; deliver it again.") from error
 
 
 def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
@@ -169,7 +168,7 @@ def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDA
     if spec is not None:
         if not len(values) or np.dtype(spec.dtype).kind not in "biuf":
             return []
-        rows = decode(values, spec).reshape(len(values), -1).astype(np.float64)
+        rows = from_column(values, spec).reshape(len(values), -1).astype(np.float64)
         return [(f"{item.name} (mean)", rows.mean(1)), (f"{item.name} (std)", rows.std(1))]
     if pa.types.is_integer(item.type) or pa.types.is_floating(item.type) or pa.types.is_boolean(item.type):
         return [(item.name, values.drop_null().to_numpy().astype(np.float64))]

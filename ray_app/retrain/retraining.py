@@ -14,14 +14,15 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from ray_app.config import Config, default_tracking_uri
+from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import DataError, StorageError
+from ray_app.models.versions import tag_model
 from ray_app.record.files import remove_tree
 from ray_app.record.lease import Lease, acquire, refuse_if_lost
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard, redact
 from ray_app.retrain.key import delivered
-from ray_app.retrain.places import RetrainPaths
+from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.rollback import record_rollbacks
 from ray_app.retrain.rounds import Round, audit, now, open_rounds
 from ray_app.retrain.section import RetrainSection, check_section
@@ -30,7 +31,6 @@ from ray_app.retrain.stages import InterruptedRunError, Stages
 from ray_app.retrain.triggers import Decision
 from ray_app.track.client import connect
 from ray_app.track.runs import check_available
-from ray_app.track.versions import tag_model
 
 What = Literal["nothing", "would train", "promoted", "gate refused", "data refused", "interrupted"]
 EXIT_CODES: dict[What, int] = {
@@ -102,9 +102,9 @@ class _Start:
         self._section, self._paths, self._console, self._at, self._lease = section, paths, console, at, lease
         uri, self._name = default_tracking_uri(config), str(config.tracking.registered_model)
         self._client = connect(uri)
-        self._given = Situation(
-            config, section, paths, self._client, delivered(config), champion_now(paths, self._client, self._name, uri), stack
-        )
+        delivery = delivered(config, paths.contents if lease is not None else None)
+        serves = champion_now(paths, self._client, self._name, uri)
+        self._given = Situation(config, section, paths, self._client, delivery, serves, stack)
 
     def go(self) -> Outcome:
         champion = self._given.champion

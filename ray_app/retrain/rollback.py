@@ -4,31 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_app.config import Config, default_tracking_uri
-from ray_app.pipeline.registering import user
-from ray_app.record.lease import acquire
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.models.registry import Rollback, rollback, rollbacks
+from ray_app.record.lease import Lease, acquire
 from ray_app.record.paths import RunPaths
-from ray_app.retrain.places import RetrainPaths
+from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.rounds import audit
+from ray_app.runs.outcome.registering import user
 from ray_app.track.client import connect
-from ray_app.track.registry import Rollback, rollback, rollbacks
 
 
 def roll_back(config: Config, reason: str) -> Rollback:
     """Lets the version serve again that the champion replaced.
 
     Raises:
-        RunHeldError: A retraining of the model goes on.
+        RunHeldError: Somebody else moves the alias at this moment, and does not get done.
         RegistryError: There is no reason, no champion, or nothing that it replaced.
         Exception: Whatever MLflow raises; the champion serves on.
     """
     paths, name = RetrainPaths.of(config), str(config.tracking.registered_model)
-    with acquire(RunPaths(paths.root)):
+    with deciding(paths):
         client = connect(default_tracking_uri(config))
         record_rollbacks(paths, client, name)
         made = rollback(client, name, reason, user())
         record_rollbacks(paths, client, name)
     return made
+
+
+def deciding(paths: RetrainPaths) -> Lease:
+    """The right to move a model's alias, for the seconds that this takes; waits for somebody else who does."""
+    return acquire(RunPaths(paths.deciding), closing=True)
 
 
 def record_rollbacks(paths: RetrainPaths, client: Any, name: str) -> None:

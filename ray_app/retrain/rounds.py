@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ray_app.pipeline.registering import user
 from ray_app.record.files import folders, names, put_json, read_all_json, read_json, remove_tree
 from ray_app.retrain.key import Inputs
-from ray_app.retrain.places import RetrainPaths
+from ray_app.retrain.paths import RetrainPaths
+from ray_app.runs.outcome.registering import user
 
 STAGES = ("decided", "validated", "trained", "registered", "judged", "concluded", "recorded")
 """In this order; data that is refused goes from `validated` to `concluded`."""
@@ -68,7 +68,7 @@ def open_rounds(paths: RetrainPaths) -> list[Round]:
 
 
 def audit(paths: RetrainPaths, id: str, what: str, why: str, details: dict[str, Any]) -> None:
-    """Adds an entry to the audit record, unless one with this id is there; to be called under the lease.
+    """Adds an entry to the audit record, unless one with this id is there; several may do so at once.
 
     Args:
         paths: The model's retrainings.
@@ -77,21 +77,15 @@ def audit(paths: RetrainPaths, id: str, what: str, why: str, details: dict[str, 
         why: The reason, with figures.
         details: All else.
     """
-    if any(entry["id"] == id for entry in entries(paths)):
-        return
     entry = {"id": id, "when": now(), "who": who(), "what": what, "why": why, **details}
-    number = max((int(name.removesuffix(".json")) for name in names(paths.audit)), default=0) + 1
-    put_json(paths.entry(number), entry, if_absent=True)
+    while not any(known["id"] == id for known in entries(paths)):
+        number = max((int(name.removesuffix(".json")) for name in names(paths.audit)), default=0) + 1
+        put_json(paths.entry(number), entry, if_absent=True)  # if somebody was faster, under the next number
 
 
 def entries(paths: RetrainPaths) -> list[dict[str, Any]]:
     """The audit record, oldest first."""
     return read_all_json(paths.audit / name for name in sorted(names(paths.audit)))
-
-
-def described(inputs: Inputs) -> dict[str, str]:
-    """A round's inputs as they stand in its record."""
-    return asdict(inputs)
 
 
 def who() -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ray_app.config import Config
+from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ class RetrainSection:
         confidence: Coverage of that interval.
         resamples: Bootstrap resamples that it is computed from.
         min_metric: Worst value of the metric that a champion may have; not given: any.
-        max_recall_drop: Largest fall of the recall of a class.
+        max_recall_drop: Largest fall of the recall of a class, as far as it is no chance.
         min_class_rows: Evaluation rows that a class needs to count for that.
     """
 

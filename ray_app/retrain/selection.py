@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ray_app.data.dataset import Dataset
-from ray_app.data.shards import Shards
+from ray_app.data.dataset.dataset import Dataset
+from ray_app.data.dataset.files import parquet
+from ray_app.ingest.shards import Shards
 from ray_app.plan.keyed import hash_array, key
-from ray_app.record.files import remove_tree
+from ray_app.record.files import location, remove_tree
 
 _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
 _DESCRIPTION = "dataset.json"
@@ -62,7 +62,7 @@ def _rows(dataset: Dataset, columns: list[str], delivery: dict[str, str], old: s
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
         content, first = int(delivery[path][:16], 16), 0
-        with pq.ParquetFile(Path(dataset.root) / path) as file:
+        with parquet(location(dataset.root) / path) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
                 if path in old:

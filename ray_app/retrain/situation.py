@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ray_app.config import Config, default_tracking_uri
-from ray_app.data.dataset import open_dataset
-from ray_app.pipeline.cluster import cluster
-from ray_app.pipeline.prepare import make_task
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.data.dataset.dataset import open_dataset
+from ray_app.models.versions import champion, version_of
 from ray_app.retrain.champion import Champion
 from ray_app.retrain.key import Delivery, Inputs, digest_of, inputs_of
 from ray_app.retrain.look import Look, look_at
-from ray_app.retrain.places import RetrainPaths
+from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.section import RetrainSection
 from ray_app.retrain.selection import old_files
 from ray_app.retrain.triggers import Decision, Facts, decide
+from ray_app.runs.cluster import cluster
+from ray_app.runs.prepare import make_task
 from ray_app.task.base import Task
-from ray_app.track.versions import champion, version_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Situation:
         if self.champion is not None and self.section.data == "new_and_sample":
             before = self.champion.delivery
             parts.append(before.digest if before is not None else "")
-        return inputs_of(self.config, self.section, self.delivery, self.task, digest_of(parts) if parts else "")
+        return inputs_of(self.config, self.section, self.delivery, digest_of(parts) if parts else "")
 
     @property
     def same_data(self) -> bool | None:

@@ -11,23 +11,24 @@ from typing import Any
 
 from rich.console import Console
 
-from ray_app.config import Config
-from ray_app.data.dataset import open_dataset
+from ray_app.config.config import Config
+from ray_app.data.dataset.dataset import open_dataset
 from ray_app.errors import DataError, RegistryError, StorageError
-from ray_app.pipeline.prepare import prepare
-from ray_app.pipeline.registering import register_best, user
-from ray_app.pipeline.run import Faults, run_training
+from ray_app.models.registry import champion_of, promote
+from ray_app.models.versions import Version, log_figures, tag, version_of
 from ray_app.record.files import put_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.retrain.champion import KEY_TAG, package
 from ray_app.retrain.comparison import MOST_BLOCKS, Request, sample, score_packages
-from ray_app.retrain.gate import GUARD, Verdict, figures, judge
+from ray_app.retrain.gate import GUARD, Decision, figures, judge
+from ray_app.retrain.rollback import deciding
 from ray_app.retrain.rounds import Round
 from ray_app.retrain.selection import old_files, put_together
 from ray_app.retrain.situation import Situation
 from ray_app.retrain.validate import Known, problems
-from ray_app.track.registry import champion_of, promote
-from ray_app.track.versions import Version, log_figures, tag, version_of
+from ray_app.runs.in_process import run_training
+from ray_app.runs.outcome.registering import register_best, user
+from ray_app.runs.prepare import prepare
 
 
 class InterruptedRunError(Exception):
@@ -81,7 +82,7 @@ class Stages:
             RegistryError: MLflow does not have the run.
         """
         self._now.connect()
-        result = run_training(self._config, self._console, Faults(watch=lambda _: self._at("training")))
+        result = run_training(self._config, self._console, observe=lambda _: self._at("training"))
         if result.status == "interrupted":
             raise InterruptedRunError
         if not (read_json(RunPaths(result.path).tracking) or {}).get("run_id"):
@@ -116,45 +117,49 @@ class Stages:
         return {"figures": asdict(found), "verdict": asdict(judge(found, now.section))}
 
     def conclude(self) -> dict[str, Any]:
-        """Does what the gate says; the alias moves in the last call."""
+        """Does what the gate says, while nobody rolls back; the alias moves in the last call."""
+        with deciding(self._now.paths):
+            return self._conclude()
+
+    def _conclude(self) -> dict[str, Any]:
         now, challenger = self._now, self._challenger
         judged = self._round.read("judged") or {}
-        verdict = Verdict(**judged["verdict"])
+        decision = Decision(**judged["verdict"])
         before = now.champion.version.version if now.champion is not None else None
-        verdict = self._still(verdict, challenger, before)
-        outcome = "promoted" if verdict.promote else "gate refused"
+        decision = self._still(decision, challenger, before)
+        outcome = "promoted" if decision.promote else "gate refused"
         if challenger.version != before:  # else the same parameters came out again: nothing new is to be said of it
             log_figures(now.client, challenger, _numbers(judged["figures"]), datetime.fromisoformat(judged["at"]).timestamp())
             why = (self._round.read("decided") or {})["decision"]["reason"]
             tags = {
                 KEY_TAG: self._round.key,
                 "ray_app.gate": outcome,
-                "ray_app.gate_reason": verdict.reason,
+                "ray_app.gate_reason": decision.reason,
                 "ray_app.trained_because": why,
             }
             tag(now.client, challenger, tags | {"ray_app.data_digest": now.delivery.digest})
-        if verdict.promote:
-            promote(now.client, now.model, challenger.version, f"retraining: {verdict.reason}", user())
-        return {"outcome": outcome, "reason": verdict.reason, "version": challenger.version, "before": before}
+        if decision.promote:
+            promote(now.client, now.model, challenger.version, f"retraining: {decision.reason}", user())
+        return {"outcome": outcome, "reason": decision.reason, "version": challenger.version, "before": before}
 
     @property
     def _challenger(self) -> Version:
         return version_of(self._now.client, self._now.model, (self._round.read("registered") or {})["version"])
 
-    def _still(self, verdict: Verdict, challenger: Version, before: str | None) -> Verdict:
-        """The verdict, unless what it was about has changed meanwhile."""
+    def _still(self, decision: Decision, challenger: Version, before: str | None) -> Decision:
+        """The decision, unless what it was about has changed meanwhile."""
         serves = champion_of(self._now.client, self._now.model)
-        said = verdict.reason
+        said = decision.reason
         if challenger.version == before:
-            return Verdict(False, f"{said}; training gave the parameters of the champion itself, version {before}")
+            return Decision(False, f"{said}; training gave the parameters of the champion itself, version {before}")
         if serves == challenger.version:  # it was promoted just before a crash
-            return verdict
+            return decision
         if "ray_app.rolled_back_at" in challenger.tags:
             because = challenger.tags.get("ray_app.rolled_back_because", "")
-            return Verdict(False, f"{said}; but these parameters, version {challenger.version}, were rolled back: {because}")
+            return Decision(False, f"{said}; but these parameters, version {challenger.version}, were rolled back: {because}")
         if serves != before:
-            return Verdict(False, f"{said}; but meanwhile version {serves} has become the champion, which it was not compared with")
-        return verdict
+            return Decision(False, f"{said}; but meanwhile version {serves} has become the champion, which it was not compared with")
+        return decision
 
     @cached_property
     def _config(self) -> Config:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ray_app.config import default_tracking_uri
-from ray_app.pipeline.memory_cache import cache_bytes, megabytes
-from ray_app.pipeline.prepare import Prepared
-from ray_app.pipeline.summary import newest_commit
+from ray_app.config.config import default_tracking_uri
 from ray_app.record.redact import redact
-from ray_app.train.state import TrainingState
+from ray_app.runs.capacity import megabytes, shared_bytes
+from ray_app.runs.outcome.summary import newest_commit
+from ray_app.runs.prepare import Prepared
+from ray_app.train.state.state import TrainingState
 
 _STATES = 4  # parameters, gradients, and two values per parameter of the optimizer
 
@@ -31,7 +31,7 @@ class Figures:
         total_steps: Steps of the run.
         from_step: Finished steps that it continues from.
         state_bytes: Parameters, buffers, gradients and optimizer of one worker, with two values of the optimizer per parameter.
-        cache_bytes: Decoded data in the object store of each node.
+        shared_bytes: Decoded data in the object store of each node.
         snapshot_bytes: Two snapshots in the memory of the driver's node and one other; 0 without `checkpoint.snapshot_every_steps`.
         run_directory: Where the run is recorded.
         report: Its page.
@@ -47,7 +47,7 @@ class Figures:
     total_steps: int
     from_step: int
     state_bytes: int
-    cache_bytes: int
+    shared_bytes: int
     snapshot_bytes: int
     run_directory: str
     report: str
@@ -62,7 +62,7 @@ class Figures:
         capped = f" of {self.max_workers} asked for" if self.workers < self.max_workers else ""
         done = f", {self.from_step:,} of them done" if self.from_step else ""
         memory = f"{megabytes(self.state_bytes)} of state per worker"
-        memory += f", {megabytes(self.cache_bytes)} of decoded data in each node's object store" if self.cache_bytes else ""
+        memory += f", {megabytes(self.shared_bytes)} of decoded data in each node's object store" if self.shared_bytes else ""
         memory += f", {megabytes(self.snapshot_bytes)} of snapshots on the driver's node and one other" if self.snapshot_bytes else ""
         return [
             ("workers (W)", f"{self.workers}{capped}, arithmetic of {self.logical_workers} (L)"),
@@ -93,7 +93,7 @@ def figures(prepared: Prepared, workers: int) -> Figures:
         total_steps=job.total_steps,
         from_step=newest.step if newest else 0,
         state_bytes=_STATES * parameters + buffers,
-        cache_bytes=cache_bytes(job),
+        shared_bytes=shared_bytes(job),
         snapshot_bytes=2 * (3 * parameters + buffers) if config.checkpoint.snapshot_every_steps else 0,
         run_directory=str(job.paths.root),
         report=str(job.paths.report),

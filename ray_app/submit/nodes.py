@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.data.places import find, is_folder
+from ray_app.data.dataset.files import find, is_folder
 from ray_app.errors import ConfigError, DataError
 from ray_app.record.files import Location, location, put_atomic
 from ray_app.submit.findings import Finding

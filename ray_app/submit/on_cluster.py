@@ -18,21 +18,22 @@ from urllib.parse import urlsplit
 
 import ray
 
-from ray_app.config import Config, default_tracking_uri
-from ray_app.data.dataset import open_dataset
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.sections import ScalingSection
+from ray_app.data.dataset.dataset import open_dataset
 from ray_app.errors import ConfigError
-from ray_app.pipeline.cli import parse
-from ray_app.pipeline.cluster import cluster, workers_that_fit
-from ray_app.pipeline.memory_cache import cache_fits
-from ray_app.pipeline.prepare import prepare
 from ray_app.record.files import location
 from ray_app.record.redact import redact
-from ray_app.sections import ScalingSection
+from ray_app.runs.capacity import fits_object_stores
+from ray_app.runs.cluster import cluster, workers_that_fit
+from ray_app.runs.configuration import parse
+from ray_app.runs.prepare import prepare
 from ray_app.submit.figures import Figures, figures
 from ray_app.submit.findings import Finding, look
 from ray_app.submit.nodes import storage
 from ray_app.track.board import check_board
 from ray_app.track.runs import check_available
+from ray_app.version import __version__
 
 MARK = "RAY_APP_PREFLIGHT "
 LIBRARIES = ("ray", "torch", "torchvision", "pyarrow", "numpy", "mlflow", "torchmetrics", "safetensors", "jsonargparse", "scikit-learn")
@@ -71,7 +72,7 @@ class Report:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that are installed here."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "ray_app": __version__}
     for name in LIBRARIES:
         try:
             found[name] = metadata.version(name)
@@ -96,8 +97,8 @@ def inspect(config: Config) -> Report:
         return Report(found, versions(), None)
     made: list[Figures] = []
     found.append(look("run", partial(_figures, config, made)))
-    if made and made[0].cache_bytes:
-        found.append(look("object store", partial(cache_fits, made[0].cache_bytes, ray.nodes())))
+    if made and made[0].shared_bytes:
+        found.append(look("object store", partial(fits_object_stores, made[0].shared_bytes, ray.nodes())))
     return Report(found, versions(), made[0] if made else None)
 
 
@@ -143,7 +144,7 @@ def _mlflow(config: Config) -> str | Finding:
     problem = _trouble_at(f"{uri.rstrip('/')}/health")
     if problem is None:
         return f"{redact(uri)} answers."
-    text = f"{redact(uri)} {problem}. The run works without; python jobs/track.py --replay sends its record later."
+    text = f"{redact(uri)} {problem}. The run works without; ray-app track --replay sends its record later."
     return Finding("warning", "MLflow", text)
 
 

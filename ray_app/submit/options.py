@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_app.config import Config
+from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.record.redact import HIDDEN, guard, redacted
 
@@ -22,7 +22,10 @@ class SubmitSection:
     Args:
         address: Of the cluster's job server, `http://HEAD:8265`. Not given: `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`, or the cluster of this
             machine, as `ray job submit` has it.
-        working_dir: Folder that is uploaded and in which the job runs; it holds `jobs/train.py`.
+        working_dir: Folder that is uploaded and in which the job runs; modules of your own are found from there.
+        ray_app: How the nodes get this application: `send`: the one that is used here goes along with the job; `installed`: they have the
+            same version, for instance in their image; anything else is what pip installs on them, such as `ray_app==0.1.0`, or the path
+            of a wheel that every node sees.
         exclude: Further patterns of what is not uploaded, as in `.gitignore`, separated by commas.
         max_package_mb: Most megabytes (2^20 bytes) of the upload; Ray's own limit is 512.
         env: Names of environment variables that the job gets with the values that they have here, separated by commas. Who may see the
@@ -38,6 +41,7 @@ class SubmitSection:
 
     address: str | None = None
     working_dir: str = "."
+    ray_app: str = "send"
     exclude: str | None = None
     max_package_mb: float = 512.0
     env: str | None = None
@@ -61,7 +65,15 @@ class SubmitSection:
         if low:
             raise ConfigError("\n".join(low))
         if not Path(self.working_dir).is_dir():
-            raise ConfigError(f"submit.working_dir is {self.working_dir!r}, which is no folder; name the one that holds jobs/train.py.")
+            raise ConfigError(
+                f"submit.working_dir is {self.working_dir!r}, which is no folder; name the one with your configuration and modules."
+            )
+
+    def runtime_env(self) -> dict[str, Any]:
+        """The part of the jobs' runtime environment by which the nodes get the application."""
+        if self.ray_app == "send":
+            return {"py_modules": [str(Path(__file__).resolve().parents[1])]}
+        return {} if self.ray_app == "installed" else {"pip": [self.ray_app]}
 
     def environment(self, values: dict[str, str]) -> dict[str, str]:
         """The variables that the job gets.

@@ -13,7 +13,7 @@ from pathlib import Path
 from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE, get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
-from ray_app.config import Config
+from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.submit.findings import Finding
 from ray_app.submit.options import SubmitSection, split
@@ -112,7 +112,7 @@ def size_of(package: Package, section: SubmitSection) -> str | Finding:
     """Whether the package can be uploaded.
 
     Raises:
-        ConfigError: It is too big, or lacks what the job starts.
+        ConfigError: It is too big.
     """
     size = package.num_bytes / _MB
     if size > section.max_package_mb:
@@ -120,11 +120,6 @@ def size_of(package: Package, section: SubmitSection) -> str | Finding:
             f"{size:.1f} MB in {len(package.files)} files would be uploaded, more than the {section.max_package_mb:g} MB allowed"
             f" (submit.max_package_mb; Ray takes at most 512). Leave out what the job does not need: name it in .rayignore or in"
             f" submit.exclude. The biggest:\n{package.table()}"
-        )
-    if not package.holds("jobs/train.py"):
-        raise ConfigError(
-            f"{package.folder} has no jobs/train.py that would be uploaded. Start this in the folder of the project, or name it by"
-            " submit.working_dir, and look whether .gitignore or .rayignore leaves jobs/ out."
         )
     return f"{size:.2f} MB in {len(package.files)} files:\n{package.table()}"
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray_app.config import Config
+from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.record.redact import is_secret_name, redact
 from ray_app.submit.findings import Finding, look, refused
@@ -18,7 +18,7 @@ from ray_app.submit.options import SubmitSection, refuse_secrets, split
 from ray_app.submit.package import data_in, packed, size_of
 from ray_app.submit.server import JobServer, LostContactError
 
-_MUST_AGREE = ("python", "ray")
+_MUST_AGREE = ("python", "ray", "ray_app")
 _SHOWN_LINES = 15
 
 
@@ -49,7 +49,7 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
     """
     package = packed(config, section)
     found = [look("configuration", partial(_loads, config)), look("package", partial(size_of, package, section))]
-    runtime_env: dict[str, Any] = {"working_dir": str(package.folder), "excludes": package.excludes}
+    runtime_env: dict[str, Any] = {"working_dir": str(package.folder), "excludes": package.excludes} | section.runtime_env()
     found += _environment(section, runtime_env)
     can_ask = not refused(found)
     found += [*data_in(package, config), *absolute_storage(config)]
@@ -122,8 +122,8 @@ def _ask(server: JobServer, config: Config, section: SubmitSection, runtime_env:
         tail = "\n".join((output or ended.message).splitlines()[-_SHOWN_LINES:])
         raise ConfigError(
             f"the job {job_id} that was to look at the cluster ended as {ended.status} (exit code {ended.exit_code}) without an answer."
-            f" Are the application's libraries installed for {section.python!r} there (submit.python)? The end of its output:\n"
-            + redact(tail)
+            f" Are the application's libraries installed for {section.python!r} there (submit.python)? ray_app itself has to be, too,"
+            f" unless submit.ray_app ({section.ray_app!r}) is 'send'. The end of its output:\n" + redact(tail)
         )
     return report
 
@@ -140,6 +140,7 @@ def agreement(here: dict[str, str], there: dict[str, str]) -> list[Finding]:
         mine, theirs = _release(name, here), _release(name, there)
         if mine != theirs:
             text = f"{name} is {mine} here and {theirs} on the cluster; use the same, for instance by the cluster's image."
+            text += " Or let the one from here go along: --submit.ray_app send." if name == "ray_app" else ""
             found.append(Finding("refused", "versions", text))
     other = [f"{n} {here[n]} (cluster: {there.get(n)})" for n in here if n not in _MUST_AGREE and here[n] != there.get(n)]
     if other:

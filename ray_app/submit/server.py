@@ -53,6 +53,13 @@ class _Client(JobSubmissionClient):
         wait_s = _UPLOAD_S if method == "PUT" else (_CONNECT_S, _ANSWER_S)  # the time to connect bounds that of sending, too
         return super()._do_request(method, endpoint, **{"timeout": wait_s} | fields)
 
+    def _upload_py_modules_if_needed(self, runtime_env: dict[str, Any]) -> None:
+        """Uploads the application whole; Ray would leave out of it what is left out of the working directory, such as `/runs`."""
+        if "py_modules" in runtime_env:
+            whole = runtime_env | {"excludes": ["__pycache__"]}
+            super()._upload_py_modules_if_needed(whole)
+            runtime_env["py_modules"] = whole["py_modules"]
+
 
 class JobServer:
     """A cluster's job server.

@@ -31,8 +31,8 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What follows.
+class AfterTry:
+    """What follows from how a job ended.
 
     Args:
         again: Whether to submit once more.
@@ -45,7 +45,7 @@ class Verdict:
     reason: str
 
 
-def judge(ended: Ended, done: int, retries: int) -> Verdict:
+def judge(ended: Ended, done: int, retries: int) -> AfterTry:
     """Says whether a run whose job has ended is submitted again.
 
     Exit code 1 is final: the run has spent its own budget of failures, or failed for a reason that stays.
@@ -57,17 +57,17 @@ def judge(ended: Ended, done: int, retries: int) -> Verdict:
     """
     code = ended.exit_code
     if ended.status == "SUCCEEDED":
-        return Verdict(False, 0, "done")
+        return AfterTry(False, 0, "done")
     if ended.status == "STOPPED":
-        return Verdict(False, 75, "somebody stopped the job; submitting the same run.name again continues it")
+        return AfterTry(False, 75, "somebody stopped the job; submitting the same run.name again continues it")
     if ended.error_type in _FINAL_ERRORS:
-        return Verdict(False, _FINAL_ERRORS[ended.error_type], f"the cluster could not set the job up: {ended.message}")
+        return AfterTry(False, _FINAL_ERRORS[ended.error_type], f"the cluster could not set the job up: {ended.message}")
     reason, exit_code = _loss(ended)
     if reason is None:
-        return Verdict(False, exit_code, _FINAL_CODES.get(exit_code, f"the driver ended with exit code {code}"))
+        return AfterTry(False, exit_code, _FINAL_CODES.get(exit_code, f"the driver ended with exit code {code}"))
     if done > retries:
-        return Verdict(False, exit_code, f"{reason}; no try is left of {retries + 1} (submit.retries is {retries})")
-    return Verdict(True, exit_code, reason)
+        return AfterTry(False, exit_code, f"{reason}; no try is left of {retries + 1} (submit.retries is {retries})")
+    return AfterTry(True, exit_code, reason)
 
 
 def _loss(ended: Ended) -> tuple[str | None, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ray_app.encoded import decoded
+from ray_app.config.extras import require
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
@@ -26,6 +26,7 @@ from ray_app.task.classification import (
     weighted,
     wrong_classes,
 )
+from ray_app.task.images import pixels_of
 from ray_app.task.mixing import mix, smooth_targets
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
@@ -99,6 +100,8 @@ class ImageClassification(Task):
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
             raise DataError(f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels.")
+        if facts.kind == "bytes":
+            require("torchvision", f"Decoding the images of column {self.image!r}")
         if facts.kind == "array":
             if len(facts.shape) not in (2, 3) or np.dtype(facts.dtype) != np.uint8:
                 raise DataError(
@@ -135,7 +138,7 @@ class ImageClassification(Task):
         from torchvision.transforms.v2 import functional as transforms
 
         assert self.size is not None
-        return transforms.center_crop(transforms.resize(decoded(data), [self.size], antialias=True), [self.size]).numpy()
+        return transforms.center_crop(transforms.resize(pixels_of(data), [self.size], antialias=True), [self.size]).numpy()
 
     def build_model(self) -> nn.Module:
         """See `Task.build_model`."""
@@ -207,6 +210,7 @@ class ImageClassification(Task):
 
 
 def _classifiers() -> list[str]:
+    require("torchvision", "A task.init_args.model other than small_cnn")
     import torchvision
 
     return torchvision.models.list_models(module=torchvision.models)

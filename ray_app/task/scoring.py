@@ -10,6 +10,7 @@ import math
 from base64 import b64encode
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
+from ray_app.task.own_code import own_code
 
 MOST_MISTAKES = 12
 _WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000
@@ -97,11 +99,12 @@ def score(
     for low in range(part * step, rows, parts * step):
         batch = {name: values[low : low + step].to(device) for name, values in fields.items()}
         metrics.reset()
-        with torch.inference_mode():
-            outputs = _forward(task, model, batch, size)
-            losses = task.loss(outputs, batch)
-            task.update(metrics, outputs, batch)
-            mistakes = task.mistakes(outputs, batch, MOST_MISTAKES)
+        losses, mistakes = list[Tensor](), list[Mistake]()
+        with own_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.inference_mode():
+            for first, some, outputs in _passes(task, model, batch, size):
+                losses.append(task.loss(outputs, some))
+                task.update(metrics, outputs, some)
+                mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MOST_MISTAKES)]
         found = []
         for mistake in mistakes:
             if len(worst) < MOST_MISTAKES or mistake.confidence > worst[-1]:  # pictures are made of no others
@@ -109,7 +112,8 @@ def score(
                 found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
         kept = [(str(name), metric) for name, metric in metrics.items(keep_base=True, copy_state=True) if keep is None or name in keep]
         states = {name: _on_cpu(metric) for name, metric in kept}
-        yield Chunk(low, len(losses), losses.double().sum().item(), states, found)
+        loss = torch.cat(losses)
+        yield Chunk(low, len(loss), loss.double().sum().item(), states, found)
 
 
 def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
@@ -118,14 +122,13 @@ def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
     return size * max(1, passes)
 
 
-def _forward(task: Task, model: nn.Module, batch: Batch, size: int) -> Any:
-    """The outputs for a chunk, put together from passes of `size` rows where they are tensors."""
+def _passes(task: Task, model: nn.Module, batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
+    """First row, rows and outputs of each forward pass of `size` rows of a chunk; tensors are put together as one."""
     rows = len(next(iter(batch.values())))
-    passes = [{name: values[low : low + size] for name, values in batch.items()} for low in range(0, rows, size)]
-    outputs = [task.forward(model, one) for one in passes]
-    if len(outputs) == 1:
-        return outputs[0]
-    return torch.cat(outputs) if all(isinstance(one, Tensor) for one in outputs) else task.forward(model, batch)
+    parts = [(low, {name: values[low : low + size] for name, values in batch.items()}) for low in range(0, rows, size)]
+    made = [(low, part, task.forward(model, part)) for low, part in parts]
+    outputs = [output for _, _, output in made]
+    return [(0, batch, torch.cat(outputs))] if len(made) > 1 and all(isinstance(one, Tensor) for one in outputs) else made
 
 
 def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
@@ -144,7 +147,9 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
     _keep_from_asking(metrics)
     values: dict[str, float] = {}
     tables: dict[str, list[Any]] = {}
-    for key, found in metrics.compute().items():
+    with own_code(lambda: "the metrics of all evaluated rows"):
+        computed = metrics.compute()
+    for key, found in computed.items():
         value = torch.as_tensor(found)
         if value.numel() == 1:
             values[key] = float(value)

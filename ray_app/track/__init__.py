@@ -1,1 +1,1 @@
-"""From the record to MLflow: the only importer of `mlflow`, and only when a run is tracked."""
+"""From the record to MLflow and TensorBoard, and nothing else; models are in `models`."""

@@ -6,7 +6,6 @@ again to one of its own, each once, behind a mark that makes a TensorBoard which
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import tempfile
 import threading
@@ -14,8 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ray_app.config import Config
-from ray_app.errors import ConfigError
+from ray_app.config.config import Config
+from ray_app.config.extras import require
 from ray_app.record.files import listing, poll_s, put_atomic
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact, redacted_yaml
@@ -162,5 +161,5 @@ def check_board(config: Config) -> None:
     Raises:
         ConfigError: It is not.
     """
-    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("tracking.tensorboard is true, but it is not installed: pip install tensorboard, or set it to false.")
+    if config.tracking.tensorboard:
+        require("tensorboard", "tracking.tensorboard: true", "set it to false")

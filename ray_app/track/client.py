@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray_app.config.extras import require
 from ray_app.errors import ConfigError
 from ray_app.record.files import Location
 from ray_app.record.redact import redact
@@ -181,6 +182,7 @@ def connect(uri: str) -> Any:
     """MLflow's client, quiet and impatient; makes the folder of a SQLite file. Importing MLflow takes about a second."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    require("mlflow", "MLflow's record or registry")
     from mlflow.tracking import MlflowClient
 
     for noisy in ("mlflow.store.db.utils", "alembic", "mlflow.pyfunc"):

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ray_app.config import Config, default_tracking_uri, digest, flatten
+from ray_app.config.config import Config, default_tracking_uri, digest, flatten
+from ray_app.config.extras import require
 from ray_app.errors import ConfigError
 from ray_app.record.evaluations import evaluated_steps, evaluator_names
 from ray_app.record.paths import RunPaths
@@ -203,7 +204,7 @@ class Tracker:
             lacks.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
         return (
             f"MLflow at {redact(self.uri)} did not take everything within {timeout_s:g} s. Its run {cursor.run_id or '(not created)'} may"
-            f" lack {'; '.join(lacks)}. All of it is in {self._paths.root}; send it with\n  python jobs/track.py --replay"
+            f" lack {'; '.join(lacks)}. All of it is in {self._paths.root}; send it with\n  ray-app track --replay"
             f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
             f" {self._trouble or 'none, it was still being sent'}"
         )
@@ -217,8 +218,7 @@ def check_available(config: Config) -> None:
     """
     if not config.tracking.enabled:
         return
-    if importlib.util.find_spec("mlflow") is None:
-        raise ConfigError("tracking.enabled is true, but MLflow is not installed: pip install mlflow, or set tracking.enabled to false.")
+    require("mlflow", "tracking.enabled: true", "set tracking.enabled to false")
     uri = default_tracking_uri(config)
     scheme = urlsplit(uri).scheme.partition("+")[0]
     valid = "an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db, postgresql, mysql, mssql)"

@@ -1,1 +1,1 @@
-"""What runs inside a worker, and how workers are started."""
+"""What runs inside a worker: the loop, the step, the state, the group, what is kept. How workers are started is `cluster`."""

@@ -1,7 +1,7 @@
-"""The tables of what a strategy keeps (state) and how it steps; `strategy/build.py` has that of how its gradients meet (exchange).
+"""The tables of what a strategy keeps (state) and how it steps; `exchange/build.py` has that of how its gradients meet (exchange).
 
-`train/loop.py` runs any of them; `single` is `ddp` with `train/alone.py` in the place of the other workers. Only `parameter_server` has a
-loop of its own, `train/parameter_worker.py`, whose workers meet nobody.
+`train/loop.py` runs any of them; `single` is `ddp` with `Alone` in the place of the other workers. Only `parameter_server` has a loop of
+its own, `train/strategies/parameter_server/worker.py`, whose workers meet nobody.
 """
 
 from __future__ import annotations
@@ -10,38 +10,37 @@ from collections.abc import Callable
 
 import torch
 
-from ray_app.config import Config
-from ray_app.strategy.base import Strategy, World
-from ray_app.strategy.ddp import DataParallel
+from ray_app.config.config import Config
+from ray_app.exchange.build import build_exchange, data_parallel
+from ray_app.exchange.exchange import World
 from ray_app.task.base import Task
-from ray_app.train.central import CentralState
+from ray_app.train.group.messages import Phase
 from ray_app.train.job import Job
-from ray_app.train.local_step import LocalStep
-from ray_app.train.messages import Phase
-from ray_app.train.state import TrainingState
-from ray_app.train.step import Step
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.step import Step
+from ray_app.train.strategies.central import CentralState
+from ray_app.train.strategies.local_step import LocalState, LocalStep
 
 
 def build_state(config: Config, task: Task, device: torch.device, total_steps: int) -> TrainingState:
     """Makes the training state of the configured strategy, see `TrainingState`."""
     if config.train.strategy == "fsdp":
-        from ray_app.train.sharded import ShardedState  # imports that the others do not need
+        from ray_app.train.strategies.sharded import ShardedState  # imports that the others do not need
 
         return ShardedState(config, task, device, total_steps)
-    made = CentralState if config.train.strategy == "central_storage" else TrainingState
+    made = {"central_storage": CentralState, "local_sgd": LocalState}.get(config.train.strategy, TrainingState)
     return made(config, task, device, total_steps)
 
 
-def build_step(
-    job: Job, state: TrainingState, strategy: Strategy, world: World, device: torch.device, enter: Callable[[Phase], None]
-) -> Step:
-    """Makes the step of the configured strategy, see `Step`."""
+def build_step(job: Job, state: TrainingState, world: World, device: torch.device, enter: Callable[[Phase], None]) -> Step:
+    """Makes the step of the configured strategy with its exchange, see `Step`."""
     train = job.config.train
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
-        assert isinstance(strategy, DataParallel)
-        return LocalStep(job, state, strategy, world, device, enter)
+        assert isinstance(state, LocalState), "build_state made it"
+        return LocalStep(job, state, data_parallel(train, state.model, world), world, device, enter)
+    exchange = build_exchange(train, state.model, world)
     if train.strategy == "fsdp":
-        from ray_app.train.sharded_step import ShardedStep
+        from ray_app.train.strategies.sharded_step import ShardedStep
 
-        return ShardedStep(job.config, job.task, state, strategy, world, device, enter)
-    return Step(job.config, job.task, state, strategy, world, device, enter)
+        return ShardedStep(job.config, job.task, state, exchange, world, device, enter)
+    return Step(job.config, job.task, state, exchange, world, device, enter)

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from ray_app.config import Config
+from ray_app.config.config import Config
 
 _NO_LIMIT = 2**30
 

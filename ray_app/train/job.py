@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ray_app.config import Config
-from ray_app.data.columns import ArraySpec
-from ray_app.data.disk_folder import cached_fetch
-from ray_app.data.source import Fetch, Reader, RowSource, rows_per_task
+from ray_app.config.config import Config
+from ray_app.data.dataset.arrays import ArraySpec
+from ray_app.data.feed.disk_cache_folder import cached_fetch
+from ray_app.data.feed.windows import Windows
+from ray_app.data.read.reader import Fetch, Reader, RowSource, rows_per_task
+from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
+from ray_app.record.early_stop import best_first, early_stop
+from ray_app.record.evaluations import Evaluation
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
+from ray_app.record.verdict import Verdict
 from ray_app.task.base import Task
-from ray_app.train.initial import read
+from ray_app.train.state.initial import read
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Job:
     @property
     def rendezvous(self) -> str:
         """Name of this start's rendezvous actor."""
-        return f"rendezvous-{self.paths.name}-{self.fence}"
+        return f"rendezvous-{self.paths.unique_name}-{self.fence}"
 
     @property
     def source(self) -> RowSource:
@@ -119,6 +125,14 @@ class Job:
         planned |= {self.total_steps} if self.total_steps <= last else set()
         return sorted(planned)
 
+    def early_stop(self) -> Verdict | None:
+        """See `ray_app.record.early_stop.early_stop`."""
+        return early_stop(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
+
+    def best_first(self) -> list[Evaluation]:
+        """See `ray_app.record.early_stop.best_first`."""
+        return best_first(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
+
     @property
     def workers_evaluate(self) -> bool:
         """Whether the workers evaluate together at every checkpoint of the cadence."""
@@ -131,3 +145,7 @@ class Job:
             return True
         every_epochs = (section.every_epochs or 0) * self.steps_per_epoch
         return any(every and step % every == 0 for every in (section.every_steps, every_epochs))
+
+
+OpenWindows = Callable[[Job, Cursor, range], Windows]
+"""Opens the data at a cursor for the logical workers to play."""

@@ -10,30 +10,26 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from ray_app.data.feed import Feed
-from ray_app.data.windows import Windows
-from ray_app.errors import PeerLostError, PreemptedError
+from ray_app.data.feed.feed import Feed
+from ray_app.data.read.bad_rows import Arrays
+from ray_app.errors import PeerLostError, PreemptedError, TaskError
+from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import put_event
-from ray_app.strategy.base import World
-from ray_app.strategy.build import build_strategy
 from ray_app.train import environment
-from ray_app.train.bad_rows import BadRows
 from ray_app.train.build import build_state, build_step
+from ray_app.train.group.membership import LeavingError, Membership
+from ray_app.train.group.messages import Flags, Formed, Phase
 from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
-from ray_app.train.membership import LeavingError, Membership
-from ray_app.train.messages import Flags, Formed, Phase
-from ray_app.train.recorder import Recorder
-from ray_app.train.restoring import restore
-from ray_app.train.snapshots import SnapshotSender
-from ray_app.train.state import NOTHING
-from ray_app.train.validation import Arrays, Validation
+from ray_app.train.job import Job, OpenWindows
+from ray_app.train.keep.recorder import Recorder
+from ray_app.train.keep.restoring import restore
+from ray_app.train.keep.snapshots import SnapshotSender
+from ray_app.train.state.state import NOTHING
+from ray_app.train.step.bad_rows import BadRows
+from ray_app.train.step.validation import Validation
 
 logger = logging.getLogger(__name__)
-
-OpenWindows = Callable[[Job, Cursor, range], Windows]
-"""Opens the data at a cursor for the logical workers to play."""
 
 _MOST_BROKEN = 10
 """Generations that may break one after the other without a finished step; more is no matter of lost peers."""
@@ -110,8 +106,11 @@ class _Worker:
                 lost_s = lost_s if broken and lost_s else time.time()
                 logger.warning("Generation broken at step %d, forming another: %s", self._done, error)
                 continue
+            except TaskError as error:
+                rows = self._job.plan.manifest.named(error.positions) if error.positions else ""
+                raise error.met(f"rank {self._rank} after step {self._done}", rows) from error.__cause__
             except LeavingError:
-                flags |= Flags.SAVE if self._rank == 0 else Flags(0)
+                pass
             if self._membership.is_leaving():
                 return self._leave(flags)
             if not flags & Flags.REFORM:
@@ -141,9 +140,9 @@ class _Worker:
         """The steps of one generation; returns the flags that ended it."""
         job, state, recorder, membership = self._job, self._state, self._recorder, self._membership
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
-        strategy, feed, done = build_strategy(job.config.train, state.model, world), self._feed, state.step
-        step = build_step(job, state, strategy, world, self._device, self._enter)
-        with closing(strategy):
+        feed, done = self._feed, state.step
+        self._done = done
+        with closing(build_step(job, state, world, self._device, self._enter)) as step:
             self._evaluate(world)
             if done < job.total_steps:
                 self._enter("data")
@@ -189,17 +188,29 @@ class _Worker:
 
     def _leave(self, flags: Flags) -> None:
         """Ends, because the node is about to go away."""
-        if flags & Flags.SAVE:
-            if self._state.step == NOTHING:
-                raise PreemptedError("This worker has to leave its node before it got a state to train.")
-            if self._rank == 0:
-                self._recorder.checkpoint(Cursor.at(self._state.step, self._job.plan.steps_per_epoch), "extra")
+        ordered = self._membership.flags()
+        if self._state.step == NOTHING:
+            raise PreemptedError("This worker has to leave its node before it got a state to train.")
+        if saves_at_leave(flags, ordered, self._rank):
+            self._recorder.checkpoint(Cursor.at(self._state.step, self._job.plan.steps_per_epoch), "extra", alone=True)
+        if (flags | ordered) & Flags.SAVE:
             raise PreemptedError(f"All workers have to leave their nodes after step {self._state.step}; a checkpoint was made.")
 
     def _enter(self, phase: Phase) -> None:
         self._membership.enter(phase)
         if self._hooks.at is not None:
             self._hooks.at(phase, self._rank, self._state.step)
+
+
+def saves_at_leave(agreed: Flags, ordered: Flags, rank: int) -> bool:
+    """Whether a worker that leaves has to save the state: where all agreed on it rank 0, otherwise whoever is told so only now.
+
+    Args:
+        agreed: What ended its last generation.
+        ordered: What it is told now.
+        rank: Of that generation.
+    """
+    return rank == 0 if agreed & Flags.SAVE else bool(ordered & Flags.SAVE)
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""The directive `fields`: every field of a section of the configuration, from its dataclass and docstring."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import docstring_parser
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from ray_app.cli.drill import DrillSection
+from ray_app.config.checks import ABOVE_ZERO, AT_LEAST
+from ray_app.config.config import SECTIONS
+from ray_app.predict.prepare import PredictSection
+from ray_app.retrain.section import RetrainSection
+from ray_app.submit.options import SubmitSection
+
+PAGE = "reference/configuration"
+ALL: dict[str, type] = SECTIONS | {"drill": DrillSection, "predict": PredictSection, "retrain": RetrainSection, "submit": SubmitSection}
+_WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", types.NoneType: "nothing"}
+
+
+def anchor(section: str, field: str) -> str:
+    """The id of a field on its page."""
+    return f"{section}-{field}".replace("_", "-")
+
+
+def kind(hint: Any) -> str:
+    """A type in words."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(f"`{part}`" for part in parts)
+    if origin in (Union, types.UnionType):
+        return ", or ".join(kind(part) for part in parts if part is not types.NoneType)
+    if origin is list:
+        return f"list of {kind(parts[0])}"
+    if origin is dict:
+        return f"{kind(parts[0])} to {kind(parts[1])}"
+    return _WORDS[hint]
+
+
+def said_of(section: type) -> tuple[str, dict[str, str]]:
+    """What a section is about, and what each of its fields means.
+
+    Raises:
+        ValueError: A field has no description, or one is described that is not there.
+    """
+    parsed = docstring_parser.parse(section.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE)
+    said = {param.arg_name: param.description or "" for param in parsed.params}
+    names = [field.name for field in dataclasses.fields(section)]
+    if list(said) != names:
+        raise ValueError(f"{section.__name__} describes {list(said)}, and has {names}")
+    return " ".join(filter(None, [parsed.short_description, parsed.long_description])), said
+
+
+class Fields(SphinxDirective):
+    """A definition for each field of the section that is named."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """See `Directive.run`."""
+        name = self.arguments[0]
+        section = ALL[name]
+        self.env.note_dependency(__file__)
+        about, said = said_of(section)
+        shown = nodes.definition_list(classes=["fields"])
+        for field in dataclasses.fields(section):
+            shown += self._defined(name, field, get_type_hints(section)[field.name], said[field.name])
+        return [*self.parse_text_to_nodes(about), shown]
+
+    def _defined(self, section: str, field: dataclasses.Field[Any], hint: Any, said: str) -> nodes.definition_list_item:
+        term = nodes.term("", "", nodes.literal("", f"{section}.{field.name}"), ids=[anchor(section, field.name)])
+        facts = "; ".join(_facts(f"{section}.{field.name}", field, hint))
+        about = nodes.definition("", *self.parse_text_to_nodes(f"{facts}\n\n{said}"))
+        about[0]["classes"].append("facts")
+        return nodes.definition_list_item("", term, about)
+
+
+def _facts(name: str, field: dataclasses.Field[Any], hint: Any) -> Iterator[str]:
+    above = f", at least {AT_LEAST[name]:g}" if name in AT_LEAST else ", above 0" if name in ABOVE_ZERO else ""
+    yield kind(hint) + above
+    if field.default is None:
+        yield "by default not given"
+    elif field.default is not dataclasses.MISSING:
+        yield f"default `{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+    if field.metadata.get("affects_result"):
+        yield "decides the result"
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.add_directive("fields", Fields)
+    return {"parallel_read_safe": True}

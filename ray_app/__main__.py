@@ -1,0 +1,8 @@
+"""The command as a module: `python -m ray_app train ...` is `ray-app train ...`, also where no console script is on the path."""
+
+import sys
+
+from ray_app.cli.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m ray_app"))

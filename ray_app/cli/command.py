@@ -1,0 +1,65 @@
+"""The command `ray-app`: a table of what it does; each is a module beside this one, imported when it is called, so that help is quick."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+
+from ray_app.version import __version__
+
+COMMANDS = {
+    "init": "begin a project of your own: a task, data, a configuration, a test",
+    "ingest": "turn raw data into folders of Parquet shards",
+    "train": "train a configuration; the number of workers does not change the result",
+    "submit": "submit a run to a Ray cluster, after checks that find what would stop it there",
+    "evaluate": "evaluate the checkpoints of a run, also while it trains",
+    "report": "make the page about a run, whatever state it is in",
+    "predict": "predict a data set with a trained model",
+    "export": "write the model of a run to a folder, for machines without Ray",
+    "register": "make the best checkpoint of a run a version in MLflow's model registry",
+    "retrain": "train on new data if there is a reason to, and promote the model if it is better",
+    "track": "send what MLflow lacks of a run that has ended",
+    "drill": "prove on a configuration that failures and resizes change nothing",
+}
+"""What each subcommand does, by the name of its module."""
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
+    """Runs the subcommand that the first argument names with the others.
+
+    Args:
+        arguments: The command line without the program; not given: that of this process.
+        prog: What the user typed to get here, for messages.
+
+    Returns:
+        The subcommand's exit code; 2 if there is no such subcommand.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    name, rest = (given[0], given[1:]) if given else ("", [])
+    if name in ("-h", "--help"):
+        print(_help(prog))
+    elif name == "--version":
+        print(f"ray-app {__version__}")
+    elif name in COMMANDS:
+        return int(importlib.import_module(f"ray_app.cli.{name}").main(rest, f"{prog} {name}"))
+    else:
+        print(_refusal(prog, name), file=sys.stderr)
+        return 2
+    return 0
+
+
+def _help(prog: str) -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    above = [f"usage: {prog} COMMAND [ARGUMENTS]", "", "Elastic, bit-exact PyTorch training on Ray clusters whose size changes.", ""]
+    below = ["", f"{prog} COMMAND --help explains a command and every field of its configuration; {prog} --version."]
+    return "\n".join([*above, *lines, *below])
+
+
+def _refusal(prog: str, name: str) -> str:
+    if not name:
+        return _help(prog)
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return f"{prog}: {name!r} is no command.{meant} There are {', '.join(COMMANDS)}; {prog} --help says what each does."

@@ -1,0 +1,174 @@
+"""The command `ray-app drill`: a configuration undisturbed, then under named disturbances, and a certificate of what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from ray_app.config.config import Config
+from ray_app.drill.cluster import Nodes, local_nodes
+from ray_app.drill.session import SCENARIOS, Drill
+from ray_app.errors import ConfigError, is_refusal, own_error
+from ray_app.record.files import Location, location
+from ray_app.record.redact import redact
+from ray_app.runs.cluster import cluster
+from ray_app.runs.configuration import parse_more
+from ray_app.runs.prepare import prepare
+from ray_app.runs.signals import ending_at_sigterm
+
+_DESCRIPTION = "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
+_OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
+_FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MOST_OWN_WORKERS = 20, 8, 3.0, 2.0, 4
+
+
+@dataclass(frozen=True)
+class DrillSection:
+    """What the drill does.
+
+    Args:
+        scenarios: Names of scenarios, separated by commas; not given: all of them. Names: kill, kill_twice, kill_two, kill_all,
+            kill_exchange, kill_saving, evaluator, freeze, node, node_rank0, grow (or resize), shrink (or preempt), damage, driver.
+        max_steps: Most optimizer steps of every drilled run.
+        seed: Chooses the steps and the workers that are struck.
+        out: New folder for the runs and the certificate, which every node sees under the same path; not given: a folder by the time in
+            `drills` next to `run.storage_path`.
+        limit_s: Seconds after which a run counts as hanging; then the drill ends.
+    """
+
+    scenarios: str | None = None
+    max_steps: int = 200
+    seed: int = 0
+    out: str | None = None
+    limit_s: float = 900.0
+
+
+def chosen(section: DrillSection) -> list[str]:
+    """The names of the scenarios to go through.
+
+    Raises:
+        ConfigError: One is not known.
+    """
+    if section.scenarios is None:
+        return list(SCENARIOS)
+    given = [name.strip() for name in section.scenarios.split(",") if name.strip()]
+    unknown = [name for name in given if _OTHER_NAMES.get(name, name) not in SCENARIOS]
+    if unknown or not given:
+        raise ConfigError(
+            f"drill.scenarios is {section.scenarios!r}; {', '.join(map(repr, unknown)) or 'nothing'} is no scenario. There are"
+            f" {', '.join(SCENARIOS)}. Give some of these, separated by commas, or leave it out for all."
+        )
+    return list(dict.fromkeys(_OTHER_NAMES.get(name, name) for name in given))
+
+
+def drilled(config: Config, section: DrillSection, own: bool) -> Config:
+    """The configuration of every drilled run: nothing that decides the result is another but the number of steps.
+
+    It does not stop early either, so that the scenarios have their steps.
+
+    Args:
+        config: The user's.
+        section: What the drill does.
+        own: Whether the drill starts its own cluster.
+
+    Raises:
+        ConfigError: The configuration promises no equal bits, or has too few steps.
+        DataError: The data is refused.
+    """
+    train, free = config.train, "does not promise the same bits, which a drill compares"
+    for is_refused, problem in (
+        (train.reduction != "exact", f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact."),
+        (train.strategy == "fsdp", f"train.strategy is fsdp, which {free} on another number of workers."),
+        (train.staleness, f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0."),
+        (train.strategy == "single", "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on."),
+    ):
+        if is_refused:
+            raise ConfigError(problem)
+    changed: dict[str, Any] = {
+        "run__name": "undisturbed",
+        "run__storage_path": str(_out(config, section)),
+        "scaling__logical_workers": config.logical_workers,
+        "scaling__resize_check_s": min(config.scaling.resize_check_s, _RESIZE_S),
+        "train__max_steps": min(section.max_steps, config.train.max_steps or section.max_steps),
+        "failure__max_failures": -1,
+        "failure__max_preemptions": -1,
+        "failure__step_timeout_s": None,
+        "failure__heartbeat_timeout_s": min(config.failure.heartbeat_timeout_s, _HEARTBEAT_S),
+        "evaluate__patience": None,
+        "tracking__enabled": False,
+    }
+    if own:
+        most = min(config.scaling.max_workers, _MOST_OWN_WORKERS)
+        changed |= {"scaling__max_workers": most, "scaling__min_workers": min(config.scaling.min_workers, most)}
+        changed |= {"scaling__label_selector": None}  # nodes of the drill's own have no labels
+    if own and not config.scaling.gpus_per_worker:
+        changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
+    made = config.replace(**changed)
+    steps = prepare(made).job.total_steps
+    if steps < _FEWEST_STEPS:
+        raise ConfigError(
+            f"The drilled run would have {steps} steps; a drill needs {_FEWEST_STEPS}. Raise drill.max_steps ({section.max_steps}),"
+            f" train.max_steps ({config.train.max_steps}) or train.epochs ({config.train.epochs})."
+        )
+    every = max(1, steps // _CHECKPOINTS)
+    keep = max(config.checkpoint.keep_last, 3)
+    return made.replace(checkpoint__every_steps=every, checkpoint__every_epochs=None, checkpoint__keep_last=keep)
+
+
+def _out(config: Config, section: DrillSection) -> Location:
+    name = time.strftime("%Y%m%d-%H%M%S")
+    storage = location(config.run.storage_path)
+    beside = (storage.parent if isinstance(storage, Path) else storage) / "drills"
+    out = location(section.out) if section.out else beside / name
+    if (out / "certificate.json").exists():
+        raise ConfigError(f"drill.out is {section.out}, which holds the certificate of another drill. Give another folder.")
+    return out
+
+
+@contextmanager
+def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
+    """The cluster to drill on, and its nodes if they are the drill's to lose."""
+    if own and not config.scaling.gpus_per_worker:
+        with local_nodes(config.scaling.max_workers, config.data.eval_path is not None) as nodes:
+            yield nodes
+    else:
+        with cluster(config):
+            yield None
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int:
+    """The command `ray-app drill`.
+
+    Returns:
+        Exit code: 0 every scenario happened and ended with equal parameters, 1 one did not or the drill was not completed, 2 refused before
+        anything started.
+    """
+    console, started = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150), False
+    try:
+        with ending_at_sigterm():
+            config, sections = parse_more(arguments, {"drill": DrillSection}, prog, description=_DESCRIPTION)
+            section: DrillSection = sections["drill"]
+            chosen(section)
+            own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
+            made = drilled(config, section, own)
+            with redirect_stdout(StringIO()), _connected(made, own) as nodes:
+                session = Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console)
+                started = True
+                return session.go()
+    except KeyboardInterrupt:
+        print("Interrupted; the certificate says how far the drill came.", file=sys.stderr)
+        return 1
+    except Exception as error:
+        error = own_error(error)  # type: ignore[assignment]
+        refused = not started and is_refusal(error)
+        print(redact(f"{'' if refused else 'The drill ended early: '}{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2 if refused else 1

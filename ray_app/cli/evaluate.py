@@ -1,0 +1,201 @@
+"""The command `ray-app evaluate`: evaluates the checkpoints of a run that trains, has ended or has failed, from another job."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import ray
+from rich.console import Console
+
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cli.ending import exit_code
+from ray_app.config.checks import check
+from ray_app.config.config import Config
+from ray_app.config.sections import ClassSpec, EvaluateSection
+from ray_app.errors import ConfigError, EvaluationError, RayAppError
+from ray_app.evaluate.actor import start_evaluator
+from ray_app.evaluate.job import EvaluationJob, pending
+from ray_app.record.evaluations import Evaluation, read_evaluations
+from ray_app.record.files import location, poll_s
+from ray_app.record.lease import is_held, newest_fence
+from ray_app.record.paths import RunPaths
+from ray_app.record.redact import redact
+from ray_app.record.stored_config import read_config
+from ray_app.runs.cluster import cluster
+from ray_app.runs.configuration import Parser, importable_from_here
+from ray_app.runs.outcome.closing import newest_start
+from ray_app.runs.outcome.replay import replay
+from ray_app.runs.outcome.report import report_end
+from ray_app.runs.outcome.stored import training_data
+from ray_app.runs.prepare import check_evaluation_data, evaluation_source, make_task
+from ray_app.task.base import Task
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 10.0
+_NAME_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What the command evaluates.
+
+    Args:
+        run: Directory of the run, or its s3:// URI.
+        name: Of this evaluator: its evaluations stand beside the run's own, and its metrics in MLflow are called `eval_<name>_<metric>`.
+            Not given: it does the work of the run's own evaluator.
+        data: Folder (or file) of Parquet to evaluate on; needs a name. Not given: the run's `data.eval_path`.
+        follow: Goes on until the run has ended; otherwise it ends with what is committed now.
+        every: See `evaluate.every`; not given: as the run has it.
+        batch_size: Rows of one forward pass; not given: as the run has it.
+        num_cpus: Logical CPUs to reserve; not given: as the run has it.
+        num_gpus: GPUs to reserve; not given: as the run has it.
+        threads: CPU threads of the computation; not given: as the run has it.
+        ray_address: Ray cluster to join; not given: see `run.ray_address`.
+    """
+
+    run: str
+    name: str | None = None
+    data: str | None = None
+    follow: bool = False
+    every: Literal["checkpoint", "latest"] | None = None
+    batch_size: int | None = None
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    threads: int | None = None
+    ray_address: str | None = None
+
+
+def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Console) -> list[Evaluation]:
+    """Evaluates what is committed, and with `follow` what comes; returns the evaluations of this evaluator by step.
+
+    What was evaluated before is not evaluated again. A driver that lives sends the evaluations to MLflow; after its end this does.
+
+    Args:
+        options: See there.
+        task: Another task than the run's, for other metrics; its model must take the same parameters.
+        console: Where progress is shown.
+
+    Raises:
+        ConfigError: There is no such run, or the options do not fit.
+        DataError: The data does not fit.
+        EvaluationError: The evaluator gave up.
+    """
+    paths = RunPaths(location(options.run))
+    newest_start(paths)
+    config = _config(paths, options, task)
+    job = _job(paths, config, options)
+    with cluster(config):
+        _refuse_if_it_never_fits(job.section)
+        evaluator = start_evaluator(job)
+        try:
+            _follow(job, evaluator, options.follow, console)
+        finally:
+            ray.kill(evaluator, no_restart=True)
+            CheckpointStore(paths).release(job.follower)
+    if not is_held(paths):
+        _tell(paths, config)
+    return read_evaluations(paths, options.name)
+
+
+def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -> Config:
+    """The run's configuration with what is asked for here."""
+    config = read_config(paths)
+    if options.name is not None and (not options.name or set(options.name) - set(_NAME_CHARS)):
+        raise ConfigError(f"--name is {options.name!r}; use letters, digits, '_' and '-'.")
+    if (options.data is not None or task is not None) and options.name is None:
+        raise ConfigError("--data and --task make other evaluations than the run's own; give them a --name, such as --name fresh.")
+    if options.data is None and config.data.eval_path is None:
+        raise ConfigError(f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on.")
+    given = {name: getattr(options, name) for name in ("every", "batch_size", "num_cpus", "num_gpus", "threads")}
+    section = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
+    config = replace(config, evaluate=section, task=task or config.task)
+    if options.data is not None:
+        config = config.replace(data__eval_path=options.data)
+    check(config if options.name is None else config.replace(evaluate__patience=None))  # only the run's own evaluations stop it
+    return config.replace(run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1)
+
+
+def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
+    ready = make_task(config).prepare(training_data(paths, config).facts)
+    data = evaluation_source(ready, str(config.data.eval_path), config.data.read_task_mb)
+    if options.name is None:
+        check_evaluation_data(paths, config, data.manifest.digest)
+    return EvaluationJob(config.evaluate, ready, str(paths.root), newest_fence(paths), data, options.name, attached=True)
+
+
+def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) -> None:
+    """Shows each evaluation as it comes, until none will come any more."""
+    shown: set[int] = {e.step for e in read_evaluations(job.paths, job.name)}
+    asked, waits = evaluator.error.remote(), False
+    while True:
+        is_last_look = not (follow and is_held(job.paths)) and not pending(job)
+        for found in read_evaluations(job.paths, job.name):
+            if found.step not in shown:
+                shown.add(found.step)
+                values = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
+                console.print(f"step {found.step}: {values}  ({found.duration_s:.1f} s, {found.behind} waiting)", highlight=False)
+        if is_last_look:
+            return
+        if ray.wait([asked], timeout=_PATIENCE_S)[0]:
+            try:
+                gave_up = ray.get(asked)
+            except ray.exceptions.RayActorError as error:
+                gave_up = str(error)
+            if gave_up is not None:
+                raise EvaluationError(f"The evaluator gave up: {gave_up}")
+            asked = evaluator.error.remote()
+        elif not waits:
+            console.print("The evaluator waits for room in the cluster ...")
+            waits = True
+        time.sleep(poll_s(job.paths.root))
+
+
+def _refuse_if_it_never_fits(section: EvaluateSection) -> None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU", 0.0) >= section.num_cpus and node.get("GPU", 0.0) >= section.num_gpus for node in nodes):
+        raise ConfigError(
+            f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node has. Give less with --num_cpus"
+            " and --num_gpus (0: it computes on the CPU), or add a node."
+        )
+
+
+def _tell(paths: RunPaths, config: Config) -> None:
+    """Brings what others read of a run that has ended up to date."""
+    if config.tracking.enabled:
+        try:
+            replay(str(paths.root))
+        except (RayAppError, OSError) as error:
+            command = shlex.join(["ray-app", "track", "--replay", str(paths.root)])
+            logger.warning("MLflow was not told, %s does it later: %s", command, redact(str(error)))
+    report_end(paths)
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app evaluate") -> int:
+    """Parses the command line and evaluates.
+
+    Returns:
+        Exit code: see `exit_code`; starting it again goes on.
+    """
+    importable_from_here()
+    parser = Parser(prog=prog, description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False)
+    parser.add_class_arguments(EvaluateOptions, None, skip={"follow"})
+    parser.add_argument("--follow", action="store_true", help="Goes on until the run has ended, rather than ending with what is committed.")
+    parser.add_subclass_arguments(
+        Task, "task", instantiate=False, required=False, help="Another task, for other metrics: class_path and init_args; needs a name."
+    )
+    values = parser.parse_args(arguments).as_dict()
+    spec = values.pop("task", None)
+    options = EvaluateOptions(**values)
+    task = ClassSpec(spec["class_path"], spec.get("init_args") or {}) if spec else None
+    console = Console()
+
+    def work() -> None:
+        found = evaluate_run(options, task, console)
+        console.print(f"{len(found)} checkpoints of {options.run} are evaluated.", highlight=False)
+
+    return exit_code(work, "The evaluation failed")

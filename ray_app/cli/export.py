@@ -1,0 +1,32 @@
+"""The command `ray-app export`: a folder with a run's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+from ray_app.cli.ending import exit_code
+from ray_app.record.redact import redact
+from ray_app.runs.configuration import importable_from_here
+from ray_app.runs.outcome.exporting import ExportOptions, export_run
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app export") -> int:
+    """The command `ray-app export`.
+
+    Returns:
+        Exit code: see `exit_code`.
+    """
+    importable_from_here()
+    parser = ArgumentParser(prog=prog, description="Writes the model of a run to a folder, for machines without Ray and MLflow.")
+    parser.add_class_arguments(ExportOptions, None)
+    options = ExportOptions(**parser.parse_args(arguments).as_dict())
+
+    def work() -> None:
+        done = export_run(options)
+        as_program = "" if done["format"] == "torch.export" else f"; not as a torch.export program ({'; '.join(done['refused'])})"
+        print(redact(f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256 {done['params_digest']}{as_program}"))
+        print(Path(options.out).resolve())
+
+    return exit_code(work, "The model was not exported")

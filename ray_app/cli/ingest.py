@@ -1,0 +1,61 @@
+"""The command `ray-app ingest`: parse, ingest in threads or on a cluster, say what there is now."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+
+from ray_app.cli.ending import exit_code
+from ray_app.ingest.ingest import DatasetSummary, ingest
+from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.runners import run_in_threads, run_on_cluster
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> int:
+    """Parses the command line and ingests.
+
+    Returns:
+        Exit code: see `exit_code`.
+    """
+    parser = ArgumentParser(prog=prog, description="Turns raw data into folders of Parquet shards.")
+    parser.add_class_arguments(IngestOptions, None)
+    parser.add_argument(
+        "--ray_address",
+        type=str | None,
+        default=None,
+        help="Ray cluster on whose CPUs to work (auto or an address), which sees input and out under the same path. Not given: RAY_ADDRESS"
+        " if that is set (as in a Ray job), otherwise threads of this process. The files are the same.",
+    )
+    given = parser.parse_args(arguments).as_dict()
+    address = given.pop("ray_address") or os.environ.get("RAY_ADDRESS")
+    options = IngestOptions(**given)
+    return exit_code(lambda: _print(_ingest(options, address), options.source), "The data was not ingested")
+
+
+def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:
+    if not address:
+        return ingest(options, run_in_threads)
+    import ray
+
+    from ray_app.cluster.search_path import job_config
+
+    ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
+    try:
+        return ingest(options, run_on_cluster)
+    finally:
+        ray.shutdown()
+
+
+def _print(summary: DatasetSummary, source: str) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    for part in summary.parts.values():
+        labels = f", {len(part.class_counts)} labels" if part.class_counts else ""
+        skipped = f", {part.skipped_files} other files skipped" if part.skipped_files else ""
+        refused = f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""
+        console.print(f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False)
+        console.print(f"  columns: {', '.join(part.columns)}", markup=False)
+    reused = "It can be trained on as it is" if source == "parquet" else "Made before from the same options and files"
+    console.print(f"{reused}: nothing was written." if summary.reused else "Done.")

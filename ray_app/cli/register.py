@@ -1,0 +1,30 @@
+"""The command `ray-app register`: a run's best checkpoint as a version in MLflow's model registry."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+
+from ray_app.cli.ending import exit_code
+from ray_app.runs.configuration import importable_from_here
+from ray_app.runs.outcome.registering import RegisterOptions, register_run
+from ray_app.watch.console import model_line
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> int:
+    """The command `ray-app register`.
+
+    Returns:
+        Exit code: see `exit_code`; doing it again is safe.
+    """
+    importable_from_here()
+    parser = ArgumentParser(prog=prog, description="Makes the best checkpoint of a run a version of a model in MLflow's registry.")
+    parser.add_class_arguments(RegisterOptions, None)
+    options = RegisterOptions(**parser.parse_args(arguments).as_dict())
+
+    def work() -> None:
+        done = register_run(options)
+        shown = {"name": done.name, "version": done.version, "aliases": done.aliases}
+        Console().print(model_line(shown), markup=False, highlight=False, soft_wrap=True)
+
+    return exit_code(work, "The model was not registered")

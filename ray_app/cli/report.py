@@ -1,0 +1,53 @@
+"""The command `ray-app report`: the page about a run, whatever state it is in."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from ray_app.cli.ending import exit_code
+from ray_app.errors import RayAppError
+from ray_app.record.files import location, put_atomic
+from ray_app.record.paths import RunPaths
+from ray_app.record.redact import redact
+from ray_app.report.facts import read_facts
+from ray_app.report.page import render
+from ray_app.runs.configuration import importable_from_here
+from ray_app.runs.outcome.closing import close_orphan
+
+logger = logging.getLogger(__name__)
+
+
+def _is_closed(paths: RunPaths) -> bool:
+    """Says what became of a run whose driver is gone, if that can be done here."""
+    importable_from_here()
+    try:
+        return close_orphan(str(paths.root))
+    except (RayAppError, OSError) as error:
+        logger.warning("The run could not be closed: %s", redact(str(error)))
+        return False
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> int:
+    """The command `ray-app report`.
+
+    Returns:
+        Exit code: see `exit_code`.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description="Makes the report of a run, also of one that runs or failed.")
+    parser.add_argument("--run", required=True, help="directory of the run, <run.storage_path>/<run.name>, on a disk or s3://bucket/prefix")
+    parser.add_argument("--out", help="file to write instead of report.html in the run's directory")
+    options = parser.parse_args(arguments)
+
+    def work() -> None:
+        paths = RunPaths(location(options.run))
+        facts = read_facts(paths)
+        if facts.status == "vanished" and facts.events and _is_closed(paths):
+            facts = read_facts(paths)
+        out = Path(options.out).resolve() if options.out else paths.report
+        put_atomic(out, render(facts).encode())
+        print(f"{paths.name}: {facts.status}; {facts.story}")
+        print(out)
+
+    return exit_code(work, "The report could not be made")

@@ -1,0 +1,85 @@
+"""The command `ray-app retrain`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, own_error
+from ray_app.record.redact import guard, redact
+from ray_app.retrain.paths import RetrainPaths
+from ray_app.retrain.retraining import EXIT_CODES, retrain
+from ray_app.retrain.rollback import roll_back
+from ray_app.retrain.rounds import entries
+from ray_app.retrain.section import RetrainSection, check_section
+from ray_app.runs.configuration import parse_more
+from ray_app.runs.signals import ending_at_sigterm
+
+_DESCRIPTION = "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
+_INTERRUPTED = 75
+
+
+def history(config: Config) -> Table:
+    """The audit record of a configuration's model as a table, oldest first."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("when (UTC)", "what", "version", "why", "who"):
+        shown.add_column(column, overflow="fold")
+    for entry in entries(RetrainPaths.of(config)):
+        version, who = entry.get("version"), entry.get("by") or entry["who"]
+        shown.add_row(entry["when"][:19], entry["what"], str(version or "-"), redact(entry["why"]), who)
+    return shown
+
+
+def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Console) -> int:
+    """Does what the command line asks for; returns the exit code."""
+    asked, rest = own.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(rest):
+        own.print_help()
+    config, sections = parse_more(rest, {"retrain": RetrainSection}, own.prog, description=_DESCRIPTION)
+    section: RetrainSection = sections["retrain"]
+    check_section(config, section)
+    guard(config.to_dict())
+    if asked.history:
+        console.print(history(config))
+        return 0
+    if asked.rollback is not None:
+        try:
+            done = roll_back(config, asked.rollback)
+        except RegistryError as error:
+            raise ConfigError(f"Nothing was rolled back: {error}") from error
+        console.print(f"rolled back to version {done.to} from version {done.version}: {done.reason}", markup=False, highlight=False)
+        return 0
+    return EXIT_CODES[retrain(config, section, console).what]
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> int:
+    """The command `ray-app retrain`.
+
+    Returns:
+        Exit code: 0 done or nothing to do, 2 the data or the configuration is refused, 75 another scheduler is at it or interrupted (start
+        again later), 1 failed (start again to go on).
+    """
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
+    own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    own.add_argument("--rollback", metavar="REASON", help="Lets the champion before serve again; trains nothing.")
+    own.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
+    try:
+        with ending_at_sigterm():
+            return _done(own, arguments, console)
+    except (RunHeldError, LeaseLostError) as error:
+        print(redact(f"Another scheduler is at it, start again later: {error}"), file=sys.stderr)
+        return _INTERRUPTED
+    except KeyboardInterrupt:
+        print("Interrupted; starting again goes on.", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception as error:
+        if is_refusal(error):
+            print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
+            return 2
+        found = own_error(error)
+        print(redact(f"The retraining failed, starting again goes on: {type(found).__name__}: {found}"), file=sys.stderr)
+        return 1

@@ -1,0 +1,141 @@
+"""The command `ray-app submit`: preflight, submission, the job's output, and further tries."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError, DataError, is_refusal
+from ray_app.record.redact import redact
+from ray_app.runs.configuration import parse_more
+from ray_app.runs.prepare import new_run_name
+from ray_app.submit.findings import refused, show
+from ray_app.submit.options import SubmitSection
+from ray_app.submit.preflight import Preflight, preflight
+from ray_app.submit.server import JobServer, LostContactError
+from ray_app.submit.supervise import judge, wait_s
+
+_DESCRIPTION = "Submits a run to a Ray cluster as a job, after checks that find what would stop it there."
+_INTERRUPTED = 130
+
+
+class Submission:
+    """A run that passed its preflight, and the jobs that carry it.
+
+    Args:
+        config: The run, with its name.
+        section: How it is submitted.
+        server: The cluster's job server.
+        runtime_env: What the jobs get.
+        console: Where things are said.
+    """
+
+    def __init__(self, config: Config, section: SubmitSection, server: JobServer, runtime_env: dict[str, Any], console: Console) -> None:
+        self._config, self._section, self._server, self._console = config, section, server, console
+        self._runtime_env = runtime_env
+        self._tries = section.retries + 1
+        self._job_id: str | None = None  # while it may go on
+
+    def submit(self, number: int) -> str:
+        """Submits the run's job and says how it is followed and stopped.
+
+        Args:
+            number: Of the try, from 1.
+        """
+        name = str(self._config.run.name)
+        command = self._section.command(["-m", "ray_app", "train"], self._config)
+        told = {"job_name": name, "ray_app_run": name, "ray_app_try": str(number)}
+        self._job_id = job_id = self._server.submit(name, command, self._runtime_env, told)
+        self._say(f"Submitted run {name} as job {job_id} (try {number} of {self._tries}).")
+        if number == 1:
+            self._say(self._how(job_id))
+        return job_id
+
+    def supervise(self) -> int:
+        """Submits, follows, and submits again while that helps; the driver's exit code."""
+        try:
+            return self._supervise()
+        except KeyboardInterrupt:
+            goes_on = f"The job {self._job_id} goes on.\n{self._how(self._job_id)}" if self._job_id else "Nothing of the run goes on."
+            self._say(f"\n{goes_on}\nNobody submits the run again now; the same command with --run.name {self._config.run.name} does.")
+            raise
+
+    def _supervise(self) -> int:
+        number = 1
+        while True:
+            job_id = self.submit(number)
+            ended = self._server.follow(job_id, self._print, self._say)
+            self._job_id = None
+            after = judge(ended, number, self._section.retries)
+            if not after.again:
+                self._say(f"Job {job_id} ended as {ended.status}: {after.reason}. Exit code {after.exit_code}.")
+                return after.exit_code
+            pause_s = wait_s(number, self._section.backoff_s)
+            number += 1
+            self._say(f"try {number} of {self._tries} in {pause_s:g} s: {after.reason}")
+            time.sleep(pause_s)
+
+    def _how(self, job_id: str) -> str:
+        at = f"--address {self._server.address} {job_id}"
+        return f"  follow: ray job logs --follow {at}\n  stop:   ray job stop {at}"
+
+    def _print(self, piece: str) -> None:
+        sys.stdout.write(redact(piece))
+        sys.stdout.flush()
+
+    def _say(self, text: str) -> None:
+        self._console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _describe(console: Console, config: Config, found: Preflight) -> None:
+    """Says what would run."""
+    assert found.report is not None
+    assert found.report.figures is not None
+    lines = [("run", str(config.run.name)), *found.report.figures.lines()]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        console.print(f"{name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
+    config, sections = parse_more(arguments, {"submit": SubmitSection}, prog, description=_DESCRIPTION)
+    section: SubmitSection = sections["submit"]
+    section.check()
+    config = config if config.run.name else config.replace(run__name=new_run_name())
+    found = preflight(config, section, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
+    show(console, found.findings)
+    if refused(found.findings):
+        print("Refused; nothing was started.", file=sys.stderr)
+        return 2
+    if section.dry_run:
+        _describe(console, config, found)
+        return 0
+    assert found.server is not None
+    submission = Submission(config, section, found.server, found.runtime_env, console)
+    if section.follow:
+        return submission.supervise()
+    submission.submit(1)
+    return 0
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app submit") -> int:
+    """The command `ray-app submit`.
+
+    Returns:
+        Exit code: that of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable), 2 also if the preflight refuses,
+        1 if the cluster does not answer any more, 130 after Ctrl-C, which leaves the job alone.
+    """
+    try:
+        return _submit(arguments, prog, Console(file=sys.stdout))
+    except (ConfigError, DataError) as error:
+        print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2 if is_refusal(error) else 1
+    except LostContactError as error:
+        print(redact(f"{error}. The job may go on without us; ray job list shows it."), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED

@@ -1,0 +1,31 @@
+"""The command `ray-app track`: sends what MLflow lacks of a run that has ended."""
+
+from __future__ import annotations
+
+import argparse
+
+from ray_app.cli.ending import exit_code
+from ray_app.runs.configuration import importable_from_here
+from ray_app.runs.outcome.replay import replay
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int:
+    """Parses the command line and replays.
+
+    Returns:
+        Exit code: see `exit_code`; what MLflow took is not sent again.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False)
+    parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its s3:// URI.")
+    parser.add_argument("--uri", help="MLflow tracking URI; not given: the run's own. Another one gets the whole record.")
+    parser.add_argument("--experiment", help="Experiment for a run that MLflow does not know yet; not given: the run's own.")
+    options = parser.parse_args(arguments)
+    importable_from_here()
+
+    def work() -> None:
+        sent = replay(options.replay, options.uri, options.experiment)
+        print(
+            f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id} ({sent.status}) at {sent.uri}"
+        )
+
+    return exit_code(work, "The record was not sent")

@@ -1,0 +1,89 @@
+"""Ray Train's parts (Ray 2.60) that every way of recovery needs: a backend that leaves process groups alone, and the budgets.
+
+- `ray.train.backend`: the public `TorchConfig` makes a backend that starts a process group for the life of the workers, and imports torch,
+  which the controller's process has no need of. Our process group is formed in generations, see `cluster.membership`.
+- `ray.train.v2._internal.execution.callback`: the classes of the callbacks that `RunConfig(callbacks=...)` accepts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+
+from ray_app.cluster.budget import Budget
+from ray_app.config.config import Config
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the controller needs to know of the run.
+
+    Args:
+        run_root: The run's directory.
+        fence: Number of this start.
+        config: Its configuration.
+        rendezvous: Handle of the rendezvous actor.
+        reading_cpus: Logical CPUs to leave to the evaluator and to reading.
+        in_place: Whether the others go on when a worker is lost.
+    """
+
+    run_root: str
+    fence: int
+    config: Config
+    rendezvous: Any
+    reading_cpus: float
+    in_place: bool
+
+
+class OwnGroupBackend(Backend):
+    """Leaves process groups to `cluster.membership`."""
+
+    share_cuda_visible_devices = True
+
+
+class OwnGroupConfig(BackendConfig):
+    """Workers without Ray's process group."""
+
+    @property
+    def backend_cls(self) -> type[OwnGroupBackend]:
+        """See `BackendConfig`."""
+        return OwnGroupBackend
+
+
+class FailureBudget(ControllerCallback, WorkerGroupCallback):
+    """Charges failures to the budget; raising from the hook is how a callback ends a run. Lives in the controller's process.
+
+    Args:
+        control: The run.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self.budget = Budget(control.run_root, control.fence, control.config.failure)
+        self._errors: dict[int, BaseException] = {}
+        self._workers = 0
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Records how many workers start."""
+        self._errors, self._workers = {}, len(worker_group.get_workers())
+        self.budget.note("workers", workers=self._workers)
+        ray.get(self._control.rendezvous.expect.remote(self._workers))
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Remembers why workers failed."""
+        self._errors = dict(worker_group_status.errors) or self._errors
+        self._workers = len(worker_group_status.worker_statuses)
+        if not self._control.in_place:  # again and again: the rendezvous may have been started anew
+            self._control.rendezvous.expect.remote(self._workers)
+
+    def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
+        """Ends the run if it must end; otherwise Ray Train goes on."""
+        del failure_decision
+        errors, self._errors = self._errors, {}
+        if errors:  # otherwise it is the controller's own trouble, such as workers that cannot be placed yet
+            status = ray.get(self._control.rendezvous.status.remote())
+            self.budget.failed(errors, status.step, self._workers - len(errors) if self._control.in_place else 0)

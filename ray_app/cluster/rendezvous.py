@@ -1,0 +1,318 @@
+"""The rendezvous: a small actor that decides which workers form the next generation, and passes words between driver and workers.
+
+A generation is a set of workers that step together. A new one forms whenever the set changes: somebody died, fell silent, is asked to
+leave its node, or has just started. Whoever holds the training state keeps it and comes back here; nobody is restarted.
+
+The actor may itself be killed: members tell it who they are with every heartbeat, so a new instance knows them after a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from ray_app.record.journal import StepRecord
+from ray_app.train.group.messages import Beat, Flags, Formed, Orders, Status
+from ray_app.train.group.standstill import Standstill
+
+_COALESCE_S = 2.0  # a newcomer waits this long for other newcomers
+_LOOK_S = 0.2
+
+
+@dataclass
+class _Member:
+    beat: Beat
+    seen_s: float
+    joined_s: float | None = None  # since when it waits for a generation
+    formed: Future[Formed] | None = None
+    dump: bool = False
+    exit: bool = False
+
+
+class Rendezvous:
+    """See the module. An actor, see `start_rendezvous`.
+
+    Args:
+        silence_s: Seconds without a heartbeat after which a worker counts as lost.
+        step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended; None: a multiple of the
+            median step.
+        clock: Tells the seconds.
+        first: The least number of a generation that this instance forms: none that an instance before it has given.
+    """
+
+    def __init__(self, silence_s: float, step_timeout_s: float | None, clock: Callable[[], float] = time.monotonic, first: int = 1) -> None:
+        self._silence_s, self._clock, self._standstill = silence_s, clock, Standstill(step_timeout_s, clock)
+        self._members: dict[str, _Member] = {}
+        self._lost: dict[str, float] = {}
+        self._gone: set[str] = set()
+        self._number, self._first = 0, first
+        self._urgent = False
+        self._expected = 0
+        self._draining: set[str] = set()
+        self._waiting: str | None = None
+        self._over = False
+        self._flags = Flags(0)
+        self._record: StepRecord | None = None
+        self._recorded = 0
+        self._server: asyncio.Server | None = None
+        self._began_s = self._clock()
+        self._watching: asyncio.Task[None] | None = None
+
+    # What workers call.
+
+    async def lifeline(self) -> tuple[str, int]:
+        """Where workers keep a connection open, so that the end of a process is known at once."""
+        if self._server is None:
+            host = ray.util.get_node_ip_address()
+            self._server = await asyncio.start_server(self._attend, host, 0)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return self._server.sockets[0].getsockname()[:2]
+
+    async def close(self) -> None:
+        """Stops watching, before the actor is ended: asyncio complains of what it finds going on then."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        worker = (await reader.read(64)).decode()
+        with suppress(OSError):
+            await reader.read()
+        writer.close()
+        self._lose(worker)
+
+    async def beat(self, beat: Beat) -> Orders:
+        """A worker's sign of life."""
+        return self.answer(beat)
+
+    def answer(self, beat: Beat) -> Orders:
+        """See `beat`."""
+        if beat.worker in self._gone:
+            return Orders(exit=True)
+        known = self._members.get(beat.worker)
+        if known is not None and beat.moves > known.beat.moves:
+            self._standstill.moves()
+        if beat.generation > (known.beat.generation if known is not None else 0):
+            self._standstill.begin(self._standstill.step)  # it begins unasked, which takes longer than a step
+        member = self._know(beat)
+        self._record = beat.record or self._record
+        self._recorded = max(self._recorded, beat.recorded)
+        if beat.generation == self._number:
+            self._standstill.finished(beat.step, beat.record)
+        elif beat.generation > self._number:  # this instance is new
+            self._number = beat.generation
+        stale = 0 < beat.generation < self._number and member.joined_s is None
+        current = beat.generation == self._number > 0
+        flags = self._flags
+        if current and self._wants_reform():
+            flags |= Flags.REFORM
+        leave = beat.node in self._draining
+        if leave and not any(_has_state(m) for m in self._stayers()):
+            flags |= Flags.SAVE
+        others_dump = any(other.dump for other in self._members.values() if other is not member)
+        exits = member.exit and not others_dump  # or they would show what they do after that
+        orders = Orders(beat.generation, flags, stale or (current and self._urgent), leave, member.dump, exits, self._recorded)
+        member.dump = False
+        return orders
+
+    async def join(self, beat: Beat, lost: bool) -> Formed:
+        """Waits for the next generation.
+
+        Args:
+            beat: Who waits.
+            lost: Whether its last generation broke, so that the others must be called.
+        """
+        return await asyncio.shield(asyncio.wrap_future(self.enter(beat, lost)))
+
+    def enter(self, beat: Beat, lost: bool) -> Future[Formed]:
+        """See `join`; the future has the next generation."""
+        member = self._know(beat)
+        self._number = max(self._number, beat.generation)
+        if member.joined_s is None and member.beat.generation == self._number > 0 and (lost or beat.generation < self._number):
+            self._urgent = True  # the others of this generation wait for it
+        member.joined_s = self._clock()
+        member.formed = Future()
+        self._try_form()
+        return member.formed
+
+    async def leave(self, worker: str, over: bool = False) -> None:
+        """A worker ends as it should.
+
+        Args:
+            worker: Which.
+            over: Whether the run has ended with it: who joins later must not wait for others.
+        """
+        self._members.pop(worker, None)
+        self._gone.add(worker)
+        self._over = self._over or over
+        self._try_form()
+
+    # What the driver and the controller call.
+
+    async def raise_flags(self, flags: int) -> None:
+        """The driver has something to say to all workers."""
+        self._flags |= Flags(flags)
+
+    async def expect(self, workers: int, waiting: str | None = None) -> None:
+        """How many workers there are to be now; with a reason to wait no generation forms."""
+        self._expected, self._waiting = workers, waiting
+        self._try_form()
+
+    async def excuse(self) -> None:
+        """All workers wait for somebody who waits for the storage, which is no standstill; said again and again meanwhile."""
+        self._standstill.moves()
+
+    async def drain(self, nodes: set[str]) -> None:
+        """Workers on these nodes have to leave."""
+        self._draining = set(nodes)
+        self._try_form()
+
+    async def dismiss(self, workers: set[str]) -> None:
+        """These workers are not counted on any more; if they ever come back, they are told to end."""
+        for worker in workers:
+            self._lose(worker)
+            self._lost.pop(worker, None)
+            self._gone.add(worker)
+
+    async def status(self) -> Status:
+        """How things are."""
+        leaving = {w for w, m in self._members.items() if m.beat.node in self._draining}
+        lost = {worker: self._clock() - since for worker, since in self._lost.items()}
+        step, stops = max(0, self._standstill.step), bool(self._flags & Flags.STOP)
+        here, stepping, limit_s = set(self._members) - leaving, len(self._stepping()), self._standstill.limit_s
+        return Status(here, leaving, lost, stepping, step, self._record, self._waiting, stops, limit_s)
+
+    async def workers(self) -> list[Beat]:
+        """The newest sign of life of every worker of the current generation, by rank."""
+        return sorted((m.beat for m in self._stepping()), key=lambda beat: beat.rank)
+
+    # How generations form.
+
+    def _know(self, beat: Beat) -> _Member:
+        member = self._members.setdefault(beat.worker, _Member(beat, 0.0))
+        if member.joined_s is None and beat.generation < member.beat.generation:  # it has not heard yet that its generation has formed
+            beat = replace(beat, generation=member.beat.generation, rank=member.beat.rank)
+        member.beat, member.seen_s = beat, self._clock()
+        self._lost.pop(beat.worker, None)
+        return member
+
+    def _lose(self, worker: str) -> None:
+        member = self._members.pop(worker, None)
+        if member is None:
+            return
+        self._lost[worker] = self._clock()
+        if member.formed is not None and not member.formed.done():
+            member.formed.set_exception(ConnectionError("no sign of life; join again"))
+        if member.beat.generation == self._number:
+            self._urgent = True
+        self._try_form()
+
+    def _stayers(self) -> list[_Member]:
+        return [m for m in self._members.values() if m.beat.node not in self._draining]
+
+    def _incumbents(self) -> list[_Member]:
+        """Those who stay and were in the last generation."""
+        return [m for m in self._stayers() if m.beat.generation == self._number > 0]
+
+    def _stepping(self) -> list[_Member]:
+        """Those who are in the current generation."""
+        return [m for m in self._members.values() if m.beat.generation == self._number > 0 and m.joined_s is None]
+
+    def _is_held(self) -> bool:
+        return self._waiting is not None and not self._flags & Flags.STOP
+
+    def _wants_reform(self) -> bool:
+        """Whether the current generation should end at its next step boundary."""
+        if self._urgent or self._is_held():
+            return True
+        if any(m.beat.node in self._draining and m.beat.generation == self._number for m in self._members.values()):
+            return True
+        newcomers = [m for m in self._stayers() if m.joined_s is not None]
+        if not newcomers:
+            return False
+        oldest = min(m.joined_s for m in newcomers if m.joined_s is not None)
+        return len(self._stayers()) >= self._expected or self._clock() - oldest > _COALESCE_S
+
+    def _try_form(self) -> None:
+        stayers = self._stayers()
+        ready = [m for m in stayers if m.joined_s is not None]
+        if not ready or self._is_held() or any(m not in ready for m in self._incumbents()):
+            return
+        settled = self._clock() - self._began_s > self._silence_s  # this instance has heard of everybody
+        complete = self._over or len(ready) >= self._expected > 0
+        if not complete and not (self._incumbents() and settled):
+            return
+        if any(map(_has_state, self._members.values())) and not any(map(_has_state, ready)):
+            return  # who has the state saves it before it leaves, or comes back
+        ready.sort(key=lambda m: (m.beat.step < 0, m.beat.rank if m.beat.generation else 0, m.joined_s))
+        self._number = max(self._number + 1, self._first)
+        self._urgent = False
+        self._standstill.begin(max(m.beat.step for m in ready))
+        first = ready[0].beat
+        for rank, member in enumerate(ready):
+            assert member.formed is not None
+            member.beat = replace(member.beat, generation=self._number, rank=rank)
+            member.joined_s = None
+            if not member.formed.done():
+                member.formed.set_result(Formed(self._number, rank, len(ready), first.host, first.port))
+
+    # Silence and standstill.
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.look(self._clock())
+
+    def look(self, now: float) -> None:
+        """Finds out who is silent, and whether nothing moves; called a few times a second."""
+        for worker in [w for w, m in self._members.items() if now - m.seen_s > self._silence_s]:
+            self._lose(worker)
+        self._look_for_standstill(now)
+        self._try_form()
+
+    def _look_for_standstill(self, now: float) -> None:
+        stepping = self._stepping()
+        if not stepping or all(m.beat.phase == "done" for m in stepping):
+            return
+        if any(m.beat.phase == "saving" for m in stepping):
+            self._standstill.moves()
+            return
+        times = self._standstill.times(now)
+        if not times:
+            return
+        culprits = [m for m in stepping if m.beat.phase not in ("forming", "exchange", "done")]
+        for member in stepping:
+            member.dump = True
+        if culprits or times > 1:
+            for member in culprits or stepping:
+                member.exit = True
+        else:
+            self._urgent = True  # all wait for each other: a collective is stuck
+
+
+def _has_state(member: _Member) -> bool:
+    return member.beat.step >= 0
+
+
+class _Actor(Rendezvous):
+    """A rendezvous that Ray starts again when it dies; what it knew is gone then, the numbers that it gave as well."""
+
+    def __init__(self, silence_s: float, step_timeout_s: float | None) -> None:
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        super().__init__(silence_s, step_timeout_s, first=time.time_ns() // 10**6 if again else 1)
+
+
+def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None) -> Any:
+    """Starts the rendezvous actor on this node, so that it lives as long as the driver, and returns its handle."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000, "scheduling_strategy": here}
+    return ray.remote(_Actor).options(name=name, **options).remote(silence_s, step_timeout_s)

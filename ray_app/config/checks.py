@@ -1,0 +1,257 @@
+"""What a configuration must fulfil before anything else looks at it: ranges, choices and combinations, refused all at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from ray_app.config.config import SECTIONS, Config, flatten
+from ray_app.config.sections import TrainSection
+from ray_app.errors import ConfigError
+
+_MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check(config: Config) -> None:
+    """Refuses impossible values and combinations.
+
+    Raises:
+        ConfigError: All that is wrong, a line each: what was given, what is allowed and what to do.
+    """
+    problems = [*_check_ranges(config), *_check_scaling(config), *_check_strategy(config), *_check_run(config)]
+    if problems:
+        raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+AT_LEAST: dict[str, float] = {
+    "scaling.min_workers": 1,
+    "scaling.max_workers": 1,
+    "scaling.logical_workers": 1,
+    "scaling.threads_per_worker": 1,
+    "scaling.cpus_per_worker": 0,
+    "scaling.gpus_per_worker": 0,
+    "data.global_batch_size": 1,
+    "data.shuffle_window_rows": 1,
+    "data.prefetch_windows": 1,
+    "data.max_bad_rows": 0,
+    "train.epochs": 1,
+    "train.max_steps": 1,
+    "train.steps_per_epoch": 1,
+    "train.local_steps": 1,
+    "train.outer_momentum": 0,
+    "train.servers": 1,
+    "train.server_cpus": 0,
+    "train.min_shard_kb": 1,
+    "train.staleness": 0,
+    "train.ema_decay": 0,
+    "checkpoint.every_steps": 1,
+    "checkpoint.every_epochs": 1,
+    "checkpoint.keep_last": 2,
+    "checkpoint.snapshot_every_steps": 1,
+    "checkpoint.keep_best": 0,
+    "failure.max_failures": -1,
+    "failure.max_preemptions": -1,
+    "evaluate.most_waiting": 1,
+    "evaluate.patience": 1,
+    "evaluate.min_delta": 0,
+    "evaluate.batch_size": 1,
+    "evaluate.num_cpus": 0,
+    "evaluate.num_gpus": 0,
+    "evaluate.threads": 1,
+    "evaluate.drain_timeout_s": 0,
+    "tracking.every_steps": 1,
+}
+ABOVE_ZERO = (
+    "scaling.resize_check_s",
+    "data.read_task_mb",
+    "data.cache_gb",
+    "train.grad_clip_norm",
+    "train.outer_lr",
+    "train.bucket_mb",
+    "failure.step_timeout_s",
+    "failure.heartbeat_timeout_s",
+    "evaluate.budget",
+    "tracking.system_metrics_s",
+)
+_FINITE = ("data.read_task_mb", "train.bucket_mb")
+
+
+def _check_ranges(config: Config) -> list[str]:
+    values = flatten(config.to_dict())
+    problems = []
+    for section, made in SECTIONS.items():
+        for name, hint in get_type_hints(made).items():
+            allowed = [choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)]
+            value = getattr(getattr(config, section), name)
+            if allowed and value is not None and value not in allowed:
+                problems.append(f"{section}.{name} is {value!r}; it must be one of {', '.join(allowed)}.")
+    for name, least in AT_LEAST.items():
+        if values[name] is not None and not values[name] >= least:  # also NaN
+            problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")
+    for name in ABOVE_ZERO:
+        if values[name] is not None and not values[name] > 0:
+            problems.append(f"{name} is {values[name]}; it must be greater than 0.")
+    for name in _FINITE:
+        if math.isinf(values[name]):
+            problems.append(f"{name} is {values[name]}; it must be finite.")
+    return problems
+
+
+def _check_scaling(config: Config) -> list[str]:
+    scaling, batch, logical = config.scaling, config.data.global_batch_size, config.logical_workers
+    problems = []
+    if scaling.min_workers > scaling.max_workers:
+        problems.append(
+            f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower the one or"
+            " raise the other."
+        )
+    if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
+        problems.append("scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.")
+    if scaling.max_workers > logical >= 1:
+        problems.append(
+            f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without a logical"
+            f" worker has nothing to do. Set max_workers to at most {logical}, or start a new run with more logical workers."
+        )
+    if logical >= 1 and batch >= 1 and batch % logical:
+        below, above = batch // logical * logical, -(-batch // logical) * logical
+        valid = " or ".join(str(n) for n in (below, above) if n > 0)
+        problems.append(
+            f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid values are {valid}."
+        )
+    return problems
+
+
+_COPIES = ("ddp", "single", "local_sgd", "central_storage")
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
+    **dict.fromkeys(("servers", "server_cpus", "min_shard_kb", "staleness"), ("parameter_server",)),
+    "cpu_offload": ("fsdp",),
+    "backend": _COPIES,
+    "bucket_mb": _COPIES,
+    "gradient_compression": ("ddp", "single", "central_storage"),
+}
+"""The strategies that look at a field of `train`, where not all do."""
+
+
+def _check_strategy(config: Config) -> list[str]:
+    train = config.train
+    problems = [
+        *_check_fsdp(config),
+        *(
+            f"train.{name} is set, but only train.strategy: {' or '.join(strategies)} looks at it; leave it out."
+            for name, strategies in _ONLY_FOR.items()
+            if train.strategy not in strategies and getattr(train, name) != getattr(TrainSection, name)
+        ),
+        *_check_exchange(config),
+    ]
+    if train.precision == "fp16" and train.strategy in ("local_sgd", "parameter_server"):
+        problems.append(
+            f"train.precision is fp16 with train.strategy {train.strategy}, whose workers would need a loss scale each; use bf16."
+        )
+    if train.strategy == "parameter_server" and config.evaluate.where == "workers":
+        problems.append("evaluate.where is workers with train.strategy parameter_server, whose workers never meet; set it to actor.")
+    if train.strategy == "parameter_server" and config.data.on_bad_row == "skip":
+        problems.append(
+            "data.on_bad_row is skip with train.strategy parameter_server, whose workers do not know how many rows of a step the others"
+            " skip; set it to fail."
+        )
+    if train.strategy == "single" and config.scaling.min_workers > 1:
+        problems.append(
+            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the"
+            " calling process. Set it to 1."
+        )
+    if train.strategy == "single" and config.scaling.label_selector:
+        problems.append(
+            f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to place: everything"
+            " happens in the calling process. Leave it out."
+        )
+    for name in ("every_steps", "snapshot_every_steps"):
+        value = getattr(config.checkpoint, name)
+        if value is not None and value % train.local_steps:
+            problems.append(
+                f"checkpoint.{name} is {value}; between two averages there is no common state, so it must be a multiple of"
+                f" train.local_steps = {train.local_steps}."
+            )
+    return problems
+
+
+def _check_exchange(config: Config) -> list[str]:
+    train, problems = config.train, []
+    if train.backend == "nccl" and not config.scaling.gpus_per_worker:
+        problems.append(
+            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to auto or gloo, or"
+            " give the workers GPUs."
+        )
+    if train.gradient_compression != "none" and train.reduction == "exact":
+        problems.append(
+            f"train.gradient_compression is {train.gradient_compression} with train.reduction exact: what travels are sums over the"
+            " logical workers of a worker, so rounding them would make the bits depend on the number of workers. Set train.reduction to"
+            " overlapped, or train.gradient_compression to none."
+        )
+    return problems
+
+
+def _check_fsdp(config: Config) -> list[str]:
+    train = config.train
+    if train.strategy != "fsdp":
+        return []
+    problems = []
+    if train.cpu_offload and not config.scaling.gpus_per_worker:
+        problems.append("train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave it out.")
+    if train.precision == "fp16":
+        problems.append(
+            "train.precision is fp16 with train.strategy fsdp, where gradients are added in fp32 and bf16 needs no scale; use bf16."
+        )
+    if train.compile:
+        problems.append("train.compile is set with train.strategy fsdp, whose parameters come and go during a pass; leave it out.")
+    if config.evaluate.where == "workers":
+        problems.append("evaluate.where is workers with train.strategy fsdp, where no worker has a whole model; use actor.")
+    return problems
+
+
+def _check_run(config: Config) -> list[str]:
+    problems = []
+    if config.run.name is not None and not _RUN_NAME.fullmatch(config.run.name):
+        problems.append(
+            f"run.name is {config.run.name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
+        )
+    if config.train.ema_decay is not None and config.train.ema_decay >= 1:
+        problems.append(f"train.ema_decay is {config.train.ema_decay}; it must be below 1, such as 0.999.")
+    if not config.task.class_path:
+        problems.append("task.class_path is missing; name a task such as ray_app.task.image.ImageClassification.")
+    if config.evaluate.patience is not None and config.data.eval_path is None:
+        problems.append(
+            "evaluate.patience is set without data.eval_path: there is nothing to judge by. Set data.eval_path or leave patience out."
+        )
+    if config.evaluate.patience is not None and config.evaluate.every != "checkpoint":
+        problems.append(
+            f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is {config.evaluate.every}; set it to"
+            " checkpoint, or leave patience out."
+        )
+    if config.data.shard == "file" and config.data.sampling == "balanced":
+        problems.append(
+            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to epoch. Set data.shard"
+            " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating rows)."
+        )
+    if config.data.cache_dir is not None and config.data.cache != "disk":
+        problems.append(
+            f"data.cache_dir is {config.data.cache_dir!r}, but data.cache is {config.data.cache}: nothing would be there. Set data.cache to"
+            " disk or leave cache_dir out."
+        )
+    if not config.data.path:
+        problems.append("data.path is missing; name a folder of Parquet files (ray-app ingest makes one).")
+    if config.train.init_digest is not None and config.train.init_from is None:
+        problems.append("train.init_digest is given without train.init_from: name the file that holds these parameters, or leave both out.")
+    model = config.tracking.registered_model
+    if model is not None and not config.tracking.enabled:
+        problems.append(
+            f"tracking.registered_model is {model!r}, but tracking.enabled is false: the registry is MLflow's. Enable tracking"
+            " or leave it out."
+        )
+    if model is not None and not _MODEL_NAME.fullmatch(model):
+        problems.append(
+            f"tracking.registered_model is {model!r}; use 1 to 256 characters other than slashes, ':', quotes and control characters."
+        )
+    return problems

@@ -1,0 +1,177 @@
+"""The configuration: frozen dataclasses, one per section, and their digest.
+
+Fields that change the resulting parameters are made with `result(...)`; the digest of a run covers those that differ from their
+default, so a new field at its default never changes a digest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ray_app.config.sections import (
+    CheckpointSection,
+    ClassSpec,
+    DataSection,
+    EvaluateSection,
+    FailureSection,
+    RunSection,
+    ScalingSection,
+    TrackingSection,
+    TrainSection,
+    result,
+)
+from ray_app.errors import ConfigError, RunExistsError
+
+SECTIONS: dict[str, type] = {
+    "run": RunSection,
+    "scaling": ScalingSection,
+    "data": DataSection,
+    "train": TrainSection,
+    "checkpoint": CheckpointSection,
+    "failure": FailureSection,
+    "evaluate": EvaluateSection,
+    "tracking": TrackingSection,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+
+    task: ClassSpec = result(ClassSpec(""))
+    optimizer: ClassSpec = result(ClassSpec("torch.optim.Adam"))
+    schedule: ClassSpec | None = result(None)
+    seed: int = result(0)
+    run: RunSection = RunSection()
+    scaling: ScalingSection = ScalingSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    failure: FailureSection = FailureSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @property
+    def logical_workers(self) -> int:
+        """L: the number of data-parallel replicas of the arithmetic."""
+        return self.scaling.logical_workers or self.scaling.max_workers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries, as they stand in YAML."""
+        return dataclasses.asdict(self)
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML that `load` and `--config` read."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def replace(self, **fields: Any) -> Config:
+        """A copy with other values; keys are dotted names, with `__` for the dot (`train__epochs=3`)."""
+        values = self.to_dict()
+        for name, value in fields.items():
+            *section, last = name.split("__")
+            target = values
+            for part in section:
+                target = target[part]
+            target[last] = value
+        return from_dict(values)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """Builds a configuration from nested dictionaries with known names, without checking it."""
+    made: dict[str, Any] = dict(values)
+    for name, section in SECTIONS.items():
+        if name in made:
+            made[name] = section(**made[name])
+    for name in ("task", "optimizer", "schedule"):
+        if made.get(name) is not None:
+            made[name] = ClassSpec(made[name]["class_path"], dict(made[name].get("init_args") or {}))
+    return Config(**made)
+
+
+def from_yaml(text: str) -> Config:
+    """Reads what `Config.to_yaml` wrote."""
+    return from_dict(yaml.safe_load(text))
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one level with dotted names; empty dictionaries vanish."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
+    """The fields that decide the result and differ from their default, with dotted names."""
+    found: dict[str, Any] = {
+        "manifest": manifest_digest,
+        "scaling.logical_workers": config.logical_workers,
+        "scaling.threads_per_worker": config.scaling.threads_per_worker,
+    }
+    if config.evaluate.patience is not None:  # then evaluations choose the result
+        section, cadence = config.evaluate, config.checkpoint
+        found |= {"evaluate.metric": section.metric, "evaluate.mode": section.mode, "evaluate.min_delta": section.min_delta}
+        found |= {"evaluate.where": section.where, "evaluate.batch_size": section.batch_size}
+        found |= {"checkpoint.every_steps": cadence.every_steps, "checkpoint.every_epochs": cadence.every_epochs}
+    for owner, prefix in [(config, ""), *((getattr(config, name), f"{name}.") for name in SECTIONS)]:
+        for item in dataclasses.fields(owner):
+            value = getattr(owner, item.name)
+            if prefix + item.name == "train.strategy" and value == "single":
+                value = "ddp"  # the same bits, so one may be continued as the other
+            if item.metadata.get("affects_result") and value != item.default:
+                plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+                found[prefix + item.name] = plain
+    return flatten(found)
+
+
+def digest(config: Config, manifest_digest: str) -> str:
+    """SHA-256 of the fields that decide the result."""
+    return hashlib.sha256(json.dumps(result_fields(config, manifest_digest), sort_keys=True).encode()).hexdigest()
+
+
+def refuse_other_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuses to resume a run with another configuration or other data.
+
+    Args:
+        name: The run's name.
+        old: `result_fields` of the run as it is.
+        new: `result_fields` of what was asked for.
+
+    Raises:
+        RunExistsError: They differ; the message is a diff.
+    """
+    if old == new:
+        return
+    before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (old, new))
+    diff = "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
+    raise RunExistsError(
+        f"The run {name!r} exists with another configuration or other data:\n{diff}\n"
+        "(-: of the run, +: asked for now). Nothing was changed. Give another run.name for a new run, or the run's own values to resume"
+        " it; more epochs need a new run."
+    )
+
+
+def default_tracking_uri(config: Config) -> str:
+    """The MLflow tracking URI of a run.
+
+    Raises:
+        ConfigError: None is given and the run is stored on S3, where no database can be.
+    """
+    if not config.tracking.uri and "://" in config.run.storage_path:
+        raise ConfigError(
+            f"run.storage_path is {config.run.storage_path!r}, where MLflow's SQLite file cannot be, and tracking.uri is not given. Set"
+            " tracking.uri to an MLflow server (http://host:5000) or to a file of this machine (sqlite:////folder/mlflow.db), or set"
+            " tracking.enabled to false."
+        )
+    return config.tracking.uri or f"sqlite:///{Path(config.run.storage_path).resolve() / 'mlflow.db'}"

@@ -1,0 +1,309 @@
+"""Files of data, on a disk or on S3: what is there, and reading and writing big ones in streams.
+
+S3 is read through pyarrow, so that Parquet is fetched by ranges; where it is and who may read it is as in `record/s3.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gzip
+import io
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+from urllib.parse import parse_qsl, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from ray_app.errors import DataError, RayAppError, StorageError
+from ray_app.record.files import Location
+from ray_app.record.s3 import S3Path
+
+_OF_THE_DISK = "lost+found"
+"""A folder that some file systems have at their top, for root alone."""
+_AT_ONCE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that was found.
+
+    Args:
+        place: Where it is.
+        size: Bytes.
+        changed_ns: When it was changed, nanoseconds since 1970 (on S3 whole seconds).
+    """
+
+    place: Location
+    size: int
+    changed_ns: int
+
+    @property
+    def name(self) -> str:
+        """Its name, in valid UTF-8 whatever the file system holds."""
+        return text(self.place.name)
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    def open(self) -> IO[bytes]:
+        """Opens it for reading; positions can be sought. On S3 a request fetches a megabyte: readers ask for a few bytes at a time."""
+        file = opened(self.place)
+        return file if isinstance(self.place, Path) else io.BufferedReader(cast(io.RawIOBase, file), _AT_ONCE_BYTES)
+
+    def open_unpacked(self) -> IO[bytes]:
+        """Opens what is in it if it is a `.gz` or `.tgz`, or itself."""
+        if not self.place.name.endswith((".gz", ".tgz")):
+            return self.open()
+        return cast(IO[bytes], gzip.open(self.place if isinstance(self.place, Path) else self.open()))
+
+
+def text(name: str) -> str:
+    """A file name as valid UTF-8, whatever the file system holds."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def relative(place: Location, root: Location) -> str:
+    """The path of a place below `root`."""
+    if isinstance(place, S3Path):
+        return place.key.removeprefix(cast(S3Path, root).key).lstrip("/")
+    return place.relative_to(cast(Path, root)).as_posix()
+
+
+def is_within(place: Location, root: Location) -> bool:
+    """Whether a place is `root` or below it."""
+    if isinstance(place, Path) or isinstance(root, Path):
+        return isinstance(place, Path) and isinstance(root, Path) and place.is_relative_to(root)
+    return place.bucket == root.bucket and f"{place.key}/".startswith(root.below)
+
+
+def arrow(place: Location) -> tuple[pafs.FileSystem, str]:
+    """The place as pyarrow names it: a file system and a path on it."""
+    if isinstance(place, Path):
+        return pafs.LocalFileSystem(), str(place)
+    return _s3(place.query), f"{place.bucket}/{place.key}".rstrip("/")
+
+
+@functools.cache
+def _s3(query: str) -> pafs.FileSystem:
+    """One client per server and process."""
+    options = dict(parse_qsl(query))
+    endpoint = options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    scheme = options.get("scheme", "https")
+    if endpoint and "://" in endpoint:
+        scheme, endpoint = urlsplit(endpoint).scheme, urlsplit(endpoint).netloc
+    return pafs.S3FileSystem(endpoint_override=endpoint, scheme=scheme, region=options.get("region"))
+
+
+def find(place: Location) -> File | None:
+    """The file at a place, if there is one."""
+    if isinstance(place, Path):
+        if not place.is_file():
+            return None
+        stat = place.stat()
+        return File(place, stat.st_size, stat.st_mtime_ns)
+    with _reading(place):
+        filesystem, path = arrow(place)
+        return _file(place, filesystem.get_file_info(path))
+
+
+def is_folder(place: Location) -> bool:
+    """Whether there is a folder; on S3, whether anything lies below the place."""
+    if isinstance(place, Path):
+        return place.is_dir()
+    with _reading(place):
+        filesystem, path = arrow(place)
+        return bool(filesystem.get_file_info(path).type == pafs.FileType.Directory)
+
+
+def files_in(folder: Location) -> list[File]:
+    """The visible files directly in a folder, sorted by name."""
+    if isinstance(folder, Path):
+        with os.scandir(folder) as entries:
+            names = sorted(e.name for e in entries if not e.is_dir() and not e.name.startswith("."))
+        return [file for name in names if (file := find(folder / name))]
+    with _reading(folder):
+        filesystem, path = arrow(folder)
+        found = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+        files = [_file(folder / info.base_name, info) for info in found if not info.base_name.startswith(".")]
+    return sorted((file for file in files if file), key=lambda file: file.place.name)
+
+
+def folders_in(folder: Location) -> list[Location]:
+    """The visible folders directly in a folder, sorted by name."""
+    if isinstance(folder, Path):
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+    else:
+        with _reading(folder):
+            names = [name for name in folder.folders() if not name.startswith(".")]
+    return [folder / name for name in sorted(names)]
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether no data is under a name: `.name`, and `_name`, as Spark and others call what is not finished or their own.
+
+    `_name=value` is a folder of the rows with a value.
+    """
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+
+
+def files_below(folder: Location, suffix: str) -> list[Location]:
+    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders. Links are followed.
+
+    Raises:
+        DataError: A folder on a disk may not be listed, links lead to a file in two ways, or there is a table with a log of its own.
+        StorageError: S3 does not answer.
+    """
+    if isinstance(folder, Path):
+        found: dict[str, Location] = {relative(place, folder): place for place in _once(_walk(folder, frozenset()), suffix)}
+    else:
+        with _reading(folder):
+            found = dict(folder.listing())
+        for name in found:
+            _refuse_table(folder, *name.split("/"))
+    return [found[name] for name in sorted(found) if name.endswith(suffix) and not any(map(_is_hidden, name.split("/")))]
+
+
+_LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Apache Hudi"}
+
+
+def _refuse_table(folder: Location, *parts: str) -> None:
+    """Refuses what a log says about rows in other files: those that it has dropped are still in the files.
+
+    Args:
+        folder: Where it is.
+        parts: Names of folders, one below the other, and of a file or folder in the last one.
+    """
+    kinds = [_LOGS[part] for part in parts if part in _LOGS]
+    if parts[-2:-1] == ("metadata",) and parts[-1].endswith(".metadata.json"):
+        kinds.append("Apache Iceberg")
+    if kinds:
+        raise DataError(
+            f"{folder} is a table of {kinds[0]} ({'/'.join(parts)}), whose log says which rows of its files count. Write the rows that do"
+            " as plain Parquet, such as with deltalake, pyiceberg or Spark, and give that folder."
+        )
+
+
+def _once(found: Iterable[tuple[Path, Path]], suffix: str) -> Iterator[Path]:
+    """Those of the files whose name ends so; refuses what is reached in two ways, whose rows would count twice."""
+    seen: dict[Path, Path] = {}
+    for place, real in found:
+        if place.name.endswith(suffix):
+            if other := seen.get(real):
+                one, two = sorted((place, other))
+                raise DataError(f"{one} and {two} are the same file by a link, so its rows would be there twice. Remove the link.")
+            seen[real] = place
+            yield place
+
+
+def _walk(folder: Path, above: frozenset[Path]) -> Iterator[tuple[Path, Path]]:
+    """The visible files below a folder, and where each really is; a link to a folder that it is in leads nowhere."""
+    real = folder.resolve()
+    if real in above:
+        return
+    try:
+        everything = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except PermissionError as error:
+        raise DataError(f"{folder} may not be listed, so it is not known what is in it. Allow it, or give a folder beside it.") from error
+    for entry in everything:
+        _refuse_table(folder, folder.name, entry.name)
+    for entry in everything:
+        if _is_hidden(entry.name) or entry.name == _OF_THE_DISK:
+            continue
+        if entry.is_dir():
+            yield from _walk(folder / entry.name, above | {real})
+        elif entry.is_file():
+            place = folder / entry.name
+            yield place, place.resolve() if entry.is_symlink() else real / entry.name
+
+
+def versions(root: Location, paths: Iterable[str]) -> list[Any]:
+    """What changes with the content of files below a folder: sizes and times on a disk, ETags on S3, by one listing.
+
+    Raises:
+        OSError: One is gone, or S3 does not answer.
+    """
+    if isinstance(root, Path):
+        return [(stat.st_size, stat.st_mtime_ns) for stat in ((root / path).stat() for path in paths)]
+    there = root.listing()
+    try:
+        return [there[path].etag for path in paths]
+    except KeyError as error:
+        raise FileNotFoundError(errno.ENOENT, "No such object", str(root / error.args[0])) from error
+
+
+def opened(place: Location) -> IO[bytes]:
+    """Opens a file for reading; positions can be sought."""
+    if isinstance(place, Path):
+        return place.open("rb")
+    filesystem, path = arrow(place)
+    return cast(IO[bytes], filesystem.open_input_file(path))
+
+
+def parquet(place: Location) -> pq.ParquetFile:
+    """Opens a Parquet file; on S3 the pieces of a row group are fetched together."""
+    if isinstance(place, Path):
+        return pq.ParquetFile(place)
+    return pq.ParquetFile(opened(place), pre_buffer=True)
+
+
+def publish(finished: Path, target: Location) -> None:
+    """Gives a finished local file its place, whole; on a disk it must be on the same one, and is synced."""
+    if isinstance(target, Path):
+        with finished.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(finished, target)
+        return
+    filesystem, path = arrow(target)
+    with finished.open("rb") as source, filesystem.open_output_stream(path) as stream:
+        shutil.copyfileobj(source, stream, 16 << 20)
+    finished.unlink()
+
+
+def _file(place: Location, info: Any) -> File | None:
+    if info.type != pafs.FileType.File:
+        return None
+    return File(place, int(info.size), int(info.mtime_ns or 0))
+
+
+def unusable(file: File | Location | str, error: Exception, advice: str) -> DataError:
+    """What to raise where a file cannot be read: a StorageError, or a DataError with advice if what is in it is to blame.
+
+    Python and pyarrow call both OSError; only one of the system has a number, and only one of S3 says so.
+    """
+    own = (None, errno.EINVAL)  # a place in the file that there is not
+    if isinstance(error, OSError) and (error.errno not in own or "AWS Error" in str(error)):
+        return StorageError(f"{file} cannot be read: {error}.")
+    return DataError(f"{file}: {str(error) or type(error).__name__}. {advice}")
+
+
+@contextmanager
+def parsing(file: File | Location | str, advice: str) -> Iterator[None]:
+    """Whatever a parser raises about a file as what it is: parsers meet broken files with errors of all kinds.
+
+    Raises:
+        StorageError: The system or S3 failed.
+        DataError: What is in the file is to blame; with advice.
+    """
+    try:
+        yield
+    except RayAppError:
+        raise
+    except Exception as error:
+        raise unusable(file, error, advice) from error
+
+
+@contextmanager
+def _reading(place: Location) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"{place} cannot be read: {error}. Check the address, the bucket and the credentials (AWS_*).") from error

@@ -1,0 +1,145 @@
+"""The feed: one micro-batch per logical worker per step, as a function of (plan, cursor, logical workers to play).
+
+Two sources of windows, siblings of one shape: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from a data set
+that is decoded in memory. Within a window the rows of the next steps are gathered while the present one is computed, if they are large.
+Nothing of a feed is saved: at another cursor or for other logical workers a new one is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from ray_app.data.feed.windows import MicroBatch, Window, Windows
+from ray_app.plan.cursor import Cursor
+from ray_app.plan.order import Plan
+
+_WORTH_A_THREAD = 256 << 10
+"""Bytes of a step that take longer to gather than another thread takes to begin."""
+_AT_ONCE, _AT_ONCE_BYTES = 4, 32 << 20
+"""Steps that are gathered at once, and their bytes; twice as many are in memory, so that a thread that reads may keep this one waiting."""
+
+
+@dataclass
+class _Stream:
+    """Windows of some logical workers, which are taken in turn; `at`: epoch and window that come next."""
+
+    played: range
+    windows: Windows
+    at: tuple[int, int]
+
+
+class Feed:
+    """Micro-batches of the logical workers that this rank plays, step by step.
+
+    Args:
+        plan: The order.
+        open_windows: Opens the data at a cursor for some logical workers.
+        device: Where the tensors go.
+    """
+
+    def __init__(self, plan: Plan, open_windows: Callable[[Cursor, range], Windows], device: torch.device) -> None:
+        self._plan, self._open, self._device = plan, open_windows, device
+        self._cursor, self._played = Cursor(0, 0), range(0)
+        self._streams: list[_Stream] = []
+        self._current: dict[int, tuple[tuple[int, int], Window]] = {}
+        self._gatherer = ThreadPoolExecutor(1, "gatherer")
+        self._gathered: deque[list[MicroBatch]] = deque()
+        self._ahead: Future[list[list[MicroBatch]]] | None = None
+        self._at_once = 0
+        self._order = plan.epoch(0)
+        self.wait_s = 0.0
+
+    def play(self, cursor: Cursor, played: range) -> None:
+        """Goes on at a cursor with these logical workers; what is read already for them is kept, if it has the cursor's window next."""
+        wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
+        kept = [s for s in self._streams if s.played[0] in played and s.played[-1] in played and (s.at == wanted or self._has(s, wanted))]
+        for stream in self._streams:
+            if stream not in kept:
+                stream.windows.close()
+        have = {v for s in kept for v in s.played}
+        self._current = {v: held for v, held in self._current.items() if v in have}
+        self._streams = kept + [_Stream(part, self._open(cursor, part), wanted) for part in _runs([v for v in played if v not in have])]
+        self._cursor, self._played = cursor, played
+        self._forget_gathered()
+
+    def next(self) -> list[MicroBatch]:
+        """The micro-batches of the next step, one per played logical worker; `wait_s` grows by the time it took."""
+        began = time.perf_counter()
+        if self._ahead is not None and not self._gathered:
+            self._gathered.extend(self._ahead.result())
+            self._ahead = None
+        batches = self._gathered.popleft() if self._gathered else self._take()
+        self._cursor = self._cursor.next(self._plan.steps_per_epoch)
+        if self._at_once and self._ahead is None:
+            self._gather_ahead()
+        self.wait_s += time.perf_counter() - began
+        return batches
+
+    def _take(self) -> list[MicroBatch]:
+        """The micro-batches at the cursor, whose windows may have to be waited for."""
+        cursor = self._cursor
+        if self._order.epoch != cursor.epoch:
+            self._order = self._plan.epoch(cursor.epoch)
+        wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
+        for stream in self._streams:
+            self._advance(stream, wanted)
+        return _gather(self._windows(), cursor.step, self._device)
+
+    def _gather_ahead(self) -> None:
+        """Lets the steps behind the gathered ones be gathered, up to the end of these windows."""
+        first, size = self._cursor.step + len(self._gathered), self._plan.steps_per_window
+        steps = range(first, min(first + self._at_once, -(-first // size) * size, self._plan.steps_per_epoch))
+        if steps:
+            self._ahead = self._gatherer.submit(lambda windows: [_gather(windows, step, self._device) for step in steps], self._windows())
+
+    def _forget_gathered(self) -> None:
+        self._gathered.clear()
+        self._ahead = None
+
+    def _windows(self) -> list[Window]:
+        return [self._current[v][1] for v in self._played]
+
+    def _has(self, stream: _Stream, wanted: tuple[int, int]) -> bool:
+        return all(v in self._current and self._current[v][0] == wanted for v in stream.played)
+
+    def _advance(self, stream: _Stream, wanted: tuple[int, int]) -> None:
+        """Takes the wanted windows of a stream, if they are not the current ones."""
+        if self._has(stream, wanted):
+            return
+        for v in stream.played:
+            self._current.pop(v, None)  # frees the old windows before the new ones are waited for
+        for v in stream.played:
+            self._current[v] = wanted, stream.windows.take(self._order, v, wanted[1])
+        epoch, window = wanted
+        stream.at = (epoch, window + 1) if window + 1 < self._plan.windows_per_epoch else (epoch + 1, 0)
+        step_bytes = sum(window.step_bytes for _, window in self._current.values() if not window.is_prepared)
+        self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // step_bytes)) if step_bytes > _WORTH_A_THREAD else 0
+
+    def close(self) -> None:
+        """Frees threads and memory."""
+        self._gatherer.shutdown()
+        for stream in self._streams:
+            stream.windows.close()
+        self._streams, self._current = [], {}
+        self._forget_gathered()
+
+
+def _gather(windows: list[Window], step: int, device: torch.device) -> list[MicroBatch]:
+    return [window.micro_batch(step).to(device) for window in windows]
+
+
+def _runs(numbers: list[int]) -> list[range]:
+    """Ascending numbers as ranges without gaps."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found

@@ -1,0 +1,157 @@
+"""The rows of a shuffle window and the micro-batches in it, and windows over a data set that is decoded in memory."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ray_app.data.read.whole import Decoded
+from ray_app.plan.keyed import hash_array, key
+from ray_app.plan.order import EpochOrder
+
+_ROW, _AUGMENT = 11, 12  # salts: what a row's hash is for
+_REPEAT_BITS = 40
+"""Above the bits of a manifest position in a key: which use of the row in its epoch it is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The rows of one logical worker in one step.
+
+    Args:
+        logical_worker: Whose rows.
+        rows: How many; may be 0 in the last step of an epoch, or where all are bad.
+        fields: Decoded fields, each (rows, ...).
+        keys: Hash of (seed, epoch, row, which use of it in the epoch) per row for `Task.augment`, shape (rows,).
+        row_hash: Sum of the rows' 64-bit hashes, modulo 2**64.
+        positions: Manifest positions of the rows, shape (rows,).
+        bad: Rows that were planned here and cannot be decoded: why, by manifest position. They are in nothing of the above.
+        num_skipped: How many they are, repetitions counted.
+    """
+
+    logical_worker: int
+    rows: int
+    fields: dict[str, Tensor]
+    keys: Tensor
+    row_hash: int
+    positions: npt.NDArray[np.int64]
+    bad: dict[int, str] = field(default_factory=dict)
+    num_skipped: int = 0
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """With the fields on a device."""
+        if device.type == "cpu":
+            return self
+        return replace(self, fields={name: values.to(device, non_blocking=True) for name, values in self.fields.items()})
+
+
+class Window:
+    """The rows of one shuffle window of one logical worker.
+
+    Args:
+        order: The epoch's order.
+        logical_worker: Whose window.
+        window: Which.
+        fields: Storage that `index` points into, each (rows, ...).
+        index: Where the window's rows are in the storage, in the order of consumption, shape (rows,).
+        positions: Their manifest positions, shape (rows,).
+        reasons: Why rows cannot be decoded, by manifest position; may have those of other windows.
+
+    Attributes:
+        step_bytes: Bytes of a micro-batch, all of whose rows are there.
+        is_prepared: Whether all micro-batches were gathered in advance.
+    """
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        logical_worker: int,
+        window: int,
+        fields: dict[str, Tensor],
+        index: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        reasons: dict[int, str],
+    ) -> None:
+        self._micro, self._logical_worker = order.plan.micro_batch, logical_worker
+        self._first_step = window * order.plan.steps_per_window
+        self._end = min(self._first_step + order.plan.steps_per_window, order.plan.steps_per_epoch)
+        self.step_bytes = self._micro * sum(math.prod(values.shape[1:]) * values.element_size() for values in fields.values())
+        self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
+        uses = positions + (order.window_repeats(logical_worker, window) << _REPEAT_BITS)
+        self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64))
+        starts = np.arange(0, len(positions), self._micro)
+        self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
+        self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
+        self._prepared: dict[int, MicroBatch] = {}
+        self.is_prepared = False
+
+    def prepare(self, at_least: int, most_bytes: int) -> Window:
+        """Gathers the rows of all steps in advance, of as many bytes at most; where they are more, those of the first steps.
+
+        In the thread that reads: at the first steps it would be busy with the next window, and a thread that gathers for every step waits
+        for Python's lock.
+        """
+        steps = range(self._first_step, self._end)
+        self.is_prepared = len(steps) * self.step_bytes <= most_bytes
+        self._prepared = {step: self.micro_batch(step) for step in (steps if self.is_prepared else steps[:at_least])}
+        return self
+
+    def micro_batch(self, step: int) -> MicroBatch:
+        """The micro-batch of a step of the epoch, in host memory."""
+        prepared = self._prepared.pop(step, None)
+        if prepared is not None:
+            return prepared
+        place = step - self._first_step
+        low, high = place * self._micro, (place + 1) * self._micro
+        index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
+        row_hash = self._row_hash[place] if place < len(self._row_hash) else 0
+        named, num_skipped = dict[int, str](), 0
+        if self._bad is not None and (bad := self._bad[low:high]).any():
+            named = {position: self._reasons[position] for position in positions[bad].tolist()}
+            good = torch.from_numpy(~bad)
+            num_skipped = len(index) - int(good.sum())
+            index, keys, positions = index[good], keys[good], positions[~bad]
+            row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
+        fields = {name: values.index_select(0, index) for name, values in self._fields.items()}
+        return MicroBatch(self._logical_worker, len(index), fields, keys, row_hash, positions, named, num_skipped)
+
+
+class Windows(Protocol):
+    """Where windows come from."""
+
+    def take(self, order: EpochOrder, logical_worker: int, window: int) -> Window:
+        """The next window; they are taken in the order of epochs, windows and logical workers."""
+        ...
+
+    def close(self) -> None:
+        """Frees threads and memory."""
+        ...
+
+
+class CachedWindows:
+    """Windows over a data set that is decoded in memory.
+
+    Args:
+        decoded: The data set; read-only views of shared memory are fine.
+    """
+
+    def __init__(self, decoded: Decoded) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            self._fields = {name: torch.from_numpy(values) for name, values in decoded.arrays.items()}
+        self._reasons = decoded.reasons
+
+    def take(self, order: EpochOrder, logical_worker: int, window: int) -> Window:
+        """See `Windows.take`."""
+        positions = order.stored_positions(logical_worker, window)[order.window_order(logical_worker, window)]
+        return Window(order, logical_worker, window, self._fields, positions, positions, self._reasons)
+
+    def close(self) -> None:
+        """Nothing to free: the memory belongs to the cache."""

@@ -1,0 +1,85 @@
+"""Decoding in spite of rows that cannot be decoded: they are found by halving, and put as zeros with the reason beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ray_app.data.dataset.arrays import ArraySpec, spec_like
+from ray_app.task.own_code import refusal
+
+REASON = "__reason__"
+"""Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are skipped."""
+_LONGEST = 500
+
+Arrays = dict[str, npt.NDArray]
+"""Decoded rows: a field by its name, each (rows, ...)."""
+Decode = Callable[[dict[str, Any]], Arrays]
+
+
+def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> Arrays:
+    """Decodes rows.
+
+    Args:
+        decode: See `Task.decode`.
+        rows: What it gets.
+        count: How many rows that is.
+        fields: What a decoded row looks like.
+
+    Returns:
+        Each field, (count, ...).
+
+    Raises:
+        ValueError: They decode to something else.
+        Exception: What `decode` raises.
+    """
+    decoded = decode(rows)
+    found = {name: (len(values), spec_like(values)) for name, values in decoded.items()}
+    expected = {name: (count, spec) for name, spec in fields.items()}
+    if found != expected:
+        raise ValueError(f"it decodes to {found}, other rows to {expected}")
+    return {name: decoded[name] for name in fields}
+
+
+def decode_around(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> tuple[Arrays, list[str | None]]:
+    """Decodes rows of which some may be bad, which become zeros; see `decode_all`.
+
+    Returns:
+        Each field, (count, ...), and for each row why it is bad, or None.
+
+    Raises:
+        ImportError: This process cannot decode any row.
+    """
+    reasons: list[str | None] = [None] * count
+    into = {name: np.zeros((count, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
+    todo = [(0, count)]
+    while todo:
+        low, high = todo.pop()
+        try:
+            part = decode_all(decode, {name: values[low:high] for name, values in rows.items()}, high - low, fields)
+        except ImportError:
+            raise
+        except Exception as error:
+            if high - low > 1:
+                todo += [(low, (low + high) // 2), ((low + high) // 2, high)]
+            else:
+                reasons[low] = refusal(error)[:_LONGEST]
+            continue
+        if high - low == count:
+            return part, reasons
+        for name, values in part.items():
+            into[name][low:high] = values
+    return into, reasons
+
+
+def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:
+    """The bad rows of a decoded table by their manifest positions, with the reasons; `positions` has those of all rows."""
+    if REASON not in table.column_names:
+        return {}
+    column = table.column(REASON)
+    bad = np.flatnonzero(column.is_valid().to_numpy())
+    return {int(positions[i]): column[int(i)].as_py() for i in bad} if len(bad) else {}

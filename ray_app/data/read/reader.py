@@ -1,0 +1,260 @@
+"""Planned reads: what one read task fetches and decodes, and how read tasks run, as Ray Data tasks or in this process.
+
+The plan decides, a source only fetches. Every decoded row carries its manifest position, so that the feed can check on arrival that
+it got exactly the rows that it asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_app.data.dataset.arrays import ArraySpec, from_column, is_text, spec_like, spec_of, to_column
+from ray_app.data.dataset.dataset import Dataset
+from ray_app.data.dataset.files import parquet
+from ray_app.data.read.bad_rows import REASON, Arrays, Decode, decode_all, decode_around
+from ray_app.errors import BadRowError, DataError
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Segment
+from ray_app.record.files import location
+from ray_app.task.own_code import refusal
+
+POSITION = "__position__"
+AT_ONCE = 8 << 20
+"""Decoded bytes of the rows that are decoded at once, and of a block in the object store."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [first, first + rows) of a row group of a file; `position` is the manifest position of the first."""
+
+    path: str
+    row_group: int
+    first: int
+    rows: int
+    position: int
+
+
+ReadSpec = tuple[Span, ...]
+"""What one read task reads, in order."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads and decodes rows of a data set; small, pickled to every read task.
+
+    Args:
+        root: Folder (path or URI) that paths are relative to.
+        columns: Columns to read.
+        decode: Turns rows as read into arrays, see `Task.decode`.
+        fields: What a decoded row looks like, see `probe`.
+        skips: Whether rows that cannot be decoded are put as zeros, with the reason in a column of its own; otherwise such a row is an
+            error.
+    """
+
+    root: str
+    columns: list[str]
+    decode: Decode
+    fields: dict[str, ArraySpec]
+    skips: bool = False
+
+    def read(self, spec: ReadSpec) -> Iterator[pa.Table]:
+        """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh memory costs more.
+
+        Yields:
+            Tables with an array column per field, the column of positions and, with `skips`, that of reasons.
+
+        Raises:
+            BadRowError: A row cannot be decoded, without `skips`.
+        """
+        files: dict[str, pq.ParquetFile] = {}
+        step = rows_per_task(self.fields, AT_ONCE / 1e6)
+        for span in spec:
+            if span.path not in files:
+                files[span.path] = parquet(location(self.root) / span.path)
+            rows = rows_of(_stored(files[span.path], span, self.columns))
+            for low in range(0, span.rows, step):
+                few = replace(span, first=span.first + low, rows=min(step, span.rows - low), position=span.position + low)
+                yield self._decoded(few, {name: values[low : low + step] for name, values in rows.items()})
+
+    def _decoded(self, span: Span, rows: dict[str, Any]) -> pa.Table:
+        reasons: list[str | None] = []
+        if self.skips:
+            decoded, reasons = decode_around(self.decode, rows, span.rows, self.fields)
+        else:
+            try:
+                decoded = decode_all(self.decode, rows, span.rows, self.fields)
+            except Exception as error:
+                raise self._named(span, rows, error) from error
+        decoded[POSITION] = np.arange(span.position, span.position + span.rows)
+        encoded = [to_column(name, values) for name, values in decoded.items()]
+        table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
+        return table.append_column(REASON, pa.array(reasons, pa.string())) if self.skips else table
+
+    def _named(self, span: Span, rows: dict[str, Any], error: Exception) -> DataError:
+        """The error that says which row cannot be decoded."""
+        for i in range(span.rows):
+            try:
+                decode_all(self.decode, {name: values[i : i + 1] for name, values in rows.items()}, 1, self.fields)
+            except Exception as row_error:
+                return BadRowError(span.path, span.row_group, span.first + i, refusal(row_error))
+        return DataError(f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {refusal(error)}")
+
+
+def _stored(file: pq.ParquetFile, span: Span, columns: list[str]) -> pa.Table:
+    return file.read_row_group(span.row_group, columns=columns, use_threads=False).slice(span.first, span.rows)
+
+
+def rows_of(table: pa.Table) -> dict[str, Any]:
+    """A table as rows for `Task.decode`: arrays where the column has numbers or arrays, lists of bytes or text otherwise."""
+    rows: dict[str, Any] = {}
+    for field, column in zip(table.schema, table.columns, strict=True):
+        spec = spec_of(field)
+        if spec is not None:
+            rows[field.name] = from_column(column, spec)
+        elif is_text(field.type) or pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
+            rows[field.name] = column.to_pylist()
+        else:
+            rows[field.name] = column.to_numpy()
+    return rows
+
+
+def specs_of(manifest: Manifest, segments: list[Segment], max_rows: int) -> list[ReadSpec]:
+    """Cuts segments into read tasks of at most `max_rows` rows, keeping their order."""
+    specs: list[list[Span]] = [[]]
+    room = max_rows
+    for segment in segments:
+        done = 0
+        while done < segment.rows:
+            if not room:
+                specs.append([])
+                room = max_rows
+            take = min(room, segment.rows - done)
+            specs[-1].append(_span(manifest, segment.row_group, segment.first + done, take))
+            done, room = done + take, room - take
+    return [tuple(spec) for spec in specs if spec]
+
+
+def _span(manifest: Manifest, row_group: int, first: int, rows: int) -> Span:
+    path = manifest.paths[int(manifest.file_of[row_group])]
+    position = int(manifest.first_row[row_group]) + first
+    return Span(path, int(manifest.index_in_file[row_group]), first, rows, position)
+
+
+def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
+    """The whole data set in manifest order, in read tasks of at most `max_rows` rows."""
+    segments = [Segment(i, 0, int(rows)) for i, rows in enumerate(manifest.rows) if rows]
+    return specs_of(manifest, segments, max_rows)
+
+
+def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> Arrays:
+    """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1, ...).
+
+    Raises:
+        DataError: A column is not there.
+        BadRowError: More than `most_bad` rows before it cannot be decoded, or none can.
+    """
+    _need_columns(dataset, columns)
+    manifest = dataset.manifest
+    places = ((group, row) for group, rows in enumerate(manifest.rows) for row in range(int(rows)))
+    refused: list[BadRowError] = []
+    for group, row in islice(places, most_bad + 1):
+        span = _span(manifest, group, row, 1)
+        try:
+            return decode_rows(rows_of(_stored(parquet(location(dataset.root) / span.path), span, columns)))
+        except Exception as error:
+            refused.append(BadRowError(span.path, span.row_group, row, refusal(error)))
+    raise refused[-1]
+
+
+def _need_columns(dataset: Dataset, columns: list[str]) -> None:
+    """Refuses columns to read that are not there; `a.b` is part of a column `a` of objects."""
+    there = sorted(dataset.facts.columns)
+    for name in columns:
+        if name not in there and name.partition(".")[0] not in there:
+            like = difflib.get_close_matches(name, there, 1)
+            hint = f"; did you mean {like[0]!r}?" if like else "."
+            raise DataError(
+                f"{dataset.facts.path} has no column {name!r}, which the task reads (Task.columns); its columns are"
+                f" {', '.join(there)}{hint} Name another column in task.init_args or ingest the data again."
+            )
+
+
+def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, npt.NDArray]:
+    """Decodes the first good rows of a data set, at most so many and all of one row group; each field is of shape (rows, ...).
+
+    Raises:
+        BadRowError: One cannot be decoded, and the reader does not skip it.
+        DataError: There is no good row.
+    """
+    for group, rows in enumerate(manifest.rows):
+        for first in range(0, int(rows), most):
+            table = pa.concat_tables(reader.read((_span(manifest, group, first, min(most, int(rows) - first)),)))
+            good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips else table
+            if good.num_rows:
+                return rows_of(good.drop_columns([POSITION]))
+    raise DataError(f"{reader.root} has no row that can be decoded.")
+
+
+def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
+    """What a decoded row of a data set looks like."""
+    return {name: spec_like(values) for name, values in first_row(dataset, columns, decode_rows).items()}
+
+
+def rows_per_task(fields: dict[str, ArraySpec], read_task_mb: float) -> int:
+    """Rows of one read task so that its decoded bytes stay within `read_task_mb` megabytes, at least one."""
+    return max(1, int(read_task_mb * 1e6 / max(1, sum(spec.row_bytes for spec in fields.values()))))
+
+
+Fetch = Callable[[Reader, Sequence[ReadSpec]], Iterator[pa.Table]]
+"""Runs read tasks and yields their decoded rows in order, in tables of any size."""
+
+
+def fetch_here(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    """Reads in this process, one task after the other."""
+    for spec in specs:
+        yield from reader.read(spec)
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """A data set to be decoded.
+
+    Args:
+        reader: Reads and decodes.
+        manifest: What to read.
+        task_rows: Most rows of one read task.
+    """
+
+    reader: Reader
+    manifest: Manifest
+    task_rows: int
+
+    @property
+    def fields(self) -> dict[str, ArraySpec]:
+        """What a decoded row looks like."""
+        return self.reader.fields
+
+
+def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
+    """Checks that a table holds just the expected rows in the expected order.
+
+    Raises:
+        DataError: It does not: the rows would not be consumed exactly once.
+    """
+    arrived = from_column(table.column(POSITION), ArraySpec("<i8", ()))
+    if not np.array_equal(arrived, expected):
+        raise DataError(
+            f"A read task delivered {len(arrived)} rows from position {arrived[:1]} where {len(expected)} from {expected[:1]} were planned;"
+            " stopping, because rows would be lost or doubled. Please report this."
+        )

@@ -1,0 +1,109 @@
+"""What every exchange offers the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ray_app.errors import PeerLostError
+from ray_app.plan.assign import logical_workers_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The workers that step together now.
+
+    Args:
+        rank: This worker.
+        size: W, their number.
+        logical_workers: L.
+    """
+
+    rank: int
+    size: int
+    logical_workers: int
+
+    def played_by(self, rank: int) -> range:
+        """Logical workers of a rank."""
+        return logical_workers_of(rank, self.size, self.logical_workers)
+
+    @property
+    def played(self) -> range:
+        """Logical workers of this rank."""
+        return self.played_by(self.rank)
+
+
+_OF_A_PEER = ("gloo", "pair closure", "by peer", "broken pipe")
+"""What gloo, which has no type of its own for errors, and the network say, in lower case."""
+_OF_THE_DEVICE = ("out of memory", "allocate memory", "CUDA error", "Cuda failure")
+"""What errors of a rank's own device and memory say, also where NCCL passes them on."""
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    """Turns the failure of a torch.distributed call that a peer, or the way to it, is to blame for into `PeerLostError`.
+
+    Everything else keeps its own words: another generation would not mend it. A forward or backward may be inside, too.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        is_of_a_peer = isinstance(error, dist.DistError) or any(words in str(error).lower() for words in _OF_A_PEER)
+        if not is_of_a_peer or any(words in str(error) for words in _OF_THE_DEVICE):
+            raise
+        said = str(error).partition(" This is typically")[0]  # gloo's guesses at a cause
+        raise PeerLostError(f"a collective failed: {said}") from error
+
+
+def gather(value: T, world: World) -> list[T]:
+    """Every rank's value, in the order of the ranks.
+
+    Raises:
+        PeerLostError: A peer left meanwhile.
+    """
+    if world.size == 1:
+        return [value]
+    values: list[Any] = [None] * world.size
+    with collective():
+        dist.all_gather_object(values, value)
+    return values
+
+
+class Exchange(ABC):
+    """Adds the gradients of all logical workers and leaves the sum in every parameter's `.grad`.
+
+    In each step a rank calls `backward` or `skip` for each logical worker that it plays, in their order, then `launch`, then
+    `finish`. The weights are one over the global number of rows, so the gradients are added, never averaged.
+    """
+
+    @abstractmethod
+    def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
+        """Runs backward of the weighted sum of one logical worker's losses, both of shape (rows,), and adds its gradients."""
+
+    @abstractmethod
+    def skip(self, logical_worker: int) -> None:
+        """Adds zeros for a logical worker without rows."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Starts whatever part of the exchange has not started yet; other collectives of the step may follow."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits for the exchange; afterwards every parameter's `.grad` holds the sum.
+
+        Raises:
+            PeerLostError: A peer left in mid-exchange; the step can be repeated.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the model as it was found."""

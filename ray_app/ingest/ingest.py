@@ -1,0 +1,210 @@
+"""Raw data -> Parquet shards: the raw format's reader, tasks that write shards of their own, and `dataset.json` last.
+
+a. a reader (`readers/`) cuts the source into pieces, by what is in it and not by who will read them
+b. each piece is a task (`pieces.py`), in threads or on a cluster (`tasks.py`): it streams tables with a `row_id`, renames columns, holds
+   `label` to int64 without gaps, refuses rows with a reason, and lets a keyed hash of the row's id choose `train` or `eval`
+c. `Shards` cuts the stream into row groups and files bounded in rows and bytes
+d. what the pieces say of themselves is put together (`described.py`), and the folder becomes the target (`output.py`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ray_app.data.dataset.files import is_within, relative
+from ray_app.errors import ConfigError, DataError, StorageError
+from ray_app.ingest import options as checks
+from ray_app.ingest import target as output
+from ray_app.ingest.described import describe_parquet, merged, refused_lines
+from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.pieces import PieceTask, Record, check_count, side_folder, write_piece
+from ray_app.ingest.readers import base
+from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
+from ray_app.ingest.readers.cifar import Cifar
+from ray_app.ingest.readers.csv_files import Csv
+from ray_app.ingest.readers.hugging_face import HuggingFace
+from ray_app.ingest.readers.image_folders import Images
+from ray_app.ingest.readers.json_lines import JsonLines
+from ray_app.ingest.readers.webdataset import WebDataset
+from ray_app.ingest.runners import run_in_threads
+from ray_app.record.files import Location, location, put_atomic, put_json
+
+__all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"]
+
+FORMAT_VERSION = 1
+LAYOUT = 2
+"""Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has begun."""
+DIGITS_EVAL_FRACTION = 0.2
+
+READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
+    "images": lambda path, options: Images(location(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)),
+    "csv": lambda path, options: Csv(location(path), options.label, options.on_bad_row == "skip", options.piece_bytes),
+    "jsonl": lambda path, options: JsonLines(
+        location(path), options.label, options.columns, options.on_bad_row == "skip", options.piece_bytes
+    ),
+    "numpy": lambda path, options: Numpy(location(path), options.shard_rows),
+    "idx": lambda path, options: Idx(location(path), options.shard_rows),
+    "cifar": lambda path, options: Cifar(location(path)),
+    "webdataset": lambda path, options: WebDataset(path, options.label, options.check, options.piece_bytes),
+    "hf": lambda path, options: HuggingFace(location(path), options.label, options.columns, options.check, options.piece_bytes),
+    "digits": lambda path, options: Digits(options.seed, options.eval_fraction or DIGITS_EVAL_FRACTION),
+}
+
+
+@dataclass(frozen=True)
+class PartSummary:
+    """One data set: a folder of shards and what its `dataset.json` says.
+
+    Args:
+        path: Folder of the shards.
+        rows: Number of rows.
+        classes: Class names by label, or None.
+        class_counts: Rows by class name (by label where classes have no names), or None without labels.
+        columns: By name: type, shape of one row, dtype, missing values.
+        shards: File name, rows, row groups and bytes of each shard.
+        skipped_files: Files of the input that were not data.
+        refused: Rows that were left out, listed with reasons in `refused.jsonl`.
+    """
+
+    path: str
+    rows: int
+    classes: list[str] | None
+    class_counts: dict[str, int] | None
+    columns: dict[str, dict[str, Any]]
+    shards: list[dict[str, Any]]
+    skipped_files: int = 0
+    refused: int = 0
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """What `ingest` made or found: one part with the name "", or `train` and `eval`, or those that the source has."""
+
+    path: str
+    parts: dict[str, PartSummary]
+    reused: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of all parts."""
+        return sum(part.rows for part in self.parts.values())
+
+
+def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
+    """Turns raw data into one or more folders of Parquet shards, each with a `dataset.json`.
+
+    Memory is bounded by a row group and a block of the source for each task at a time, not by the data. The target folder appears complete
+    or not at all. After an interruption the same call does what is left.
+
+    Args:
+        options: What to do.
+        run: How tasks run; they give the same files in any way. Not given: in threads of this process.
+
+    Raises:
+        ConfigError: The options are refused, or the target folder holds something else.
+        DataError: The input is missing, empty, damaged or inconsistent; then nothing is left of what was made.
+        StorageError: A disk, the network or S3 failed; what is finished is kept.
+    """
+    checks.check(options, [*READERS, "parquet"])
+    if options.source == "parquet":
+        return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
+    reader, out = READERS[options.source](options.input or "", options), location(options.out)
+    made_from = _made_from(options, reader)
+    if found := output.existing(out, made_from):
+        return _summary(str(out), found, reused=True)
+    parts = reader.parts(run)
+    sides = _sides(parts, options)
+    with output.work_folder(out, made_from, sorted({side for part in sides.values() for side in part})) as folder:
+        if found := output.existing(out, made_from):  # another process had the folder and has finished it
+            return _summary(str(out), found, reused=True)
+        try:
+            _write_all(parts, sides, options, made_from, folder, run)
+        except (StorageError, OSError) as error:
+            raise StorageError(f"{str(error).rstrip('.')}. Once that is mended, start the same again: it does what is left.") from error
+        except (ConfigError, DataError):
+            output.discard(folder)
+            raise
+        output.finish(folder, out, [side for part in sides.values() for side in part])
+    made = output.existing(out, made_from)
+    assert made is not None
+    return _summary(str(out), made, reused=False)
+
+
+def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> DatasetSummary:
+    """The content of each `dataset.json` as a summary, `train` before `eval`."""
+    names = {f.name for f in fields(PartSummary)} - {"path"}
+    parts = {}
+    for side in sorted(described, reverse=True):
+        facts = {name: value for name, value in described[side].items() if name in names}
+        parts[side] = PartSummary(_path(out, side), **facts)
+    return DatasetSummary(out, parts, reused)
+
+
+def _path(out: str, side: str) -> str:
+    return str(side_folder(location(out), side)) if side else out
+
+
+def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
+    """What decides the output: the options without paths, a digest of the files' names, sizes and times, and how this version writes."""
+    chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
+    if options.source == "digits" and options.eval_fraction is None:
+        chosen["eval_fraction"] = DIGITS_EVAL_FRACTION
+    sha = hashlib.sha256()
+    for file in reader.files():
+        sha.update(f"{_name_in(file.place, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape"))
+    return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
+
+
+def _name_in(place: Location, options: IngestOptions) -> str:
+    """The name of a source's file below the input; "." for the input itself; its own name where the input is a pattern."""
+    root = location(str(options.input))
+    if place == root:
+        return "."
+    return relative(place, root) if is_within(place, root) else place.name
+
+
+def _sides(parts: list[base.Part], options: IngestOptions) -> dict[str, tuple[str, ...]]:
+    """The data sets that each part goes to."""
+    split = options.eval_fraction is not None and options.source != "digits"
+    names = [part.name for part in parts]
+    if split and len(parts) > 1:
+        raise ConfigError(f"eval_fraction is {options.eval_fraction}, but the source itself has {names}. Leave it out.")
+    return {name: ("train", "eval") if split else (name,) for name in names}
+
+
+def _write_all(
+    parts: list[base.Part],
+    sides: dict[str, tuple[str, ...]],
+    options: IngestOptions,
+    made_from: dict[str, Any],
+    folder: Location,
+    run: base.Run,
+) -> None:
+    """Writes the shards of all parts, then each `dataset.json`."""
+    tasks = [
+        PieceTask(part.name, number, piece, sides[part.name], options, folder) for part in parts for number, piece in enumerate(part.pieces)
+    ]
+    records: dict[str, list[Record]] = {part.name: [] for part in parts}
+    refused = 0
+    for task, record in zip(tasks, run(write_piece, tasks), strict=True):
+        records[task.part].append(record)
+        for side in record["sides"].values():
+            refused += len(side["refused"])
+            if side["refused"]:
+                check_count(refused, options, *side["refused"][-1])
+    names = sorted(side for part in parts for side in sides[part.name])
+    described = {side: (part, merged(side, part, records[part.name])) for part in parts for side in sides[part.name]}
+    for side, (part, facts) in described.items():
+        if not facts["rows"]:
+            rows = sum(record["rows"] for record in records[part.name])
+            where = f"the side {side!r} of the split gets" if len(sides[part.name]) > 1 and rows else f"source {options.source!r} has"
+            raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
+    for side, (part, facts) in described.items():
+        place = side_folder(folder, side)
+        if facts["refused"]:
+            put_atomic(place / "refused.jsonl", refused_lines(side, records[part.name]))
+        about = {"format_version": FORMAT_VERSION, "source": options.source, **facts, "parts": names, "made_from": made_from}
+        put_json(place / "dataset.json", about)

@@ -1,0 +1,106 @@
+"""What an ingest is asked to do, and the refusal of what cannot be meant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ray_app.data.dataset.files import is_within
+from ray_app.errors import ConfigError
+from ray_app.record.files import location
+
+Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "hf", "parquet", "digits"]
+
+
+@dataclass(frozen=True)
+class IngestOptions:
+    """What to read and how to write it; checked by `ingest`.
+
+    Args:
+        source: Raw format. images: a folder with one sub-folder a class. csv: a .csv or .csv.gz file, or a folder of them. jsonl: the same
+            with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with x.npy and y.npy. idx: a folder with
+            MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar files, as a folder, a
+            file, or a pattern with * or {000..012}. hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or .parquet
+            files. parquet: nothing to do; it is checked and described. digits: scikit-learn's bundled 8x8 images.
+        out: Folder to create, on a disk or on s3://. One that was made with the same options from the same files is returned as it is;
+            anything else that is not empty is refused. Not for parquet.
+        input: File or folder to read, on a disk or on s3://; not for digits.
+        label: For csv and jsonl: the column that becomes `label`; strings become class indices in sorted order. For hf: the ClassLabel or
+            integer column, not needed if it is called label. For webdataset: the key of an integer in each .json; not needed with .cls.
+        columns: For jsonl and hf: the columns to keep; not given: all.
+        rename: New name by the name that a column would have, such as {"y": "target"}.
+        eval_fraction: Part of the rows, above 0 and below 1, that goes to a data set `eval` beside `train`, chosen by
+            a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Not for sources that
+            have several data sets themselves. For digits exactly stratified, and 0.2 where not given.
+        seed: Key of that hash.
+        check: For images, webdataset and hf: decode each image now, so that a damaged one is refused here and not in training.
+        on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in `refused.jsonl`.
+        max_bad_rows: Most rows that skip may leave out.
+        shard_rows: Most rows of one Parquet file.
+        row_group_rows: Most rows of one row group.
+        row_group_bytes: Most bytes of one row group before compression; a larger single row has one of its own.
+        piece_bytes: Most bytes of input that one task reads; a larger single file is read by one. Decides where files begin, like
+            shard_rows, and not how many tasks there are.
+    """
+
+    source: Source
+    out: str = ""
+    input: str | None = None
+    label: str | None = None
+    columns: list[str] | None = None
+    rename: dict[str, str] = field(default_factory=dict)
+    eval_fraction: float | None = None
+    seed: int = 0
+    check: bool = True
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    max_bad_rows: int = 100
+    shard_rows: int = 100_000
+    row_group_rows: int = 5_000
+    row_group_bytes: int = 32 << 20
+    piece_bytes: int = 256 << 20
+
+
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    "label": ("csv", "jsonl", "hf", "webdataset"),
+    "columns": ("jsonl", "hf"),
+    "check": ("images", "webdataset", "hf"),
+}
+_AT_LEAST_ONE: dict[str, int | None] = {"shard_rows": None, "row_group_rows": None, "row_group_bytes": 1 << 30, "piece_bytes": None}
+
+
+def check(options: IngestOptions, sources: list[str]) -> None:
+    """Refuses options that cannot be meant.
+
+    Args:
+        options: What was asked for.
+        sources: The formats that can be read.
+
+    Raises:
+        ConfigError: With the option, what was given, what is allowed.
+    """
+    if options.source not in sources:
+        raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(sources)}.")
+    if (options.source == "digits") == bool(options.input):
+        needs = "reads no input; leave it out" if options.source == "digits" else "needs an input; give a file or folder"
+        raise ConfigError(f"input is {options.input!r}: source {options.source!r} {needs}.")
+    if (options.source == "parquet") == bool(options.out):
+        needs = "is trained on as it is; leave out away" if options.source == "parquet" else "needs a folder to create"
+        raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
+    if options.input and options.out and is_within(location(options.out), location(options.input)):
+        raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
+    for name, allowed in _ONLY_FOR.items():
+        value = getattr(options, name)
+        if value != getattr(IngestOptions, name) and options.source not in allowed:
+            raise ConfigError(
+                f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it out for"
+                f" {options.source!r} (a column gets another name by rename={{NAME: 'label'}})."
+            )
+    if options.eval_fraction is not None and not 0 < options.eval_fraction < 1:
+        raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is above 0 and below 1, or leave it out.")
+    if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:
+        raise ConfigError(
+            f"on_bad_row is {options.on_bad_row!r}, max_bad_rows {options.max_bad_rows}; allowed are fail or skip, and 0 or more."
+        )
+    for name, most in _AT_LEAST_ONE.items():
+        if (value := getattr(options, name)) < 1 or (most and value > most):
+            raise ConfigError(f"{name} is {value}; allowed is 1 or more{f', up to {most}' if most else ''}.")

@@ -1,0 +1,286 @@
+"""Readers of raw data that is arrays already: NumPy files, MNIST-format files, scikit-learn's digits.
+
+Arrays in files are streamed from front to back, also out of archives; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+
+from ray_app.config.extras import require
+from ray_app.data.dataset.arrays import Array
+from ray_app.data.dataset.files import File, files_in, find, is_folder, parsing
+from ray_app.errors import DataError
+from ray_app.ingest.readers import base
+from ray_app.record.files import Location
+
+Header = tuple[np.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One array in a file; pickled to tasks.
+
+    Args:
+        where: What it is called in messages.
+        file: The file.
+        read_header: Reads dtype and shape (rows, ...) and leaves the opened file at the first row.
+        member: Name in the file where that is a zip archive.
+    """
+
+    where: str
+    file: File
+    read_header: Callable[[IO[bytes]], Header]
+    member: str | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether reading can only begin at the first row."""
+        return self.member is not None or self.file.place.name.endswith(".gz")
+
+    def layout(self) -> Header:
+        """Dtype and shape (rows, ...) of the array; the file is as long as they say, unless it is packed."""
+        with self._opened() as file:
+            dtype, shape = self.read_header(file)
+            row_bytes = dtype.itemsize * math.prod(shape[1:])
+            if not row_bytes:
+                raise ValueError(f"rows of shape {shape[1:]} hold nothing")
+            whole_rows = shape[0] if self.is_packed else (self.file.size - file.tell()) // row_bytes
+            if whole_rows < shape[0]:
+                raise EOFError(f"the file ends before row {whole_rows + 1} of {shape[0]}")
+            return dtype, shape
+
+    def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
+        """Rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the array's last row."""
+        with self._opened() as file:
+            dtype, shape = self.read_header(file)
+            row_bytes = dtype.itemsize * math.prod(shape[1:])
+            if first:
+                file.seek(row_bytes * first, 1)
+            for start in range(first, last, rows):
+                block = min(rows, last - start)
+                data = file.read(row_bytes * block)
+                if len(data) < row_bytes * block:
+                    raise EOFError(f"the file ends before row {start + block} of {shape[0]}")
+                yield np.frombuffer(data, dtype).reshape(block, *shape[1:]).astype(dtype.newbyteorder("="), copy=False)
+            if last == shape[0] and file.read(1):
+                raise ValueError(f"there is more data after the last of {shape[0]} rows")
+
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
+        with parsing(self.where, "The file is damaged or of another format; make it again."), self._open() as file:
+            yield file
+
+    @contextmanager
+    def _open(self) -> Iterator[IO[bytes]]:
+        if self.member is None:
+            with self.file.open_unpacked() as file:
+                yield file
+            return
+        with self.file.open() as packed, zipfile.ZipFile(packed) as archive, archive.open(self.member) as file:
+            yield file
+
+
+def _in_file(file: File, header: Callable[[IO[bytes]], Header]) -> _Stored:
+    """The array of a whole file, gzipped or not."""
+    return _Stored(str(file), file, header)
+
+
+def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefix: str = "") -> base.Part:
+    """One part of arrays that have one row each per row, read side by side.
+
+    Raises:
+        DataError: They differ in rows, or one holds no numbers.
+    """
+    layouts = {column: array.layout() for column, array in arrays.items()}
+    counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
+    if len(set(counts.values())) != 1:
+        raise DataError(f"arrays of different numbers of rows: {counts}. Each row needs one entry in each; make them again.")
+    rows = next(iter(counts.values()))
+    if any(array.is_packed for array in arrays.values()):
+        piece_rows = max(rows, 1)
+    starts = range(0, rows, piece_rows)
+    pieces = [(start, min(start + piece_rows, rows)) for start in starts]
+    return base.Part(name, [base.Piece(last - first, partial(_tables, arrays, layouts, first, last, id_prefix)) for first, last in pieces])
+
+
+def _tables(
+    arrays: dict[str, _Stored], layouts: dict[str, Header], first: int, last: int, id_prefix: str, refuse: base.Refuse
+) -> Iterator[pa.Table]:
+    del refuse
+    row_bytes = sum(dtype.itemsize * math.prod(shape[1:]) for dtype, shape in layouts.values())
+    step = max(1, base.BLOCK_BYTES // max(1, row_bytes))
+    for blocks in zip(*(array.blocks(first, last, step) for array in arrays.values()), strict=True):
+        ids = [f"{id_prefix}{i}" for i in range(first, first + len(blocks[0]))]
+        yield base.table(ids, dict(zip(arrays, blocks, strict=True)))
+        first += len(ids)
+
+
+@dataclass(frozen=True)
+class Numpy:
+    """One .npz file, one .npy file, or a folder of .npy files, one column an array.
+
+    Args:
+        path: The file or folder.
+        piece_rows: Rows that one task reads; an archive is read by one.
+    """
+
+    path: Location
+    piece_rows: int
+
+    def files(self) -> list[File]:
+        """The files, sorted by name."""
+        one = find(self.path)
+        if not one and not is_folder(self.path):
+            raise DataError(f"{self.path}: no such file or folder; expected one .npz file or a folder with x.npy and y.npy.")
+        allowed = (".npy", ".npz") if one else (".npy",)
+        found = [file for file in ([one] if one else files_in(self.path)) if file.name.endswith(allowed)]
+        if not found:
+            raise DataError(f"{self.path}: no array; expected one .npz file or a folder with x.npy and y.npy.")
+        return found
+
+    def parts(self, run: base.Run) -> list[base.Part]:
+        """One part: x becomes `image` or `features`, y `label` or `target`, other arrays keep their names."""
+        del run
+        arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
+        columns = {_column_name(name, *array.layout()): array for name, array in arrays.items()}
+        if len(columns) < len(arrays):
+            raise DataError(f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one.")
+        return [_array_part("", columns, self.piece_rows)]
+
+
+def _arrays_in(file: File) -> dict[str, _Stored]:
+    """The arrays of a .npy or .npz file by name."""
+    if file.name.endswith(".npy"):
+        return {file.name[:-4]: _in_file(file, _npy_header)}
+    advice = "Expected an .npz file as numpy.savez writes it. Make it again."
+    with parsing(file, advice), file.open() as packed, zipfile.ZipFile(packed) as archive:
+        members = [name for name in archive.namelist() if name.endswith(".npy")]
+    if not members:
+        raise DataError(f"{file}: no array in it; expected arrays such as x and y. Make it with numpy.savez(path, x=x, y=y).")
+    return {name[:-4]: _Stored(f"{file}:{name[:-4]}", file, _npy_header, name) for name in members}
+
+
+def _npy_header(file: IO[bytes]) -> Header:
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"version {version} of the .npy format; allowed are arrays of numbers, versions 1.0 and 2.0")
+    try:
+        shape, columns_first, dtype = read(file)
+    except Exception as error:  # of many kinds, as NumPy parses the header as Python
+        raise ValueError(f"its header cannot be read: {error}") from error
+    if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise ValueError(f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is unpickled)")
+    if not shape or columns_first:
+        wrong = "columns first (Fortran order)" if columns_first else "one single value"
+        raise ValueError(f"the array is stored as {wrong}; allowed are rows first: save numpy.ascontiguousarray(x)")
+    return dtype, shape
+
+
+def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
+    if name == "x":
+        return "image" if len(shape) >= 3 else "features"
+    if name == "y":
+        return "label" if len(shape) == 1 and dtype.kind in "biu" else "target"
+    return name
+
+
+@dataclass(frozen=True)
+class Idx:
+    """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `eval`.
+
+    Args:
+        root: The folder.
+        piece_rows: Rows that one task reads; a gzipped file is read by one.
+    """
+
+    root: Location
+    piece_rows: int
+
+    def files(self) -> Iterator[File]:
+        """The files of each pair: images, labels."""
+        for pair in self._pairs().values():
+            yield from pair
+
+    def parts(self, run: base.Run) -> list[base.Part]:
+        """One part a pair."""
+        del run
+        parts = []
+        for prefix, (images, labels) in self._pairs().items():
+            arrays = {"image": _in_file(images, partial(_idx_header, 3)), "label": _in_file(labels, partial(_idx_header, 1))}
+            parts.append(_array_part("train" if prefix == "train" else "eval", arrays, self.piece_rows, f"{prefix}:"))
+        return parts
+
+    def _pairs(self) -> dict[str, list[File]]:
+        """Prefix -> [images, labels].
+
+        Raises:
+            DataError: No pair, or half a pair.
+        """
+        pairs = {}
+        for prefix in ("train", "t10k"):
+            names = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]
+            found = {name: file for name in names if (file := find(self.root / name) or find(self.root / f"{name}.gz"))}
+            if len(found) == 1:
+                missing = next(name for name in names if name not in found)
+                raise DataError(f"{self.root}: half a pair of IDX files: {missing}[.gz] is missing. Add it.")
+            if found:
+                pairs[prefix] = list(found.values())
+        if not pairs:
+            raise DataError(
+                f"{self.root}: no IDX files; expected a folder with train-images-idx3-ubyte[.gz] and "
+                "train-labels-idx1-ubyte[.gz], and the same for t10k. Give that folder as input."
+            )
+        return pairs
+
+
+def _idx_header(axes: int, file: IO[bytes]) -> Header:
+    magic, expected = file.read(4), struct.pack(">I", 0x800 + axes)
+    if magic != expected:
+        raise ValueError(f"the magic number is {magic.hex()}; expected {expected.hex()} (unsigned bytes, {axes} axes)")
+    return np.dtype("u1"), struct.unpack(f">{axes}I", file.read(4 * axes))
+
+
+@dataclass(frozen=True)
+class Digits:
+    """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16; the same fraction of each class in `eval`."""
+
+    seed: int
+    eval_fraction: float
+
+    def files(self) -> list[File]:
+        """None: the images come with scikit-learn."""
+        return []
+
+    def parts(self, run: base.Run) -> list[base.Part]:
+        """`train` and `eval`, by a keyed hash of (seed, index) inside each class."""
+        del run
+        require("sklearn", "--source digits")
+        from sklearn.datasets import load_digits
+
+        data = load_digits()
+        held_out: list[int] = []
+        for label in range(10):
+            indices = np.flatnonzero(data.target == label).tolist()
+            ordered = sorted(indices, key=lambda i: hashlib.blake2b(f"{self.seed}:{i}".encode()).digest())
+            held_out += ordered[: round(len(ordered) * self.eval_fraction)]
+        sides = {"train": sorted(set(range(len(data.target))) - set(held_out)), "eval": sorted(held_out)}
+
+        def tables(rows: list[int], refuse: base.Refuse) -> Iterator[pa.Table]:
+            del refuse
+            columns = {"image": data.images[rows].astype(np.uint8), "label": data.target[rows].astype(np.int64)}
+            yield base.table([str(i) for i in rows], columns)
+
+        return [base.Part(side, [base.Piece(len(rows), partial(tables, rows))], tuple("0123456789")) for side, rows in sides.items()]

@@ -1,0 +1,302 @@
+"""Reader of what Hugging Face `datasets` keeps on disk, without that library: `save_to_disk` folders, and its .arrow and .parquet files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ray_app.data.dataset.files import File, files_in, find, is_folder, parquet, parsing
+from ray_app.errors import DataError
+from ray_app.ingest.readers import base, nested
+from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
+from ray_app.record.files import Location, read_json
+
+SUFFIXES = (".arrow", ".parquet")
+_SAVE_AGAIN = "It is not what save_to_disk writes; save it again."
+_NUMBERED = re.compile(r"-(\d{5})-of-(\d{5}).*$")
+_BATCH_ROWS = 1000
+_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
+"""What ends an Arrow stream; the second one until Arrow 0.15."""
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A folder of one data set with its splits, or one file.
+
+    Args:
+        root: The folder or file.
+        label: Column that becomes `label`; None: the one of that name.
+        columns: Columns to keep; None: all.
+        check: Whether to decode every image.
+        piece_bytes: Most bytes of files that one task reads.
+    """
+
+    root: Location
+    label: str | None
+    columns: list[str] | None
+    check: bool
+    piece_bytes: int
+
+    def files(self) -> list[File]:
+        """The files, split by split, and what is said about them beside them."""
+        rows = [file for files in self._splits.values() for file in files]
+        folders = dict.fromkeys(file.place.parent for file in rows)
+        about = [find(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
+        return rows + [file for file in about if file]
+
+    def parts(self, run: base.Run) -> list[base.Part]:
+        """One part a split, by the split's name; a single one has no name."""
+        del run
+        parts = []
+        for split, files in self._splits.items():
+            form = self._form(files[0])
+            pieces = [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)]
+            parts.append(base.Part(split if len(self._splits) > 1 else "", pieces, form.classes))
+        return parts
+
+    @cached_property
+    def _splits(self) -> dict[str, list[File]]:
+        with parsing(self.root / "dataset_dict.json", _SAVE_AGAIN):
+            saved = read_json(self.root / "dataset_dict.json") if is_folder(self.root) else None
+            if saved is not None:
+                return {split: _saved(self.root / split) for split in saved["splits"]}
+        if find(self.root / "state.json"):
+            return {"": _saved(self.root)}
+        one = find(self.root)
+        there = [one] if one else files_in(self.root) if is_folder(self.root) else []
+        splits: dict[str, list[File]] = {}
+        for file in there:
+            if file.place.name.endswith(SUFFIXES):
+                splits.setdefault(_split_of(file), []).append(file)
+        if not splits:
+            raise DataError(
+                f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or dataset_dict.json),"
+                " or a folder with .arrow or .parquet files, or one of them. Save it with dataset.save_to_disk(DIR)."
+            )
+        if not one:
+            _need_all_numbers(self.root, there)
+        return splits
+
+    def _form(self, file: File) -> _Form:
+        """How the columns of a split become ours, by its first file.
+
+        Raises:
+            DataError: A column cannot be kept, or a named one is not there.
+        """
+        schema = _schema(file)
+        features = _features(file, schema)
+        label = self.label or ("label" if "label" in schema.names else None)
+        keep = [name for name in schema.names if self.columns is None or name in {*self.columns, label}]
+        if missing := [name for name in [*(self.columns or []), *([label] if label else [])] if name not in schema.names]:
+            raise DataError(f"{file}: no column {missing[0]!r}; the columns are {schema.names}. Name one of them.")
+        if label != "label" and "label" in keep:
+            raise DataError(f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns.")
+        for name in keep:
+            if reason := _unusable(schema.field(name).type, name == label):
+                raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
+        shapes = _shapes(file, [name for name in keep if nested.is_list(schema.field(name).type)])
+        names = features.get(label or "", {}).get("names")
+        return _Form(keep, shapes, label, tuple(names) if names else None, self.check)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Columns to keep, shapes of those with lists, the label's column, its classes, and whether images are decoded."""
+
+    columns: list[str]
+    shapes: dict[str, nested.Shape]
+    label: str | None
+    classes: tuple[str, ...] | None
+    check: bool
+
+
+def _saved(folder: Location) -> list[File]:
+    """The files of a folder that `Dataset.save_to_disk` made, in their order."""
+    with parsing(folder / "state.json", _SAVE_AGAIN):
+        state = read_json(folder / "state.json")
+        if state is None:
+            raise DataError(f"{folder}: no state.json; the folder of save_to_disk is not complete. Save it again.")
+        if state.get("_indices_data_files"):
+            raise DataError(f"{folder}: its rows are chosen by an index (an older datasets wrote it); load it and save_to_disk it again.")
+        names = [entry["filename"] for entry in state["_data_files"]]
+        found = [find(folder / name) if PurePosixPath(name).name == name else None for name in names]
+        if missing := [name for name, file in zip(names, found, strict=True) if file is None]:
+            raise DataError(f"{folder}: state.json names {missing[0]!r}, which is not in this folder. Save it again.")
+        return [file for file in found if file]
+
+
+def _need_all_numbers(folder: Location, files: list[File]) -> None:
+    """Raises `DataError` where files that are numbered as parts of one are not there just once."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for file in files:
+        if numbered := _NUMBERED.search(file.name):
+            found.setdefault(file.name[: numbered.start()], {}).setdefault(int(numbered[2]), []).append(int(numbered[1]))
+    for name, totals in found.items():
+        if len(totals) > 1 or any(len(set(numbers)) < len(numbers) for numbers in totals.values()):
+            raise DataError(f"{folder}: the files {name}-... are numbered more than once, so rows would be doubled. Remove the older ones.")
+        [(total, numbers)] = totals.items()
+        if missing := sorted(set(range(total)) - set(numbers)):
+            lost = f"{name}-{missing[0]:05d}-of-{total:05d}"
+            raise DataError(f"{folder}: {lost} is missing, {len(numbers)} of {total} are there. Copy it again.")
+
+
+def _split_of(file: File) -> str:
+    """The split that a file name tells: `train-00000-of-00002.parquet`, `mnist-train.arrow`."""
+    stem = file.name.rpartition(".")[0]
+    return _NUMBERED.sub("", stem).rpartition("-")[2]
+
+
+def _schema(file: File) -> pa.Schema:
+    return next(_read(file)).schema
+
+
+def _read(file: File) -> Iterator[pa.Table]:
+    """The file in tables of about `BLOCK_BYTES`; the first may have no rows.
+
+    Raises:
+        DataError: It is damaged or of another format.
+    """
+    with parsing(file, "The file is damaged or not of Arrow's stream format; save it again."):
+        if file.place.name.endswith(".parquet"):
+            opened = parquet(file.place)
+            yield opened.schema_arrow.empty_table()
+            batches = opened.iter_batches(_BATCH_ROWS, use_threads=False)
+        else:
+            source = pa.memory_map(str(file.place)) if isinstance(file.place, Path) else pa.PythonFile(file.open(), "r")
+            reader = pa.ipc.open_stream(source)
+            yield reader.schema.empty_table()
+            batches = _to_the_end(reader, source)
+        for batch in batches:
+            batch.validate(full=True)  # unchecked, a damaged batch can refer to memory outside itself
+            step = max(1, base.BLOCK_BYTES * len(batch) // max(1, batch.nbytes))
+            for start in range(0, len(batch), step):
+                yield pa.Table.from_batches([batch.slice(start, step)])
+
+
+def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """The batches of a stream, which must have the mark of its end; the reader itself takes the end of the file for it, too."""
+    end = source.tell()
+    for batch in reader:
+        yield batch
+        end = source.tell()
+    source.seek(end)
+    if source.read(8) not in _ENDS:
+        raise pa.ArrowInvalid("it was cut off behind one of its record batches")
+
+
+def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
+    """What `datasets` says of the columns, by name: in the file, or in `dataset_info.json` beside it."""
+    inside = (schema.metadata or {}).get(b"huggingface")
+    beside = file.place.parent / "dataset_info.json"
+    with parsing(file if inside else beside, "What it says about the columns is damaged; save it again."):
+        about = json.loads(inside)["info"] if inside else read_json(beside) or {}
+        features = {name: feature for name, feature in (about.get("features") or {}).items() if isinstance(feature, dict)}
+        for feature in features.values():
+            if not all(isinstance(name, str) for name in feature.get("names") or ()):
+                raise ValueError(f"names of classes {feature['names']!r}")
+        return features
+
+
+def _shapes(file: File, lists: list[str]) -> dict[str, nested.Shape]:
+    """Shape of the first value in each column of lists."""
+    shapes: dict[str, nested.Shape] = {}
+    for table in _read(file):
+        for name in lists:
+            if name not in shapes and (shape := nested.first_shape(table[name])):
+                shapes[name] = shape
+        if len(shapes) == len(lists):
+            return shapes
+    missing = next(name for name in lists if name not in shapes)
+    raise DataError(f"{file}: column {missing!r} has no value at all. Leave it out by naming the columns to keep.")
+
+
+def _is_image(kind: pa.DataType) -> bool:
+    """Whether this is how `datasets` stores images (and sounds): bytes and the path that they came from."""
+    return bool(pa.types.is_struct(kind)) and {field.name for field in kind} == {"bytes", "path"}
+
+
+def _unusable(kind: pa.DataType, is_label: bool) -> str | None:
+    """Why a column of this type cannot be kept."""
+    if is_label and not pa.types.is_integer(kind):
+        return f"is to be the label, but holds {kind}; a label is a ClassLabel or an integer (cast_column and save again, or give no label)"
+    if pa.types.is_struct(kind) and not _is_image(kind):
+        return "holds objects; allowed are numbers, text, bytes, images and lists of numbers"
+    if pa.types.is_null(kind):
+        return "has no value at all"
+    if nested.is_list(kind) and nested.number_type(kind) is None:
+        return f"holds lists that are not of numbers ({kind})"
+    if pa.types.is_decimal(kind) or pa.types.is_map(kind) or pa.types.is_union(kind):
+        return f"holds {kind}"
+    return None
+
+
+def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+    for file in files:
+        row = 0
+        for table in _read(file):
+            ids = np.array([f"{file.name}:{i}" for i in range(row, row + len(table))], dtype=object)
+            row += len(table)
+            if len(table):
+                yield _converted(form, file, table, ids, refuse)
+
+
+def _converted(form: _Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
+    """A table with the columns as ours, without the rows that cannot be used."""
+    if missing := [name for name in form.columns if name not in table.column_names]:
+        raise DataError(f"{file}: no column {missing[0]!r} as in the first file; the columns are {table.column_names}. Save it again.")
+    columns = {name: nested.plain(table[name].combine_chunks()) for name in form.columns}
+    faults: dict[int, str] = {}
+    for name, column in columns.items():
+        if _is_image(column.type):
+            columns[name] = pc.struct_field(column, "bytes")
+            faults |= _bad_images(name, columns[name], form.check, faults)
+        elif name in form.shapes:
+            fits = nested.of_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
+            reason = f"{name!r} is no list of shape {list(form.shapes[name])} as in the first row"
+            faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
+        elif name == form.label:
+            columns[name] = pc.if_else(pc.less(column, 0), None, column)  # -1 is how `datasets` writes that there is none
+            faults |= {i: reason for i, reason in _beyond(columns[name], len(form.classes or ())).items() if i not in faults}
+    for i, reason in sorted(faults.items()):
+        refuse(str(ids[i]), reason)
+    good = np.ones(len(ids), np.bool_)
+    good[list(faults)] = False
+    chosen = {"label" if name == form.label else name: _filtered(column, good, form.shapes.get(name)) for name, column in columns.items()}
+    return base.table(ids[good].tolist(), chosen)
+
+
+def _beyond(labels: pa.Array, classes: int) -> dict[int, str]:
+    """Which labels are none of the classes, by row; 0 classes: any number is one."""
+    beyond = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
+    return {int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}" for i in np.flatnonzero(beyond)}
+
+
+def _bad_images(name: str, images: pa.Array, check: bool, known: dict[int, str]) -> dict[int, str]:
+    """Why images cannot be used, by row."""
+    found = {}
+    for i, image in enumerate(images):
+        if i in known:
+            continue
+        if not image.is_valid:
+            found[i] = f"{name!r} has no bytes, only a path; load the data set and save it with embedded files"
+        elif check and (reason := base.undecodable(image.as_py())):
+            found[i] = NOT_AN_IMAGE.format(reason)
+    return found
+
+
+def _filtered(column: pa.Array, good: np.ndarray, shape: nested.Shape | None) -> Any:
+    rows = column.filter(pa.array(good))
+    if shape is None:
+        return rows
+    kind = nested.number_type(rows.type)
+    assert kind is not None
+    return nested.to_array(rows, shape, np.dtype(kind.to_pandas_dtype()))

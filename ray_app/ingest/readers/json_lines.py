@@ -1,0 +1,296 @@
+"""Reader of files with one JSON object a line."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pj
+
+from ray_app.data.dataset.files import File, parsing
+from ray_app.errors import DataError
+from ray_app.ingest.readers import base, nested
+from ray_app.ingest.readers.class_names import sorted_classes
+from ray_app.ingest.readers.csv_files import text_files
+from ray_app.record.files import Location
+
+MAX_LINE_BYTES = 64 << 20
+MAX_DEPTH = 32
+"""Of lists and objects in each other, the line's own object counted; more dimensions no array has, and thousands end pyarrow's process."""
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """One file of JSON lines or a folder of them.
+
+    Args:
+        path: The file or folder.
+        label: Key that becomes `label`.
+        columns: Keys to keep; None: all.
+        skip: Whether lines that are no JSON object, have lists of another shape or no label may be left out. A value of another type than
+            in other lines is refused in any case: nothing says which of them is the wrong one.
+        piece_bytes: Most bytes of files that one task reads.
+    """
+
+    path: Location
+    label: str | None
+    columns: list[str] | None
+    skip: bool
+    piece_bytes: int
+
+    def files(self) -> list[File]:
+        """The files, sorted by name."""
+        return text_files(self.path, (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), "JSON lines")
+
+    def parts(self, run: base.Run) -> list[base.Part]:
+        """One part; a first pass over the files learns the types, the shapes of lists, and the classes."""
+        groups = base.file_groups(self.files(), self.piece_bytes)
+        facts = list(run(partial(_learn, self.label, self.columns), groups))
+        form = self._form(facts)
+        pieces = [base.Piece(f.rows, partial(_tables, form, some)) for f, some in zip(facts, groups, strict=True)]
+        return [base.Part("", pieces, form.classes)]
+
+    def _form(self, facts: list[_Facts]) -> _Form:
+        """What every row is held against.
+
+        Raises:
+            DataError: Columns hold what cannot be trained on, or a named one is not there.
+        """
+        try:
+            schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{self.path}: {error}. Each key needs values of one type; correct them.") from error
+        if missing := [name for name in [*(self.columns or []), *([self.label] if self.label else [])] if name not in schema.names]:
+            raise DataError(f"{self.path}: no {missing[0]!r} in any line; the keys are {schema.names}. Name one of them.")
+        if self.label and self.label != "label" and "label" in schema.names:
+            raise DataError(f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by columns.")
+        shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
+        for column in schema:
+            if reason := _unusable(column.type, column.name in shapes):
+                raise DataError(f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep.")
+        classes = None
+        if self.label and pa.types.is_string(schema.field(self.label).type):
+            classes = sorted_classes(f"{self.path}: label key {self.label!r}", set().union(*(f.labels for f in facts)), self.skip)
+        return _Form(schema, shapes, self.label, classes)
+
+
+@dataclass
+class _Facts:
+    """What the first pass learned of a piece."""
+
+    rows: int = 0
+    schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    shapes: dict[str, nested.Shape] = field(default_factory=dict)
+    labels: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Types of the keys, shapes of those with lists, the label's key, and its classes."""
+
+    schema: pa.Schema
+    shapes: dict[str, nested.Shape]
+    label: str | None
+    classes: tuple[str, ...] | None
+
+
+def _unusable(kind: pa.DataType, has_shape: bool) -> str | None:
+    """Why a column of this type cannot be kept."""
+    if pa.types.is_struct(kind):
+        return "objects; allowed are numbers, text, truth values and lists of numbers"
+    if pa.types.is_null(kind):
+        return "no value in any line"
+    if nested.is_list(kind) and (nested.number_type(kind) is None or not has_shape):
+        return f"lists that are not of numbers, or all empty ({kind})"
+    return None
+
+
+def _learn(label: str | None, columns: list[str] | None, files: list[File]) -> _Facts:
+    facts = _Facts()
+    for block in _blocks(files):
+        facts.rows += len(block.lines)
+        table, _ = _parsed(block, None)
+        table = table.select([name for name in table.column_names if columns is None or name in {*columns, label}])
+        schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
+        try:
+            facts.schema = pa.unify_schemas([facts.schema, schema], promote_options="permissive")
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{block.file}: {error}. Each key needs values of one type; correct them.") from error
+        for name in table.column_names:
+            if nested.is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := nested.first_shape(table[name])):
+                facts.shapes[name] = shape
+        if label in table.column_names and pa.types.is_string(schema.field(label).type):
+            if pa.types.is_temporal(table.schema.field(label).type):
+                table, _ = _parsed(block, pa.schema([schema.field(label)]))  # each as it was written
+            values = pc.unique(table[label]).to_pylist()
+            facts.labels.update("" if value is None else value for value in values)
+    return facts
+
+
+def _as_text(kind: pa.DataType) -> pa.DataType:
+    """JSON has no times: what pyarrow takes for one is the text that it was."""
+    return pa.string() if pa.types.is_temporal(kind) else kind
+
+
+def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+    for block in _blocks(files):
+        table, bad = _parsed(block, form.schema)
+        for number, reason in bad:
+            refuse(block.row_id(number), reason)
+        wrong = {number for number, _ in bad}
+        numbers = [number for number in range(len(block.lines)) if number not in wrong]
+        _check_exact(block, table, numbers)
+        ids = pa.array([block.row_id(number) for number in numbers], pa.string())
+        good = np.ones(len(ids), np.bool_)
+        for name, shape in form.shapes.items():
+            fits = nested.of_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
+            for row in np.flatnonzero(good & ~fits):
+                refuse(ids[row].as_py(), f"{name!r} is no list of shape {list(shape)}, as the first that is not empty")
+            good &= fits
+        table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
+        yield base.table(
+            ids.to_pylist(), {"label" if name == form.label else name: _values(table, name, form) for name in form.schema.names}
+        )
+
+
+def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
+    """Holds integers that became float64 against the lines that they are from, where they are so large that they may not be the same.
+
+    Raises:
+        DataError: One is not.
+    """
+    large = [name for name in table.column_names if _is_large(table[name].combine_chunks())]
+    for number in numbers if large else []:
+        written = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)
+        for name in large:
+            if (lost := _rounded(written.get(name))) is not None:
+                raise DataError(
+                    f"{block.file}: line {block.numbers[number]}: key {name!r} holds {str(lost)[:40]}, which float64 would round (integers"
+                    f" are kept within int64, where all values of the key are integers). Write them as text, or leave {name!r} out."
+                )
+
+
+def _is_large(values: pa.Array) -> bool:
+    """Whether these are (lists of) floats among which not every integer has one of its own."""
+    while nested.is_list(values.type):
+        values = pc.list_flatten(values)
+    return pa.types.is_floating(values.type) and (pc.max(pc.abs(values)).as_py() or 0) >= 2**53
+
+
+def _rounded(value: Any) -> Decimal | None:
+    """An integer in a value, or in lists of them, that float64 would change."""
+    if isinstance(value, list):
+        return next((found for item in value if (found := _rounded(item)) is not None), None)
+    return value if isinstance(value, Decimal) and Decimal(float(value)) != value else None
+
+
+def _values(table: pa.Table, name: str, form: _Form) -> Any:
+    column = table[name].combine_chunks()
+    if name in form.shapes:
+        dtype = np.dtype(nested.number_type(column.type).to_pandas_dtype())  # type: ignore[union-attr]
+        return nested.to_array(column, form.shapes[name], dtype)
+    if name == form.label and form.classes is not None:
+        return pc.index_in(column, pa.array(form.classes)).cast(pa.int64())
+    return column
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some lines of a file that are not empty, and the number of each (the first of a file is 1)."""
+
+    file: File
+    lines: list[bytes]
+    numbers: list[int]
+
+    def row_id(self, index: int) -> str:
+        return f"{self.file.name}:{self.numbers[index]}"
+
+
+def _blocks(files: list[File]) -> Iterator[_Block]:
+    for file in files:
+        for block in base.in_blocks(_lines(file), lambda line: len(line[1])):
+            yield _Block(file, [line for _, line in block], [number for number, _ in block])
+
+
+def _lines(file: File) -> Iterator[tuple[int, bytes]]:
+    with parsing(file, "The file is damaged; make it again."), file.open_unpacked() as stream:
+        buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
+        for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?")
+            if line.strip():
+                yield number, line
+
+
+def _parsed(block: _Block, schema: pa.Schema | None) -> tuple[pa.Table, list[tuple[int, str]]]:
+    """The lines as a table, and the index and fault of those that are not in it.
+
+    Args:
+        block: The lines.
+        schema: Types to hold them to; None: to be found out, line by line only for what is no JSON object.
+    """
+    try:
+        return _read(block.lines, schema), []
+    except pa.ArrowInvalid as error:
+        bad = [(i, reason) for i, line in enumerate(block.lines) if (reason := _fault(line, schema))]
+        if not bad:
+            raise DataError(f"{block.file}: {error}. Each key needs values of one type; correct them.") from error
+        wrong = {i for i, _ in bad}
+        return _read([line for i, line in enumerate(block.lines) if i not in wrong], schema), bad
+
+
+def _read(lines: list[bytes], schema: pa.Schema | None) -> pa.Table:
+    if not lines:
+        return (schema or pa.schema([])).empty_table()
+    if not all(map(_is_safe, lines)):
+        raise pa.ArrowInvalid("a line is no JSON object or nested too deeply")
+    data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
+    options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer")
+    table = pj.read_json(io.BytesIO(data), pj.ReadOptions(use_threads=False, block_size=len(data) + 1), options)
+    if len(table) != len(lines):
+        raise pa.ArrowInvalid("a line holds more than one value")
+    return table.select(schema.names) if schema else table
+
+
+def _is_safe(line: bytes) -> bool:
+    """Whether pyarrow may parse a line: others can end the process. What begins and ends as an object cannot go on in the next line."""
+    bare = line.removeprefix(codecs.BOM_UTF8).strip()
+    return bare.startswith(b"{") and bare.endswith(b"}") and not _is_deep(line)
+
+
+def _is_deep(line: bytes) -> bool:
+    """Whether a line is nested more than `MAX_DEPTH` deep."""
+    if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:
+        return False
+    steps = np.frombuffer(_TEXT.sub(b"", line).translate(_STEPS, _NO_BRACKETS), np.int8)
+    return bool(steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH)
+
+
+def _fault(line: bytes, schema: pa.Schema | None) -> str | None:
+    """What is wrong with a line."""
+    if _is_deep(line):
+        return f"nested more than {MAX_DEPTH} deep"
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    if not isinstance(value, dict):
+        return f"a JSON {type(value).__name__} where an object is expected"
+    try:
+        _read([line], schema)
+    except pa.ArrowInvalid as error:
+        return str(error).splitlines()[0]
+    return None

@@ -1,0 +1,299 @@
+"""Reader of WebDataset tar files: members that follow each other and share a name up to its first dot are one row. Nothing is extracted."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from pathlib import PurePosixPath
+from typing import Any, Self, cast
+
+import numpy as np
+import pyarrow as pa
+
+from ray_app.data.dataset.arrays import Array
+from ray_app.data.dataset.files import File, files_in, find, is_folder, parsing, text
+from ray_app.errors import DataError
+from ray_app.ingest.readers import base
+from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
+from ray_app.record.files import location
+
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+MAX_ROW_BYTES = 512 << 20
+"""Of all members of a row, unpacked."""
+MAX_HEADER_BYTES = 1 << 20
+"""Of what is said about one member beside its header (pax, or a long name of GNU); `tarfile` reads it whole."""
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_ABOUT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
+
+Members = dict[str, bytes]
+"""The members of a row by their extension in lower case."""
+
+
+@dataclass(frozen=True)
+class WebDataset:
+    """Tar files.
+
+    Args:
+        pattern: A folder with them, one of them, or a pattern with `*` in its last part, or with `{000..012}` or `{a,b}`.
+        label: Key in each row's .json of the integer that becomes `label`; None: the member .cls does, if there is one.
+        check: Whether to decode every image.
+        piece_bytes: Most bytes of files that one task reads.
+    """
+
+    pattern: str
+    label: str | None
+    check: bool
+    piece_bytes: int
+
+    def files(self) -> list[File]:
+        """The files, sorted, or in the order of the braces."""
+        return self._files
+
+    def parts(self, run: base.Run) -> list[base.Part]:
+        """One part; its columns are what the members of the first row give."""
+        del run
+        first = next((row for file in self._files for _, row in _rows(file)), None)
+        if first is None:
+            raise DataError(f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls.")
+        form = _Form(self._like(first), self.label, self.check)
+        return [base.Part("", [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(self._files, self.piece_bytes)])]
+
+    def _like(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
+        """What each member's extension gives, by the first row: dtype and shape of a .npy."""
+        where = f"{self.pattern}: the first row"
+        unknown = [name for name in first if _column(name) is None]
+        if unknown:
+            raise DataError(f"{where} has a member .{unknown[0]}; allowed are .{', .'.join(IMAGES)}, .cls, .json, .txt and .npy.")
+        columns = [_column(name) for name in first]
+        if len(set(columns)) < len(columns):
+            raise DataError(f"{where} has the members {sorted(first)}, of which two would be the same column. Write each thing once.")
+        if self.label and ("json" not in first or "cls" in first):
+            raise DataError(f"{where} has the members {sorted(first)}; label={self.label!r} is for rows with a .json and without a .cls.")
+        try:
+            arrays = {name: _array(value) for name, value in first.items() if name.endswith("npy")}
+        except ValueError as error:
+            raise DataError(f"{where}: {error}. Save arrays of numbers.") from error
+        return {name: (arrays[name].dtype, arrays[name].shape) if name in arrays else None for name in first}
+
+    @cached_property
+    def _files(self) -> list[File]:
+        found = [file for name in expanded(self.pattern) for file in _matching(name)]
+        if not found:
+            raise DataError(
+                f"{self.pattern}: no tar file; expected a folder with {', '.join(SUFFIXES)} files, one of them, or a pattern such as"
+                " DIR/train-{000..012}.tar or DIR/train-*.tar (in quotes)."
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What every row is held against: its members' extensions with dtype and shape of arrays; see `WebDataset`."""
+
+    members: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
+    label: str | None
+    check: bool
+
+
+def expanded(pattern: str) -> list[str]:
+    """A pattern with braces as the names that it stands for: `x{08..11}` and `x{a,b}`, also several of them."""
+    found = _BRACES.search(pattern)
+    if found is None:
+        return [pattern]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    choices = found[1].split(",")
+    if span:
+        choices = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
+    return [name for choice in choices for name in expanded(pattern[: found.start()] + choice + pattern[found.end() :])]
+
+
+def _matching(name: str) -> list[File]:
+    """The tar files of a folder or of a pattern with `*`, or the one file.
+
+    Raises:
+        DataError: It is neither.
+    """
+    place = location(name)
+    if "*" in place.name:
+        folder = place.parent
+        found = [file for file in files_in(folder) if fnmatchcase(file.place.name, place.name)] if is_folder(folder) else []
+    elif is_folder(place):
+        found = [file for file in files_in(place) if file.place.name.endswith(SUFFIXES)]
+    elif file := find(place):
+        found = [file]
+    else:
+        raise DataError(f"{name}: no such file or folder; expected tar files of a WebDataset. Correct the name or the pattern.")
+    return found
+
+
+def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+    rows = (row for file in files for row in _usable(form, file, refuse))
+    for block in base.in_blocks(rows, lambda row: row[2]):
+        columns: dict[str, Any] = {}
+        for name in block[0][1]:
+            values = [row[1][name] for row in block]
+            columns[name] = np.stack(values) if isinstance(values[0], np.ndarray) else pa.array(values, _TYPES[type(values[0])])
+        yield base.table([row[0] for row in block], columns)
+
+
+def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Id, values by column, and bytes of every row that can be used."""
+    for key, members in _rows(file):
+        row_id = f"{file.name}:{key}"
+        try:
+            values = _values(form, members)
+        except (ValueError, RecursionError) as error:
+            refuse(row_id, str(error))
+        else:
+            yield row_id, values, sum(map(len, members.values()))
+
+
+def _values(form: _Form, members: Members) -> dict[str, Any]:
+    """A row's values by column, in one order for all rows.
+
+    Raises:
+        ValueError, RecursionError: It cannot be used.
+    """
+    if kinds := {_column(name) for name in members} ^ {_column(name) for name in form.members}:
+        raise ValueError(f"the members are {sorted(members)}, of the first row {sorted(form.members)} ({sorted(map(str, kinds))} differ)")
+    by_column = {_column(name): (name, data) for name, data in members.items()}
+    values = {}
+    for name, expected in form.members.items():
+        column = cast(str, _column(name))
+        values[column] = _value(*by_column[column], expected, form.check)
+    if form.label:
+        values["label"] = json.loads(values["json"]).get(form.label)
+    label = values.get("label", 0)
+    if type(label) is not int or not -(2**63) <= label < 2**63:
+        raise ValueError(f"label {label!r}; expected an integer of 64 bits")
+    return values
+
+
+def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None, check: bool) -> Any:
+    """The value of a member; `expected` is dtype and shape of an array.
+
+    Raises:
+        ValueError, RecursionError: It cannot be used.
+    """
+    kind = extension.rpartition(".")[2]
+    if kind in IMAGES:
+        if check and (reason := base.undecodable(data)):
+            raise ValueError(NOT_AN_IMAGE.format(reason))
+        return data
+    if kind == "npy":
+        array = _array(data)
+        if (array.dtype, array.shape) != expected:
+            raise ValueError(f".{extension} is {array.dtype} {array.shape}, in the first row {expected}")
+        return array
+    written = data.decode()
+    if kind == "cls":
+        return int(written)
+    if kind == "json" and not isinstance(json.loads(written), dict):
+        raise ValueError(".json is no object")
+    return written
+
+
+def _array(data: bytes) -> Array:
+    """The array of a .npy file; objects are refused, since reading them would run code.
+
+    Raises:
+        ValueError: There is none.
+    """
+    try:
+        array = np.load(io.BytesIO(data), allow_pickle=False)
+    except Exception as error:  # of many kinds, as NumPy parses the header as Python
+        raise ValueError(f".npy cannot be read: {error}") from error
+    if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.kind not in "biuf":
+        raise ValueError(".npy holds no array of numbers")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _column(extension: str) -> str | None:
+    """Name of the column that a member's extension gives; None where it is unknown."""
+    name, _, last = extension.rpartition(".")
+    if last in IMAGES:
+        return name or "image"
+    if last == "npy":
+        return name or "array"
+    return {"cls": "label", "json": "json", "txt": "text"}.get(extension)
+
+
+def _rows(file: File) -> Iterator[tuple[str, Members]]:
+    """The rows of a file: name up to the first dot of its last part, and members.
+
+    Raises:
+        DataError: The file is damaged, or has members that no WebDataset has.
+    """
+    advice = "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain tar)."
+    with (
+        parsing(file, advice),
+        file.open_unpacked() as stream,
+        tarfile.open(fileobj=cast(Any, stream), mode="r|", tarinfo=_Header) as archive,
+    ):
+        for key, group in itertools.groupby(_members(file, archive), key=lambda member: member[0]):
+            row: Members = {}
+            room = MAX_ROW_BYTES
+            for _, extension, size, read in group:
+                room -= size
+                if room < 0:
+                    raise DataError(f"{file}: the row {key!r} has more than {MAX_ROW_BYTES} bytes, which are allowed. Make it smaller.")
+                if extension in row:
+                    raise DataError(f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file again.")
+                row[extension] = read()
+            yield key, row
+        _end(archive)
+
+
+def _end(archive: tarfile.TarFile) -> None:
+    """Reads what follows the members: zeros, which are the end. Only then has gzip held all against its checksum.
+
+    Raises:
+        tarfile.ReadError: There is something else, such as a second archive.
+    """
+    while rest := cast(Any, archive.fileobj).read(1 << 20):
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError("there is more behind the end of the archive")
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive, and has no bound."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            header = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
+                raise  # zeros: the end
+            raise tarfile.ReadError(f"{error} where the next member or the end of the archive is expected") from error
+        if header.type in _ABOUT and header.size > MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a pax or long-name header of {header.size} bytes; allowed are {MAX_HEADER_BYTES}")
+        return header
+
+
+def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, int, Callable[[], bytes]]]:
+    """Row, extension and size of each member, and what reads its content."""
+    for member in archive:
+        if member.isdir():
+            continue
+        path = PurePosixPath(member.name)
+        if path.is_absolute() or ".." in path.parts or not member.isfile():
+            raise DataError(
+                f"{file}: the member {member.name!r} is refused: allowed are plain files below the archive's own root (no link, no '..', no"
+                " absolute path). Do not trust this file; make it again."
+            )
+        stem, dot, extension = path.name.partition(".")
+        if not stem or not dot:
+            continue  # hidden files, and what has no extension, belong to no row
+        content = archive.extractfile(member)
+        assert content is not None
+        yield text(str(path.parent / stem)), text(extension.lower()), member.size, content.read

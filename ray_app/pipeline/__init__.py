@@ -1,1 +1,0 @@
-"""Joins the stages of the flow; runs in the driver."""

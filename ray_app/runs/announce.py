@@ -1,0 +1,55 @@
+"""What a run says about itself before its first step, and what it warns of at its end."""
+
+from __future__ import annotations
+
+import ray
+from rich.console import Console
+
+from ray_app.record.journal import read_events
+from ray_app.record.redact import redact
+from ray_app.runs.prepare import Prepared
+from ray_app.train.job import Job
+
+_MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."
+
+
+def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
+    """Says what is about to run, and where.
+
+    Args:
+        console: Where to say it.
+        prepared: The run.
+        max_workers: As many as fit into the cluster.
+    """
+    job, config = prepared.job, prepared.job.config
+    verb = "Continuing" if prepared.resumes else "Starting"
+    console.print(redact(f"{verb} run {job.paths.name} in {job.paths.root}"), markup=False, highlight=False, soft_wrap=True)
+    if "_ray_pkg_" in str(job.paths.root):
+        console.print(
+            "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
+            " folder that all nodes share."
+        )
+    passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
+    capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.max_workers else ""
+    where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}"
+    console.print(
+        f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch{passes},"
+        f" {config.train.epochs} epochs; {where}, arithmetic of {job.plan.logical_workers}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    if (classes := job.plan.classes) is not None:
+        console.print(f"balanced: in each pass every one of {len(classes.totals)} classes is used {classes.totals.max():,} times")
+    nodes = ray.nodes() if ray.is_initialized() else []
+    if len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) > 1:
+        console.print(
+            "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how to shorten it."
+        )
+
+
+def say_changed_environment(console: Console, job: Job) -> None:
+    """Warns of every change of the environment during this start."""
+    for event in read_events(job.paths, "environment_changed"):
+        if event.fence == job.fence:
+            console.print(_MIX.format(**event.details), markup=False, highlight=False)

@@ -1,0 +1,163 @@
+"""The cluster: joining or starting one, and whether the run fits into it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from ray_app.cluster.labels import Node, known_labels, labelled
+from ray_app.cluster.search_path import job_config, search_path
+from ray_app.cluster.token import require_token
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+
+_READING_CPUS = 1
+
+
+def needs_cluster(config: Config) -> bool:
+    """Whether anything of the run is outside the calling process: workers, an evaluator, or a cluster that it is told to join."""
+    return config.train.strategy != "single" or _has_evaluator(config) or config.run.ray_address is not None
+
+
+@contextmanager
+def cluster(config: Config) -> Iterator[bool]:
+    """Connects to Ray: the connection that is there, the configured address, `RAY_ADDRESS`, or a local cluster of our own.
+
+    A run that does not need one gets none, unless there is a connection already.
+
+    Only a cluster of our own declares more logical CPUs than the machine has cores, so that a small machine can try several workers.
+
+    Yields:
+        Whether the cluster is our own, or there is none; then what is in it ends with the context.
+    """
+    if ray.is_initialized():
+        yield False
+        return
+    if not needs_cluster(config):
+        yield True
+        return
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    address = config.run.ray_address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
+        try:
+            yield False
+        finally:
+            ray.shutdown()
+        return
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that our own cluster has a token is no warning
+    require_token()
+    with environment(
+        PYTHONPATH=os.pathsep.join(search_path())
+    ):  # with a `runtime_env` the processes that Ray starts in advance would be of no use
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.max_workers))),
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
+    try:
+        yield True
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def environment(**settings: str) -> Iterator[None]:
+    """Sets environment variables for processes that are started meanwhile, and theirs."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _has_evaluator(config: Config) -> bool:
+    return config.data.eval_path is not None and config.evaluate.where == "actor"
+
+
+def _evaluator_cpus(config: Config) -> float:
+    return config.evaluate.num_cpus if _has_evaluator(config) else 0
+
+
+def _server_cpus(config: Config) -> float:
+    return config.train.servers * config.train.server_cpus if config.train.strategy == "parameter_server" else 0
+
+
+def reserved_cpus(config: Config) -> float:
+    """Logical CPUs that are not for training workers: the evaluator's, the parameter servers' and one for reading."""
+    return _evaluator_cpus(config) + _server_cpus(config) + _READING_CPUS
+
+
+def _wanted_cpus(config: Config, workers: int) -> float:
+    each = config.scaling.cpus_per_worker if config.train.strategy != "single" else 0
+    return workers * each + reserved_cpus(config)
+
+
+def _workers_on(config: Config, nodes: list[Node]) -> int:
+    """How many workers the nodes that carry the labels of `scaling.label_selector` have room for.
+
+    Raises:
+        ConfigError: No node carries them.
+    """
+    scaling = config.scaling
+    carrying = labelled(nodes, scaling.label_selector)
+    if not carrying:
+        raise ConfigError(
+            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels are"
+            f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
+        )
+    needs = [(name, each) for name, each in (("CPU", scaling.cpus_per_worker), ("GPU", scaling.gpus_per_worker)) if each]
+    if not needs:
+        return scaling.max_workers
+    return sum(int(min(node["Resources"].get(name, 0.0) // each for name, each in needs)) for node in carrying)
+
+
+def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[Node]) -> int:
+    """How many workers the cluster has room for besides the evaluator and one CPU for reading, at most `max_workers`.
+
+    Args:
+        config: What each part reserves.
+        resources: All resources of the cluster by Ray's names.
+        nodes: Its nodes; looked at with `scaling.label_selector` only.
+
+    Raises:
+        ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
+    """
+    if config.train.strategy == "single":
+        return 1
+    scaling = config.scaling
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    room = [float(scaling.max_workers)]
+    free_cpus = cpus - reserved_cpus(config)
+    evaluator_gpus = config.evaluate.num_gpus if _has_evaluator(config) else 0
+    for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
+        room.append(0 if free < 0 else free // each if each else float("inf"))
+    workers = int(min(room))
+    if scaling.label_selector:
+        on_labelled = _workers_on(config, nodes)
+        if on_labelled < scaling.min_workers:
+            raise ConfigError(
+                f"The run does not fit: the nodes labelled {scaling.label_selector} (scaling.label_selector) have room for {on_labelled}"
+                f" workers of {scaling.cpus_per_worker:g} CPU and {scaling.gpus_per_worker:g} GPU, below scaling.min_workers ="
+                f" {scaling.min_workers}. Label more nodes, or lower scaling.min_workers."
+            )
+        workers = min(workers, on_labelled)
+    if workers < scaling.min_workers:
+        raise ConfigError(
+            f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"
+            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus:g} GPU), parameter servers"
+            f" ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
+            f" {_wanted_cpus(config, scaling.min_workers):g} CPU and"
+            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus:g} GPU; the cluster has {cpus:g} CPU and {gpus:g} GPU. Add"
+            " nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
+        )
+    return workers

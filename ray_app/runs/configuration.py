@@ -1,0 +1,180 @@
+"""The typed parser: YAML files and command line to a `Config`, with help and checks from the classes' own signatures."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ray_app.config.checks import check
+from ray_app.config.config import SECTIONS, Config, from_dict
+from ray_app.errors import ConfigError
+from ray_app.record.redact import guard, redact
+from ray_app.runs.yaml_files import refuse_bad_files
+from ray_app.task.base import Task
+
+_TRAINS = "Trains a model on a Ray cluster of any size; the number of workers does not change the result."
+
+
+def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Config:
+    """Reads and checks a configuration.
+
+    Args:
+        path: YAML file; not given: only `fields` and defaults.
+        **fields: Values that go before the file's, dotted names with `__` for the dot: `train__epochs=3`.
+
+    Raises:
+        ConfigError: A field is unknown or mistyped, or values do not fit together.
+    """
+    arguments = ["--config", str(path)] if path is not None else []
+    for name, value in fields.items():
+        text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
+        arguments.append(f"--{name.replace('__', '.')}={text}")
+    return parse(arguments, prog="load_config", exit_on_error=False)
+
+
+def parse(arguments: Sequence[str] | None = None, prog: str = "ray-app train", exit_on_error: bool = True) -> Config:
+    """Parses a command line.
+
+    Args:
+        arguments: The command line without the program; not given: that of this process.
+        prog: Name of the program, for messages.
+        exit_on_error: Print an error and exit with code 2, as a command should, rather than raise.
+
+    Raises:
+        ConfigError: Values do not fit together, or any other error with `exit_on_error=False`.
+    """
+    return parse_more(arguments, {}, prog, exit_on_error)[0]
+
+
+def parse_more(
+    arguments: Sequence[str] | None, more: dict[str, type], prog: str, exit_on_error: bool = True, description: str = _TRAINS
+) -> tuple[Config, dict[str, Any]]:
+    """`parse` with sections that are not part of a run's configuration, such as a command's own options.
+
+    Args:
+        arguments: See `parse`.
+        more: A dataclass for every further section, by name.
+        prog: See `parse`.
+        exit_on_error: See `parse`.
+        description: What the program does, for its help.
+
+    Returns:
+        The configuration, and the further sections by name.
+    """
+    importable_from_here()
+    parser = _parser(prog, description, exit_on_error, SECTIONS | more)
+    given = sys.argv[1:] if arguments is None else arguments
+    refuse_bad_files(given)
+    try:
+        # A default of the parser's would hand all its arguments on to whatever class is named instead.
+        parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *given])
+    except ArgumentError as error:
+        raise ConfigError(f"The configuration is refused:\n{error}") from error
+    values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False)) or {}
+    for name in ("task", "optimizer", "schedule"):
+        if values.get(name):
+            values[name] = _as_set(values[name])
+    made = {name: section(**values.pop(name, {})) for name, section in more.items()}
+    config = from_dict(values)
+    check(config)
+    return config, made
+
+
+def importable_from_here() -> None:
+    """Lets `class_path` name classes in files of the current folder."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
+class Parser(ArgumentParser):
+    """Knows that an optimizer is no argument of a schedule, also of one in another, and tells no secrets when it refuses something.
+
+    jsonargparse makes parsers of this class for nested classes, too.
+    """
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
+        """See `ArgumentParser.parse_args`."""
+        _guard_given(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, *more, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """See `ArgumentParser.error`."""
+        super().error(redact(message), ex)
+        raise AssertionError("it has ended")
+
+    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
+        """See `ArgumentParser.add_class_arguments`."""
+        if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
+            kwargs["skip"] = {"optimizer", *kwargs.get("skip", ())}
+        return super().add_class_arguments(theclass, *args, **kwargs)
+
+
+def _guard_given(arguments: Sequence[str]) -> None:
+    """Makes the secrets of a command line and of the files that it names known, also if something in it is wrong."""
+    following = [*arguments[1:], ""]
+    for argument, after in zip(arguments, following, strict=True):
+        name, given_here, value = argument.partition("=")
+        if not name.startswith("--"):
+            continue
+        value = value if given_here or after.startswith("--") else after
+        guard({name.rpartition(".")[2].lstrip("-"): value})
+        with suppress(Exception):  # what is wrong with it the parser says
+            given = yaml.safe_load(Path(value).read_text() if name == "--config" else value)
+            guard(given if isinstance(given, dict) else {})
+
+
+def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} --config FILE [--SECTION.FIELD VALUE ...]",
+        description=description,
+        exit_on_error=exit_on_error,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the fields below; later ones win.")
+    parser.add_subclass_arguments(
+        Task, "task", instantiate=False, required=True, help="What is trained: class_path and init_args of a subclass of Task."
+    )
+    parser.add_subclass_arguments(
+        Optimizer, "optimizer", skip={"params"}, instantiate=False, help="The optimizer; default torch.optim.Adam."
+    )
+    parser.add_subclass_arguments(
+        LRScheduler, "schedule", instantiate=False, help="Learning-rate schedule, moved after every step; default none."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
+    for name, section in sections.items():
+        parser.add_class_arguments(section, name)
+    return parser
+
+
+def _as_set(value: Any) -> Any:
+    """A class, or several, with those arguments only that differ from their defaults: what a library adds later is not part of a run."""
+    if isinstance(value, list):
+        return [_as_set(part) for part in value]
+    if isinstance(value, dict) and value.keys() >= {"class_path", "dict_kwargs"}:
+        raise ConfigError(
+            f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run keeps init_args only. Name these arguments in the"
+            " signature of the class, and give them in init_args."
+        )
+    if not isinstance(value, dict) or not value.keys() >= {"class_path", "init_args"}:
+        return value
+    module, _, name = value["class_path"].rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    given = value["init_args"] or {}
+    kept = {k: _as_set(v) for k, v in given.items() if k not in parameters or not _same(parameters[k].default, v)}
+    return {"class_path": value["class_path"], "init_args": kept}
+
+
+def _same(default: Any, value: Any) -> bool:
+    return bool((list(default) if isinstance(default, tuple) else default) == value)

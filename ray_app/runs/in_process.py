@@ -1,0 +1,298 @@
+"""One training run from start to summary: refusals, cluster, actors, training, evaluation, record."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from rich.console import Console
+
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cluster.trainer import Start, fit
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.errors import LeaseLostError, own_error
+from ray_app.record.files import poll_s, put_json
+from ray_app.record.journal import put_event
+from ray_app.record.lease import Lease, acquire
+from ray_app.record.redact import redact
+from ray_app.runs.actors import start_actors
+from ray_app.runs.announce import announce, say_changed_environment
+from ray_app.runs.capacity import fits_object_stores, shared_bytes
+from ray_app.runs.cluster import cluster, reserved_cpus, workers_that_fit
+from ray_app.runs.evaluator import Following
+from ray_app.runs.front import train_in_front
+from ray_app.runs.outcome.closing import mlflow_status
+from ray_app.runs.outcome.registering import REGISTRABLE, try_to_register
+from ray_app.runs.outcome.report import report_end
+from ray_app.runs.outcome.result import Result
+from ray_app.runs.outcome.summary import Status, newest_commit, summarize
+from ray_app.runs.prepare import Prepared, claim, prepare
+from ray_app.runs.recorders import make_board, make_sampler, make_tracker
+from ray_app.runs.signals import stopping_at_signals
+from ray_app.track.board import Board, check_board
+from ray_app.track.runs import Tracker, check_available
+from ray_app.train.group.messages import Flags
+from ray_app.train.group.messages import Status as Gathering
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.keep.restoring import note_fallback
+from ray_app.watch.console import RunConsole, print_end
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_LOOK_S = 0.25
+_END_S, _END_PAUSE_S = 30.0, 1.0
+_TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as ray-app submit has it
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Where fault tests can make something happen; users have no need of it.
+
+    Args:
+        train: In every worker.
+        before_evaluation: In the evaluator, before each evaluation.
+    """
+
+    train: Hooks = field(default_factory=Hooks)
+    before_evaluation: Callable[[Commit], None] | None = None
+
+
+Observe = Callable[[Job], None]
+"""Called in the driver, a few times a second while workers train; what it raises ends the run."""
+
+
+def run_training(config: Config, console: Console | None = None, faults: Faults = Faults(), observe: Observe | None = None) -> Result:
+    """Trains, evaluates and records one run; starting the same run name again continues it.
+
+    Args:
+        config: From `load_config`.
+        console: Where progress is shown; not given: standard output.
+        faults: For tests.
+        observe: See `Observe`.
+
+    Returns:
+        The summary, and methods to load models and read metrics. Its status is `interrupted` after Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: The configuration is refused; nothing was started or written.
+        DataError: The data is refused, likewise; or a row met in mid-run cannot be used.
+        RayAppError: The run failed; `summary.json` is written, starting again continues it.
+    """
+    with opened(config, console or Console(), faults) as run:
+        return run.go(observe)
+
+
+@contextmanager
+def opened(config: Config, console: Console, faults: Faults = Faults(), background: bool = False) -> Iterator[Run]:
+    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run; see `run_training`.
+
+    Args:
+        config: The run.
+        console: Where it says what happens.
+        faults: For tests.
+        background: Leaves signals, and showing the steps, to whoever is in front.
+    """
+    if config.tracking.enabled:
+        check_available(config)
+    check_board(config)
+    prepared = prepare(config)
+    interrupted = threading.Event()
+    listening = nullcontext() if background else stopping_at_signals(interrupted)
+    with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
+        there = (ray.cluster_resources(), ray.nodes()) if ray.is_initialized() else ({}, [])
+        max_workers = workers_that_fit(config, *there)
+        if needed := shared_bytes(prepared.job):
+            fits_object_stores(needed, there[1])
+        with acquire(prepared.job.paths) as lease:
+            prepared = claim(prepared, lease.fence)
+            announce(console, prepared, max_workers)
+            progress = Console(quiet=True, force_jupyter=False) if background else console
+            yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress)
+
+
+class Run:
+    """The parts of one start of a run and how they end; made by `opened`."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        lease: Lease,
+        max_workers: int,
+        console: Console,
+        faults: Faults,
+        own_cluster: bool,
+        interrupted: threading.Event,
+        progress: Console,
+    ) -> None:
+        self.job, self._evaluation = prepared.job, prepared.evaluation
+        self._config = prepared.job.config
+        self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
+        self._progress = progress
+        self._stops_early, self._is_evaluated = False, True
+        self._interrupted = interrupted
+        self._error: BaseException | None = None
+        self._sampler = make_sampler(self.job)
+        self._lease = lease
+        lease.on_lost(self._interrupted.set)
+
+    def stop(self) -> None:
+        """Asks it to end after the step at hand, with a checkpoint; from any thread."""
+        self._interrupted.set()
+
+    def go(self, observe: Observe | None = None) -> Result:
+        """Trains to the end; see `run_training`."""
+        job = self.job
+        metric, mode = job.best_metric, job.best_mode
+        put_event(job.paths, "started", job.fence, max_workers=self._max_workers, metric=metric, mode=mode, total_steps=job.total_steps)
+        tracker, board = make_tracker(job), make_board(job)
+        for recording in (tracker, board):
+            if recording is not None:
+                recording.start()
+        try:
+            with ExitStack() as stack:
+                CheckpointStore(job.paths).clean(job.fence)
+                if self._sampler is not None:
+                    stack.enter_context(self._sampler)
+                following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
+                if not self._is_over_and_intact() and not self._interrupted.is_set():
+                    if self._config.train.strategy == "single":
+                        train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
+                    else:
+                        self._train(stack, following, observe)
+                self._is_evaluated = False  # also if it is interrupted
+                self._is_evaluated = following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
+        except KeyboardInterrupt:
+            self._interrupted.set()
+        except Exception as error:
+            self._error = self._error or own_error(error)
+        return self._end(tracker, board)
+
+    def _end(self, tracker: Tracker | None, board: Board | None) -> Result:
+        """Says, in all places, what came of the run; nothing at all if it belongs to another driver by now."""
+        job = self.job
+        self._error = self._lease.lost or self._error
+        try:
+            if isinstance(self._error, LeaseLostError):
+                raise self._error
+            status = _patiently(self._status)
+            _patiently(lambda: self._put_end(status))
+            summary = _patiently(lambda: self._put_summary(status))
+        except (LeaseLostError, OSError) as error:  # the next start says how it ended
+            for recording in (tracker, board):
+                if recording is not None:
+                    recording.abandon()
+            raise self._error or error from error
+        facts = report_end(job.paths)
+        if board is not None:
+            board.close(mlflow_status(status) == "FINISHED", _TRACKING_STOP_S)
+        if tracker is not None:
+            tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
+            if status in REGISTRABLE and self._config.tracking.registered_model is not None:
+                try_to_register(job)
+            summary = _patiently(lambda: self._put_summary(status))  # with what MLflow calls the run and its model
+        say_changed_environment(self._console, job)
+        print_end(self._console, job, summary, facts, redact(default_tracking_uri(self._config)) if tracker is not None else None)
+        if self._error is not None:
+            raise self._error
+        return Result(job.paths.root, summary, job.task)
+
+    def _put_end(self, status: Status) -> None:
+        kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
+        if not put_event(self.job.paths, kind, self.job.fence, reason=str(self._error) if self._error else None):
+            raise OSError(f"the end of the run could not be recorded in {self.job.paths.root}")
+
+    def _put_summary(self, status: Status) -> dict[str, Any]:
+        summary = summarize(self.job, status)
+        put_json(self.job.paths.summary, summary)
+        return summary
+
+    def _is_complete(self) -> bool:
+        newest = newest_commit(self.job)
+        return (newest is not None and newest.step >= self.job.total_steps) or self._is_over()
+
+    def _is_over_and_intact(self) -> bool:
+        """Whether there is nothing to train, and the newest checkpoint is what was committed: nobody else would look."""
+        if not self._is_complete():
+            return False
+        CheckpointStore(self.job.paths).load_newest(partial(note_fallback, self.job))
+        return self._is_complete()
+
+    def _is_over(self) -> bool:
+        """Whether the evaluations say that training is over; looks again until they do."""
+        try:
+            self._stops_early = self._stops_early or self.job.early_stop() is not None
+        except OSError as error:  # a passing outage of the storage
+            logger.warning("The evaluations could not be read, will try again: %s", error)
+        return self._stops_early
+
+    def _train(self, stack: ExitStack, following: Following, observe: Observe | None) -> None:
+        """Runs `fit` in a thread; the main thread is for signals and the console."""
+        job, start = self.job, start_actors(stack, self.job, self._faults.train)
+        rendezvous = start.rendezvous
+        thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
+        with RunConsole(job, self._config.scaling.max_workers, self._progress, following.waiting) as shown:
+            thread.start()
+            told, looked_s = False, time.monotonic()
+            while thread.is_alive():
+                if time.monotonic() - looked_s > poll_s(job.paths.root):
+                    looked_s = time.monotonic()
+                    self._is_over()
+                if self._interrupted.is_set() or self._stops_early:
+                    if not told:
+                        why = "The evaluations say that training is over, stopping" if self._stops_early else "Stopping"
+                        self._console.print(f"{why} after this step, with a checkpoint ...")
+                    told = True
+                    ray.get(rendezvous.raise_flags.remote(Flags.STOP))  # again and again: the rendezvous may have been started anew
+                seen: Gathering = ray.get(rendezvous.status.remote())
+                if self._sampler is not None and seen.record is not None:
+                    self._sampler.step = seen.record.step
+                shown.show(seen.record, seen.waiting or "waiting for the workers to start ...", seen.waiting is not None)
+                if observe is not None:
+                    observe(job)
+                thread.join(_LOOK_S)
+            shown.show_last()
+
+    def _stops(self, looks: bool) -> bool:
+        """Whether to stop after the step at hand.
+
+        Args:
+            looks: Whether to read what the evaluations say, which takes a moment.
+        """
+        return self._interrupted.is_set() or (self._is_over() if looks else self._stops_early)
+
+    def _fit(self, start: Start) -> None:
+        try:
+            fit(start, self._max_workers, reserved_cpus(self._config))
+        except BaseException as error:  # shown and raised by the main thread
+            self._error = own_error(error)
+
+    def _status(self) -> Status:
+        if self._error is not None:
+            return "failed"
+        if self._is_over():
+            return "stopped_early"
+        undecided = not self._is_evaluated and (self._interrupted.is_set() or self._config.evaluate.patience is not None)
+        return "finished" if self._is_complete() and not undecided else "interrupted"
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """Does it again while the storage does not answer, for half a minute."""
+    deadline_s = time.monotonic() + _END_S
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            logger.warning("How the run ended could not be recorded, will try again: %s", error)
+            time.sleep(_END_PAUSE_S)

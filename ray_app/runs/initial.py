@@ -1,0 +1,74 @@
+"""The parameters that a run begins with where it does not draw them: found before its first start, and from then on kept with the run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+
+from ray_app.checkpoint.format import params_digest
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.errors import ConfigError
+from ray_app.models.loader import WEIGHTS
+from ray_app.models.packaged import is_export
+from ray_app.models.versions import fetch, named, parameters
+from ray_app.record.files import location
+from ray_app.record.redact import redact
+from ray_app.track.client import connect
+from ray_app.train.state.initial import read, refuse_others, unreadable
+
+_REGISTERED = "models:/"
+
+
+def find_beginning(config: Config, before: Config | None) -> tuple[Config, dict[str, Tensor] | None]:
+    """Finds out what `train.init_from` names, unless the run exists and began with it.
+
+    Args:
+        config: As the user gave it.
+        before: That of the run as it is.
+
+    Returns:
+        The configuration with the digest of the parameters; and these, if they were read.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if config.train.init_from is None:
+        return config, None
+    place = _place(config.train.init_from)
+    config = config.replace(train__init_from=place)
+    if before is not None and before.train.init_from == place:
+        return config.replace(train__init_digest=config.train.init_digest or before.train.init_digest), None
+    found = _registered(config, place) if place.startswith(_REGISTERED) else _read(place)
+    refuse_others(found, place, config.train.init_digest)
+    return config.replace(train__init_digest=params_digest(found)), found
+
+
+def _place(given: str) -> str:
+    """A registered model, or a file; a run may be continued from another folder."""
+    if given.startswith(_REGISTERED):
+        return given
+    return str(location(given) / "data" / "model" / WEIGHTS if is_export(given) else location(given))
+
+
+def _read(place: str) -> dict[str, Tensor]:
+    """A storage that does not answer refuses the start; later it is a failure like others."""
+    try:
+        return read(place, None)
+    except OSError as error:
+        raise unreadable(place, error) from error
+
+
+def _registered(config: Config, model: str) -> dict[str, Tensor]:
+    uri = default_tracking_uri(config)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return parameters(fetch(uri, named(connect(uri), model), Path(folder)))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever MLflow raises, mostly because it cannot be reached
+        raise ConfigError(
+            f"train.init_from {model!r} cannot be had from {redact(uri)}: {type(error).__name__}: {error}. Check tracking.uri, or name"
+            " model.safetensors of an export."
+        ) from error

@@ -1,0 +1,119 @@
+"""What `run_training` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ray_app.errors import CheckpointError
+from ray_app.models.exported import read_rows
+from ray_app.record.evaluations import Evaluation, read_evaluations
+from ray_app.record.files import Location
+from ray_app.record.journal import MetricsReader, StepRecord
+from ray_app.record.paths import RunPaths
+from ray_app.report.cells import run_cell
+from ray_app.report.facts import read_facts
+from ray_app.runs.outcome.closing import stored_job
+from ray_app.runs.outcome.exporting import ExportOptions, export_run
+from ray_app.runs.outcome.stored import chosen, load_model
+from ray_app.task.base import Batch, Task
+from ray_app.train.job import Job
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A run that ended.
+
+    Args:
+        path: The run's directory.
+        summary: The content of `summary.json`.
+        task: The prepared task; its `forward` runs the model on decoded fields.
+    """
+
+    path: Location
+    summary: dict[str, Any]
+    task: Task
+
+    def __repr__(self) -> str:
+        best = self.summary.get("best")
+        reached = f", {best['metric']} {best['value']:.4f} at step {best['step']}" if best else ""
+        return f"<{self.status} run of {self.summary['steps']} steps{reached}, in {self.path}>"
+
+    def _repr_html_(self) -> str:
+        """The run's key figures and curves, for notebooks."""
+        return run_cell(read_facts(RunPaths(self.path)))
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped_early`, `interrupted` or `failed`."""
+        return str(self.summary["status"])
+
+    @property
+    def best_checkpoint(self) -> Location | None:
+        """Folder of the best checkpoint by the evaluation metric, or the newest if nothing was evaluated."""
+        try:
+            commit = chosen(self._job, "best")
+        except CheckpointError:
+            return None
+        return RunPaths(self.path).checkpoint(commit.step, commit.fence)
+
+    def load_model(self, which: str = "best") -> nn.Module:
+        """Loads a model in plain PyTorch; needs no Ray.
+
+        Args:
+            which: See `ExportOptions.checkpoint`.
+
+        Returns:
+            The model in evaluation mode, on the CPU.
+
+        Raises:
+            ConfigError: There is no checkpoint of this name.
+            CheckpointError: There is none at all, or it is damaged.
+        """
+        return load_model(self._job, chosen(self._job, which))
+
+    def export(self, folder: str, which: str = "best", overwrite: bool = False) -> dict[str, Any]:
+        """Writes a model to a folder, as `ray-app export` does; `ray_app.load_model(folder)` loads it without Ray and MLflow.
+
+        Args:
+            folder: What it becomes.
+            which: See `ExportOptions.checkpoint`.
+            overwrite: Replace an export that is there.
+
+        Returns:
+            The content of `export.json`.
+
+        Raises:
+            RayAppError: See `export_run`.
+        """
+        return export_run(ExportOptions(str(self.path), folder, which, overwrite))
+
+    def read(self, path: str) -> Batch:
+        """Reads a data set as the model takes it, whole, in this process: `result.task.forward(model, result.read(path))`.
+
+        Args:
+            path: Folder (or file) of Parquet, with the columns of the training data.
+
+        Returns:
+            A tensor for each decoded field, its first axis the rows.
+
+        Raises:
+            DataError: It is not there, or cannot be decoded.
+        """
+        return read_rows(self.task, path)
+
+    def metrics(self) -> list[StepRecord]:
+        """The record of every step, in order."""
+        reader = MetricsReader(RunPaths(self.path))
+        reader.poll()
+        return [record for _, record in sorted(reader.records.items())]
+
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations by step."""
+        return read_evaluations(RunPaths(self.path))
+
+    @property
+    def _job(self) -> Job:
+        return replace(stored_job(RunPaths(self.path)), task=self.task)

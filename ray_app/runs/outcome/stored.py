@@ -1,0 +1,117 @@
+"""A run that was trained, from its directory: its task as it was, and the checkpoint that somebody means."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import torch
+
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.format import params_digest, unpack_model
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config.config import Config
+from ray_app.data.dataset.arrays import spec_like
+from ray_app.data.dataset.dataset import Dataset, open_dataset
+from ray_app.errors import CheckpointError, ConfigError, DataError
+from ray_app.plan.manifest import Manifest
+from ray_app.record.evaluations import Evaluation
+from ray_app.record.paths import RunPaths
+from ray_app.runs.outcome.closing import stored_job
+from ray_app.runs.prepare import training_row
+from ray_app.train.job import Job
+
+logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
+
+
+def trained_job(paths: RunPaths) -> Job:
+    """A run with its task prepared from its data, which can be read, as they were for the training; without evaluation data.
+
+    Raises:
+        ConfigError: It is no run, or its task cannot be made here.
+        DataError: The data is not what it was.
+    """
+    job = stored_job(paths)
+    dataset = training_data(paths, job.config)
+    task = job.task.prepare(dataset.facts)
+    fields = {name: spec_like(values) for name, values in training_row(job.config, dataset, task).items()}
+    return replace(job, task=task, data_root=dataset.root, fields=fields)
+
+
+def training_data(paths: RunPaths, config: Config) -> Dataset:
+    """The data that a run was trained on.
+
+    Raises:
+        DataError: It is not what it was.
+    """
+    dataset = open_dataset(config.data.path)
+    if dataset.manifest.digest != Manifest.from_json(paths.manifest.read_text()).digest:
+        raise DataError(
+            f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
+            " Restore it, or use the version that the run was registered as."
+        )
+    return dataset
+
+
+def chosen(job: Job, which: str) -> Commit:
+    """The checkpoint of a run that is meant.
+
+    Args:
+        job: The run.
+        which: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, as `step-00000120-0003` or `step-120`.
+
+    Raises:
+        ConfigError: There is none of this name.
+        CheckpointError: There is none at all.
+    """
+    if which == "best":
+        return best_commit(job)[0]
+    commits = _commits(job)
+    if which == "newest":
+        return commits[-1]
+    named = _STEP.fullmatch(which)
+    found = [c for c in commits if named and c.step == int(named[1]) and (named[2] is None or c.fence == int(named[2]))]
+    if not found:
+        valid = ", ".join(job.paths.checkpoint(c.step, c.fence).name for c in commits)
+        raise ConfigError(f"The run {job.paths.name!r} has no checkpoint {which!r}; it must be best, newest or one of {valid}.")
+    return found[-1]
+
+
+def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
+    """The checkpoint with the best evaluation of those that are there, or the newest if none of them was evaluated.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    commits = {(c.step, c.params_digest): c for c in _commits(job)}
+    evaluations = job.best_first()
+    here = [(commits[key], e) for e in evaluations if (key := (e.step, e.params_digest)) in commits]
+    commit, found = here[0] if here else (list(commits.values())[-1], None)
+    if evaluations and found is not evaluations[0]:
+        others = "the newest" if found is None else "the best of the others"
+        gone = "The best checkpoint, of step %d, is gone (checkpoint.keep_best); %s is taken: step %d."
+        logger.warning(gone, evaluations[0].step, others, commit.step)
+    return commit, found
+
+
+def load_model(job: Job, commit: Commit) -> torch.nn.Module:
+    """The model of a checkpoint, on the CPU and in evaluation mode, with the very parameters that were committed.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    model = job.task.build_model()
+    model.load_state_dict(unpack_model(CheckpointStore(job.paths).load(commit)))
+    if params_digest(model.state_dict()) != commit.params_digest:
+        raise CheckpointError(f"The model of step {commit.step} has other parameters than were committed.")
+    return model.eval()
+
+
+def _commits(job: Job) -> list[Commit]:
+    commits = CheckpointStore(job.paths).commits()
+    if not commits:
+        raise CheckpointError(f"{job.paths.root} holds no committed checkpoint yet.")
+    return commits

@@ -1,0 +1,274 @@
+"""From a configuration to a run that may start: everything that can be refused is refused here, before anything is written."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ray_app.config.checks import check
+from ray_app.config.config import Config, digest, from_yaml, refuse_other_config, result_fields
+from ray_app.data.dataset.arrays import spec_like
+from ray_app.data.dataset.dataset import Dataset, open_dataset
+from ray_app.data.read.reader import Reader, RowSource, first_row, probe, rows_per_task
+from ray_app.errors import ConfigError, DataError, RunExistsError, StorageError
+from ray_app.evaluate.job import EvaluationJob
+from ray_app.plan.manifest import Manifest
+from ray_app.record.evaluations import read_scores
+from ray_app.record.files import location, put_atomic, put_json
+from ray_app.record.paths import RunPaths
+from ray_app.record.redact import guard
+from ray_app.runs.initial import find_beginning
+from ray_app.runs.plan import classes_of, make_plan, refuse_other_classes
+from ray_app.runs.rehearsal import rehearse
+from ray_app.task.base import Rows, Task
+from ray_app.task.scoring import combine, score
+from ray_app.train.job import Job
+from ray_app.train.state.state import load_class
+
+logger = logging.getLogger(__name__)
+
+_ADJECTIVES = (
+    "amber",
+    "bold",
+    "brave",
+    "bright",
+    "calm",
+    "clear",
+    "crisp",
+    "eager",
+    "fair",
+    "glad",
+    "keen",
+    "kind",
+    "mild",
+    "neat",
+    "quiet",
+)
+_NOUNS = ("alder", "aspen", "beech", "birch", "cedar", "cliff", "coast", "creek", "delta", "elm", "fern", "fjord", "grove", "heath", "lake")
+
+
+def new_run_name() -> str:
+    """A readable name that sorts by time: `20261120-140512-calm-birch-3f9c02`, also of a thousand starts at once different."""
+    words = f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_NOUNS)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start.
+
+    Args:
+        job: What its workers get.
+        evaluation: What its evaluator gets, if there is evaluation data.
+        resumes: Whether the run exists already.
+        initial: The parameters to begin with, if they were read.
+    """
+
+    job: Job
+    evaluation: EvaluationJob | None
+    resumes: bool
+    initial: dict[str, Tensor] | None = None
+
+
+def prepare(config: Config) -> Prepared:
+    """Checks everything that can be known before the start, without writing anything; the fence is 0 until `claim`.
+
+    Args:
+        config: As the user gave it.
+
+    Raises:
+        ConfigError: Values do not fit together or the run exists with others.
+        DataError: The data does not fit.
+    """
+    guard(config.to_dict())
+    check(config)
+    config = config if config.run.name else config.replace(run__name=new_run_name())
+    paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
+    before = _stored_config(paths)
+    if config.scaling.logical_workers is None:
+        config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
+        check(config)
+    config, initial = find_beginning(config, before)
+    dataset = open_dataset(config.data.path)
+    task = make_task(config).prepare(dataset.facts)
+    plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
+    if before is not None:
+        stored = Manifest.from_json(paths.manifest.read_text()).digest
+        refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
+        refuse_other_classes(paths, plan)
+    row = training_row(config, dataset, task)
+    fields = {name: spec_like(values) for name, values in row.items()}
+    metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
+    job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
+    if config.train.init_from is not None:
+        job = replace(job, initial=str(paths.initial))
+    _check_rounds(job)
+    rehearse(job, row, initial)
+    data = _prepare_evaluation(job)
+    evaluation = None
+    if data is not None and not job.workers_evaluate:
+        evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data)
+    return Prepared(replace(job, evaluation=data), evaluation, before is not None, initial)
+
+
+def training_row(config: Config, dataset: Dataset, task: Task) -> Rows:
+    """The first row to train on that can be decoded, each field of shape (1, ...).
+
+    Raises:
+        BadRowError: More rows before it than the configuration allows to skip cannot be decoded.
+    """
+    most_bad = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0
+    return first_row(dataset, task.columns(), task.decode, most_bad)
+
+
+def _stored_config(paths: RunPaths) -> Config | None:
+    """The configuration of the run as it is, if it exists.
+
+    Raises:
+        StorageError: The storage does not answer.
+    """
+    try:
+        config = from_yaml(paths.config.read_text())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint (AWS_ENDPOINT_URL,"
+            " or ?endpoint_override=... in the path), the region and the credentials."
+        ) from error
+    guard(config.to_dict())
+    return config
+
+
+def make_task(config: Config) -> Task:
+    """Makes the configured task.
+
+    Raises:
+        ConfigError: It cannot be made, or is no `Task`.
+    """
+    try:
+        task = load_class(config.task)(**config.task.init_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made: {error}. Name an importable"
+            " subclass of ray_app.task.base.Task and its arguments."
+        ) from error
+    if not isinstance(task, Task):
+        raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it.")
+    return task
+
+
+def _check_rounds(job: Job) -> None:
+    """Refuses epochs that end in the middle of a round of `local_sgd`, where there is nothing to keep or to evaluate.
+
+    Raises:
+        ConfigError: They do.
+    """
+    steps, rounds = job.steps_per_epoch, job.steps_per_round
+    if steps % rounds and job.config.checkpoint.every_epochs is not None:
+        below = steps // rounds * rounds
+        valid = " or ".join(str(n) for n in (below, below + rounds) if n)
+        raise ConfigError(
+            f"An epoch has {steps} steps, no multiple of train.local_steps = {rounds}, so it ends where the logical workers have no common"
+            f" state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs to null and checkpoint.every_steps to a"
+            f" multiple of {rounds}."
+        )
+
+
+def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
+    """Refuses other data than before for a run whose result depends on its evaluations.
+
+    Raises:
+        DataError: It is other data.
+    """
+    before = {e.data_digest for e in read_scores(paths)} - {digest}
+    if before and config.evaluate.patience is not None:
+        raise DataError(
+            f"data.eval_path {config.data.eval_path} (digest {digest}) is not what this run was evaluated on before ({', '.join(before)}),"
+            " but evaluate.patience makes the result depend on it. Give the data of before, or another run.name."
+        )
+
+
+def _prepare_evaluation(job: Job) -> RowSource | None:
+    """The evaluation data, if there is any.
+
+    Raises:
+        DataError: It is not like the training data, or not what this run was evaluated on before.
+        ConfigError: The task has no such metric.
+    """
+    config = job.config
+    if config.data.eval_path is None:
+        return None
+    source = evaluation_source(job.task, config.data.eval_path, config.data.read_task_mb)
+    if source.fields != job.fields:
+        raise DataError(
+            f"A decoded row of data.eval_path {config.data.eval_path} is {source.fields}, of data.path {config.data.path} it is"
+            f" {job.fields}; both must be alike. Ingest them the same way."
+        )
+    if config.evaluate.metric is not None:
+        blank = {name: np.zeros((2, *spec.shape), np.dtype(spec.dtype)) for name, spec in source.fields.items()}
+        known = sorted(combine(job.task, score(job.task, job.task.build_model(), blank, 2, torch.device("cpu"))).values)
+        if job.best_metric not in known:
+            raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task's metrics of one number are {', '.join(known)}.")
+    check_evaluation_data(job.paths, config, source.manifest.digest)
+    return source
+
+
+def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
+    """A data set to evaluate on.
+
+    Args:
+        task: The task, prepared with the training data.
+        path: Folder (or file) of Parquet.
+        read_task_mb: Most decoded megabytes of one read task.
+
+    Raises:
+        DataError: The task cannot be evaluated on it.
+    """
+    dataset = open_dataset(path)
+    task.prepare(dataset.facts)
+    fields = probe(dataset, task.columns(), task.decode)
+    return RowSource(Reader(dataset.root, task.columns(), task.decode, fields), dataset.manifest, rows_per_task(fields, read_task_mb))
+
+
+def claim(prepared: Prepared, fence: int) -> Prepared:
+    """Makes the run this start's. A new run's manifest is written first, its configuration last: with that it exists.
+
+    Args:
+        prepared: What may start.
+        fence: Number of the start, from the lease that it holds.
+
+    Raises:
+        RunExistsError: Another start made the run since `prepare` looked.
+    """
+    job = prepared.job
+    if not prepared.resumes and job.paths.config.exists():
+        raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
+    if prepared.initial is not None:
+        put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
+    if not prepared.resumes:
+        put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
+        if job.plan.classes is not None:
+            put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
+        _put_config(job)
+    evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
+    return Prepared(replace(job, fence=fence), evaluation, prepared.resumes)
+
+
+def _put_config(job: Job) -> None:
+    """Writes `config.yaml` whole, since the run is continued from it; with a secret in it, for its owner alone."""
+    secret = guard(job.config.to_dict())
+    put_atomic(job.paths.config, job.config.to_yaml().encode(), mode=0o600 if secret else 0o666)
+    if secret:
+        logger.warning(
+            "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs and events get it"
+            " without. Secrets are better kept in environment variables.",
+            job.paths.config,
+        )

@@ -1,0 +1,38 @@
+"""What a run starts to be recorded for others: the tracker, the writer of TensorBoard's files, and the sampler of the nodes."""
+
+from __future__ import annotations
+
+import ray
+
+from ray_app.runs.outcome.summary import newest_commit
+from ray_app.track.board import Board
+from ray_app.track.client import DataSet
+from ray_app.track.runs import Tracker, run_tags
+from ray_app.train.job import Job
+from ray_app.watch.sampler import NodeSampler
+
+
+def make_tracker(job: Job) -> Tracker | None:
+    """The tracker of a run, to be started; None if it is not tracked."""
+    config, manifest = job.config, job.plan.manifest
+    if not config.tracking.enabled:
+        return None
+    datasets = [DataSet("training", config.data.path, manifest.digest, manifest.num_rows)]
+    if job.evaluation is not None:
+        held_out = job.evaluation.manifest
+        datasets.append(DataSet("evaluation", str(config.data.eval_path), held_out.digest, held_out.num_rows))
+    return Tracker(job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, datasets)
+
+
+def make_board(job: Job) -> Board | None:
+    """What writes TensorBoard's event files, to be started; None if they are not wanted."""
+    return Board(job.paths, job.config) if job.config.tracking.tensorboard else None
+
+
+def make_sampler(job: Job) -> NodeSampler | None:
+    """The sampler of a run, to be entered; None if it is not wanted, or there is no cluster whose nodes it could look at."""
+    tracking = job.config.tracking
+    if not (tracking.enabled or tracking.tensorboard) or tracking.system_metrics_s is None or not ray.is_initialized():
+        return None
+    commit = newest_commit(job)
+    return NodeSampler(job.paths, job.fence, tracking.system_metrics_s, commit.step if commit else 0)

@@ -1,0 +1,131 @@
+"""What a run is to do, tried once before it starts."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError, TaskError
+from ray_app.task.base import Task
+from ray_app.task.own_code import own_code
+from ray_app.task.scoring import score
+from ray_app.train.job import Job
+from ray_app.train.keep.snapshots import refuse_if_too_big
+from ray_app.train.state.state import TrainingState, load_class
+from ray_app.train.step.step import refuse_if_not_per_row
+from ray_app.train.strategies.parameter_server.layout import Layout
+
+_NEEDS_MORE = re.compile("closure|dense")
+"""What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
+
+
+def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] | None) -> None:
+    """Makes model, optimizer and schedule once and takes a row through all of the task, to refuse before the start what cannot work.
+
+    Args:
+        job: What is to start.
+        row: A decoded row, as a batch of one.
+        initial: The parameters to begin with, if they are new to the run.
+
+    Raises:
+        ConfigError: Something of it fails.
+    """
+    config, task = job.config, job.task
+    try:
+        with torch.random.fork_rng(devices=[]), own_code(lambda: "making model, optimizer and schedule"):
+            state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
+            state.begin(initial)
+            _try_task(job, state, {name: np.concatenate([values, values]) for name, values in row.items()})
+    except TaskError as error:
+        raise ConfigError(
+            f"A trial with one row failed: {error}\nCheck the task, task.init_args, optimizer and schedule; tried were"
+            f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path} {config.optimizer.init_args}"
+            + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
+        ) from error
+    if type(task).apply_gradients is Task.apply_gradients:
+        _try_optimizer(config, state.model)
+    if config.checkpoint.snapshot_every_steps is not None:
+        refuse_if_too_big(state.model, psutil.virtual_memory().available)
+    if config.train.strategy == "parameter_server":
+        Layout(state.model, config.train)
+        if type(task).apply_gradients is not Task.apply_gradients:
+            raise ConfigError(
+                f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients"
+                " moves the whole. Use another strategy, or leave that method out."
+            )
+    if config.train.strategy in ("local_sgd", "parameter_server") and len(state.optimizer.param_groups) > 1:
+        raise ConfigError(
+            f"optimizer.class_path {config.optimizer.class_path} makes {len(state.optimizer.param_groups)} groups of parameters, which"
+            f" train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or central_storage, or one group."
+        )
+    if isinstance(state.schedule, ReduceLROnPlateau):
+        raise ConfigError(
+            "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
+            " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
+        )
+    _check_steps(state.schedule, job.total_steps)
+
+
+def _try_task(job: Job, state: TrainingState, rows: dict[str, npt.NDArray]) -> None:
+    """Takes two rows through training and evaluation, as workers and evaluator will; the metrics' values are not asked for.
+
+    Raises:
+        TaskError: Something of it fails.
+        ConfigError: The losses are not one for each row.
+    """
+    task, count = job.task, len(next(iter(rows.values())))
+    with own_code(lambda: "training on two rows"):
+        fields = task.augment({name: torch.from_numpy(values) for name, values in rows.items()}, torch.arange(count))
+        refuse_if_not_per_row(task, task.training_loss(state.model, fields), count)
+    if job.config.data.eval_path is None:
+        return
+    list(score(task, state.model, rows, count, torch.device("cpu")))
+    with own_code(lambda: "predicting two rows"), torch.inference_mode():
+        task.predictions(task.forward(state.model, {name: torch.from_numpy(values) for name, values in rows.items()}))
+
+
+def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
+    """Refuses a schedule that ends before it was moved this often, also one in another."""
+    if isinstance(schedule, SequentialLR):
+        bounds = [0, *schedule._milestones, moves]
+        for each, (begin, end) in zip(schedule._schedulers, pairwise(bounds), strict=True):
+            _check_steps(each, min(end, moves) - begin)
+    elif isinstance(schedule, ChainedScheduler):
+        for each in schedule._schedulers:
+            _check_steps(each, moves)
+    elif (steps := getattr(schedule, "total_steps", moves)) < moves:
+        raise ConfigError(
+            f"{type(schedule).__name__} has total_steps {steps}, but is moved at {moves} steps of the run; leave total_steps out to use all"
+            " steps of the run, or set at least as many."
+        )
+
+
+def _try_optimizer(config: Config, model: nn.Module) -> None:
+    """Moves a copy of the smallest parameter by a gradient of zeros, on a GPU if the workers have one and there is one here.
+
+    Raises:
+        ConfigError: That is not all that the optimizer needs.
+    """
+    least = min((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
+    on_gpus = config.scaling.gpus_per_worker > 0
+    is_as_there = not on_gpus or torch.cuda.is_available()
+    tried = nn.Parameter(torch.zeros_like(least, device="cuda" if on_gpus and is_as_there else "cpu"))
+    tried.grad = torch.zeros_like(tried)
+    try:
+        load_class(config.optimizer)([tried], **config.optimizer.init_args).step()
+    except Exception as error:
+        if not (is_as_there or _NEEDS_MORE.search(str(error))):  # it may be that it works on GPUs only
+            return
+        said = f"{type(error).__name__}: {error}".rstrip(".")
+        raise ConfigError(
+            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {said}. Steps have the gradient, which is dense, and"
+            " no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
+        ) from error

@@ -1,0 +1,50 @@
+"""Encoded images: decoded by torchvision, after a look at the header, since a small file can say that it is enormous."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_PIXELS = 2**27
+"""Of all frames together: 403 MB as RGB, an image of 11585 x 11585."""
+
+
+def pixels_of(encoded: bytes) -> Tensor:
+    """Decodes an image file.
+
+    Args:
+        encoded: JPEG, PNG, WebP or GIF.
+
+    Returns:
+        RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8 are kept.
+
+    Raises:
+        ValueError: It says that it has more than `MAX_PIXELS`, or does not say how many.
+        RuntimeError: It cannot be decoded.
+    """
+    import torch
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms.v2.functional import to_dtype
+
+    pixels = _pixels(encoded)
+    if pixels > MAX_PIXELS:
+        raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
+    image = decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode=ImageReadMode.RGB)
+    return image if image.dtype == torch.uint8 else to_dtype(image, torch.uint8, scale=True)
+
+
+def _pixels(encoded: bytes) -> int:
+    """Pixels of all frames, from the headers."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG", "WEBP", "GIF")) as image:
+            frames = getattr(image, "n_frames", 1) if image.format in ("WEBP", "GIF") else 1  # of the others one is decoded
+            if image.format == "PNG":
+                image.verify()  # its checksums: what is damaged ends the process in torchvision's decoder
+            return image.width * image.height * frames
+    except Exception as error:  # Pillow's readers raise what they like
+        raise ValueError(f"its header is refused: {error}") from error

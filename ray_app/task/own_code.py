@@ -1,0 +1,93 @@
+"""Where the code of a task is called: what it raises becomes a `TaskError` that says in which of the user's lines, and what for.
+
+Shown are the calls of the user's own files. Those of libraries and of this application are counted, but for the last one, which says most.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+from ray_app.errors import RayAppError, TaskError
+
+_APPLICATION = Path(__file__).parents[1]
+_TASKS = Path(__file__).parent
+_MACHINERY = tuple(Path(__file__).with_name(f"{name}.py") for name in ("base", "own_code", "scoring"))
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_MOST_CALLS = 30
+
+
+@contextmanager
+def own_code(place: Callable[[], str], positions: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
+    """A context in which the code of a task is called.
+
+    Args:
+        place: Says what is being done; asked only if something is raised.
+        positions: Says for which rows, by their manifest positions.
+
+    Raises:
+        TaskError: The code raised anything but an error of the application's own.
+    """
+    try:
+        yield
+    except RayAppError:
+        raise
+    except Exception as error:
+        raise TaskError(in_a_line(error), calls(error), place(), tuple(positions())) from error
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error and the last of the user's own lines on the way to it: `KeyError: 'labels' (my_task.py, line 31, in update)`."""
+    said = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+    own = _own_calls(error)
+    return said + (f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else "")
+
+
+def refusal(error: BaseException) -> str:
+    """Why a row cannot be decoded: what a task of the application's says of it needs no more, what a user's raises needs the line."""
+    own = _own_calls(error)
+    is_users = bool(own) and not Path(own[-1].filename).is_relative_to(_TASKS)
+    return in_a_line(error) if is_users else str(error) or type(error).__name__
+
+
+def _own_calls(error: BaseException) -> list[traceback.FrameSummary]:
+    return [call for call in traceback.extract_tb(error.__traceback__) if _origin(call) is None]
+
+
+def calls(error: BaseException) -> str:
+    """The calls that led to an error, and to those that it came from, as Python shows them."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    told = [calls(before), "", "which led to:", ""] if before is not None else []
+    return "\n".join([*told, *_told(traceback.extract_tb(error.__traceback__)), f"{type(error).__name__}: {error}".rstrip(": ")])
+
+
+def _told(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:
+    """Calls in words, from the first of the user's own on; without one of them all are shown."""
+    own = [i for i, call in enumerate(found) if _origin(call) is None]
+    told = found[own[0] if own else 0 :]
+    if len(told) > _MOST_CALLS:
+        yield f"  ... {len(told) - _MOST_CALLS} calls"
+    for origin, group in groupby(told[-_MOST_CALLS:], lambda call: _origin(call) if own and call is not found[-1] else None):
+        some = list(group)
+        if origin is not None:
+            yield f"  ... {len(some)} call{'s' * (len(some) > 1)} in {origin}"
+            continue
+        for call in some:
+            yield f'  File "{call.filename}", line {call.lineno}, in {call.name}'
+            if call.line:
+                yield f"    {call.line}"
+
+
+def _origin(call: traceback.FrameSummary) -> str | None:
+    """The library that a call is in; None: a file of the user's, or a task of the application's."""
+    path = Path(call.filename)
+    if path.is_relative_to(_APPLICATION):
+        return None if path.is_relative_to(_TASKS) and path not in _MACHINERY else _APPLICATION.name
+    folder = next((name for name in ("site-packages", "dist-packages") if name in path.parts[:-1]), None)
+    if folder is not None:
+        return path.parts[path.parts.index(folder) + 1].removesuffix(".py")
+    return "Python" if call.filename.startswith("<frozen") or any(path.is_relative_to(place) for place in _STANDARD) else None

@@ -1,0 +1,104 @@
+"""torch's default process group, formed anew for every generation and breakable from outside."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from typing import Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from ray_app.train.group.messages import Formed
+
+_FORM_TIMEOUT = timedelta(seconds=30)
+"""For peers that are lost between their address and their connections: what waits for them then nobody can break."""
+_COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""The rendezvous ends what stands still, much earlier; a collective's own time-out would only add another opinion."""
+
+
+class ProcessGroup:
+    """torch's default process group for one generation, which another thread can break while this one waits in it."""
+
+    def __init__(self) -> None:
+        self._before = set(_sockets())
+        self._store: tuple[str, int] | None = None
+        self._sockets: list[tuple[int, str]] | None = None
+        self._nccl = False
+
+    def open(self, formed: Formed, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
+        """Meets the other members of a generation; blocks until all are there. For `backend` see `train.backend`."""
+        self._nccl = device.type == "cuda" and backend != "gloo"
+        self._before, self._store = set(_sockets()), (formed.host, formed.port)
+        # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number (torch 2.15)
+        dist.distributed_c10d._world.group_count = 0
+        store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
+            store=PrefixStore(f"generation-{formed.number}", store),
+            rank=formed.rank,
+            world_size=formed.size,
+            timeout=_FORM_TIMEOUT,
+        )
+        dist.set_timeout(_COLLECTIVE_TIMEOUT)
+        self._sockets = [s for s in _sockets() if s not in self._before]
+
+    def abort(self) -> None:
+        """Breaks what the members wait for. NCCL can; gloo cannot, so its connections are shut down, which its waits notice.
+
+        While the group forms, that is the connection to the store where they meet; what else this process connects to meanwhile is not
+        known to be the group's.
+        """
+        if self._nccl and dist.is_initialized():
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+        found = self._sockets
+        if found is None:
+            found = [(number, name) for number, name in _sockets() if (number, name) not in self._before and self._is_store(number)]
+        for number, name in found:
+            _shut_down(number, name)
+
+    def _is_store(self, number: int) -> bool:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                host, port = found.getpeername()[:2]
+                return (host.removeprefix("::ffff:"), port) == self._store
+        return False
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _sockets() -> list[tuple[int, str]]:
+    """Descriptor and identity of every socket of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found.append((int(name), target))
+    return found
+
+
+def _shut_down(number: int, name: str) -> None:
+    """Shuts down a socket if it is still the same one and a TCP connection."""
+    with suppress(OSError):
+        if os.readlink(f"/proc/self/fd/{number}") != name:
+            return
+        with socket.socket(fileno=os.dup(number)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                found.getpeername()  # raises for one that listens
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def use_interface_of(host: str) -> None:
+    """Lets collectives go through the network interface that Ray uses, unless the user has chosen one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

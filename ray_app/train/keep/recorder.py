@@ -1,0 +1,245 @@
+"""What is written while a run trains: metrics, progress, checkpoints, snapshots.
+
+Every rank keeps what is not yet known to be on storage, rank 0 writes it. So when rank 0 is lost, the next one goes on where it stopped,
+and neither the record of a step nor a planned checkpoint depends on who died when.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from functools import partial
+from typing import Literal
+
+import torch
+
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.format import Snapshot
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.exchange.exchange import World, gather
+from ray_app.plan.cursor import Cursor
+from ray_app.record.journal import MetricsWriter, StepRecord, put_event
+from ray_app.train import environment
+from ray_app.train.group.membership import Membership
+from ray_app.train.group.messages import Phase
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.keep.saver import Saver
+from ray_app.train.keep.snapshots import SnapshotSender
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+_MOST_KEPT = 100_000
+_MOST_HELD = 2
+"""Planned checkpoints that another rank than 0 keeps: rank 0 may still write the last but one when the last is due."""
+
+
+def _same(snapshot: Snapshot) -> Snapshot:
+    return snapshot
+
+
+class Recorder:
+    """See the module.
+
+    Args:
+        job: The run.
+        state: What is trained.
+        membership: Knows what is on storage, and shows progress.
+        sender: Where snapshots go.
+        device: Where it is computed.
+        hooks: For fault tests.
+    """
+
+    def __init__(
+        self, job: Job, state: TrainingState, membership: Membership, sender: SnapshotSender, device: torch.device, hooks: Hooks
+    ) -> None:
+        self._job, self._state, self._membership, self._sender = job, state, membership, sender
+        self._environment = environment.describe(device)
+        self._world = World(0, 1, 1)
+        self._generation = ""
+        self._kept: deque[StepRecord] = deque(maxlen=_MOST_KEPT)
+        self._held: deque[tuple[Commit, Snapshot]] = deque()
+        self._sent: Snapshot | None = None
+        self._writer: MetricsWriter | None = None
+        self._added_step = 0
+        self._saver = Saver(job.paths, job.config.checkpoint, self._best_steps, self._before_commit)
+        self._hook = hooks.before_commit
+        self._previous_s = time.perf_counter()
+
+    def align(self, world: World, generation: int) -> None:
+        """Begins a generation; a collective of all ranks. The new rank 0 writes what the old one may not have written.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        self._forget()
+        merged = {r.step: r for kept in reversed(gather(list(self._kept), world)) for r in kept}
+        self._kept = deque((merged[step] for step in sorted(merged) if step <= self._state.step), maxlen=_MOST_KEPT)
+        self._world, self._generation = world, f"{self._job.fence}.{generation}"
+        self._previous_s = time.perf_counter()
+        if world.rank == 0:
+            for step in sorted(merged):  # also of steps that are done again, or nobody would know that they are
+                self._write(merged[step])
+        self._added_step = min(self._added_step, self._state.step)  # steps that are done again are recorded again
+        if world.rank == 0:
+            committed = self._committed()
+            for commit, snapshot in self._held:
+                if (commit.step, commit.fence) not in committed:
+                    self._wait_for_storage("forming")
+                    self._saver.save(partial(_same, snapshot), commit)
+            self._make_up({step for step, _ in committed})
+        self._report()
+
+    def finished(self, cursor: Cursor, done: int, result: StepResult, lr: float, wait_s: float, workers: int | None = None) -> None:
+        """Records a step, the `done`-th of the run; `workers` if the world does not say how many there are."""
+        now = time.perf_counter()
+        record = StepRecord(
+            step=done,
+            epoch=cursor.epoch,
+            time_s=time.time(),
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            step_ms=(now - self._previous_s) * 1e3,
+            data_wait_ms=wait_s * 1e3,
+            workers=self._world.size if workers is None else workers,
+            rows=result.rows,
+            row_hash=result.row_hash,
+            generation=self._generation,
+            skipped=sum(result.skipped),
+        )
+        self._previous_s = now
+        self._kept.append(record)
+        if self._world.rank == 0:
+            self._saver.raise_if_lost()
+            self._write(record)
+        self._report()
+        self._forget()
+
+    def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"], alone: bool = False) -> None:
+        """Makes a checkpoint of the state of now; `cursor` is the next step. `alone`: without rank 0, which may be lost."""
+        job, step = self._job, self._state.step
+        writes = alone or self._world.rank == 0
+        if alone:
+            for record in self._kept:
+                self._write(record)
+        commit = Commit(
+            step=step,
+            fence=job.fence,
+            epoch=cursor.epoch,
+            epoch_step=cursor.step,
+            why=why,
+            config_digest=job.config_digest,
+            manifest_digest=job.plan.manifest.digest,
+            logical_workers=job.plan.logical_workers,
+            params_digest="",
+            environment=self._environment,
+            time_s=0.0,
+        )
+
+        def take() -> Snapshot:
+            self._saver.wait()  # nothing is being written from this memory
+            memory = None
+            while len(self._held) >= (1 if writes else _MOST_HELD):
+                memory = self._held.popleft()[1]
+            snapshot = self._state.snapshot(memory)
+            self._held.append((commit, snapshot))
+            return snapshot
+
+        if writes:
+            self._wait_for_storage("exchange")
+            self._saver.save(take, commit)
+        else:
+            take()
+
+    def _make_up(self, committed: set[int]) -> None:
+        """Makes the checkpoint that is due now: all were lost before it was written, or rank 0 while all took their copies for it."""
+        step = self._state.step
+        if step and self._job.is_checkpoint_due(step) and step not in committed | {commit.step for commit, _ in self._held}:
+            self.checkpoint(Cursor.at(step, self._job.plan.steps_per_epoch), "cadence")
+
+    def snapshot(self) -> None:
+        """Sends a copy of the state to memory outside the workers."""
+
+        def take() -> Snapshot:
+            self._sent = self._state.snapshot(self._sent)
+            return self._sent
+
+        if self._state.is_spread:
+            self._state.snapshot()
+        if self._world.rank == 0:
+            self._sender.send(take, list(self._kept))
+
+    def skip_time(self) -> None:
+        """Counts the next step from now: something else was done in between."""
+        self._previous_s = time.perf_counter()
+
+    def restored(self, records: list[StepRecord]) -> None:
+        """Takes over the records that came with a snapshot."""
+        self._kept.extend(records)
+
+    def check(self) -> None:
+        """Raises if the last checkpoint, which is the run's result, could not be written."""
+        if self._world.rank == 0:
+            self._wait_for_storage("exchange")
+            self._saver.check()
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._saver.wait()
+        self._saver.tell()
+        self._sender.wait()
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._report()
+        stalls = [s * 1e3 for s in self._saver.stall_s]
+        put_event(self._job.paths, "left", self._job.fence, step=self._state.step, stalls_ms=stalls)
+
+    def _write(self, record: StepRecord) -> None:
+        if self._writer is None:
+            self._writer = MetricsWriter(self._job.paths, self._job.fence)
+        if record.step > self._added_step:
+            self._added_step = record.step
+            self._writer.add(record)
+
+    def _report(self) -> None:
+        newest = self._kept[-1] if self._world.rank == 0 and self._kept else None
+        step = max(self._state.step, self._kept[-1].step if self._kept else 0)
+        self._membership.report(step, newest, self._writer.written_step if self._writer is not None else 0)
+
+    def _forget(self) -> None:
+        """Drops the records that are on storage."""
+        recorded = self._membership.recorded()
+        while self._kept and self._kept[0].step <= recorded:
+            self._kept.popleft()
+
+    def _before_commit(self, commit: Commit) -> None:
+        """Called in the saver's thread: the record of the steps is on storage before the checkpoint is."""
+        if self._writer is not None:
+            self._writer.flush()
+        if self._hook is not None:
+            self._hook(commit)
+
+    def _committed(self) -> set[tuple[int, int]]:
+        """Step and fence of every checkpoint that is known to be on storage; one that is there and not known of is not written again."""
+        try:
+            return {(commit.step, commit.fence) for commit in CheckpointStore(self._job.paths).commits()}
+        except OSError as error:
+            logger.warning("The checkpoints could not be listed, so those at hand are offered to the storage again: %s", error)
+            return set()
+
+    def _wait_for_storage(self, then: Phase) -> None:
+        """Waits until nothing is being written, for which nobody is ended."""
+        self._membership.enter("saving")
+        self._saver.wait()
+        self._membership.enter(then)
+
+    def _best_steps(self) -> list[int]:
+        keep = self._job.config.checkpoint.keep_best
+        if self._job.config.evaluate.patience is not None:
+            keep = max(1, keep)  # it may be the run's result
+        return [e.step for e in self._job.best_first()[:keep]]

@@ -1,0 +1,42 @@
+"""`train.strategy: single`: the loop in the calling process, for debugging with a breakpoint, with the bits that workers would give."""
+
+from __future__ import annotations
+
+import torch
+
+from ray_app.data.feed.streamed import StreamedWindows
+from ray_app.data.feed.windows import CachedWindows, Windows
+from ray_app.data.read.reader import fetch_here
+from ray_app.data.read.whole import load_all
+from ray_app.plan.cursor import Cursor
+from ray_app.train.environment import use_deterministic_algorithms
+from ray_app.train.group.alone import Alone
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.loop import train
+
+
+def train_here(job: Job, membership: Alone, hooks: Hooks) -> None:
+    """Trains in this process; blocks until the run ends or is to stop. An error ends it: nobody starts it again.
+
+    Args:
+        job: What to train.
+        membership: Of this process.
+        hooks: For fault tests.
+    """
+    device = torch.device("cuda", 0) if job.config.scaling.gpus_per_worker else torch.device("cpu")
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    evaluation = job.evaluation
+    load = (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+    try:
+        train(job, membership, _open_windows, device, hooks, load_evaluation=load)
+    finally:
+        torch.set_num_threads(threads)
+        use_deterministic_algorithms(deterministic)
+
+
+def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
+    source, data = job.source, job.config.data
+    if data.cache == "memory":
+        return CachedWindows(load_all(fetch_here, source))
+    return StreamedWindows(job.plan, cursor, played, job.passes, job.through_cache(fetch_here), source, data.prefetch_windows)

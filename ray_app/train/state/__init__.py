@@ -1,0 +1,1 @@
+"""The training state: made, kept, shared and restored; averages and frozen parameters."""

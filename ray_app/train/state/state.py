@@ -1,0 +1,274 @@
+"""The training state: what a step changes, what a checkpoint holds, what a newcomer receives."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.config.config import Config
+from ray_app.config.sections import ClassSpec
+from ray_app.exchange.exchange import World, collective, gather
+from ray_app.task.own_code import own_code
+from ray_app.train.state.average import Average
+from ray_app.train.state.eager import without_compiler
+from ray_app.train.state.freeze import freeze
+from ray_app.train.state.initial import begin_with
+from ray_app.train.state.scale import LossScale
+from ray_app.train.state.seeds import seed_init
+
+NOTHING = -1
+"""The step of a worker that has no state yet."""
+
+
+def load_class(spec: ClassSpec) -> Any:
+    """Imports the class, or the function, that a configuration names."""
+    module, _, name = spec.class_path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+class Trainable(Protocol):
+    """What a state needs of a task."""
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+
+    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """See `Task.apply_gradients`."""
+
+
+class TrainingState:
+    """Model, optimizer, schedule and the number of finished steps.
+
+    Args:
+        config: Names optimizer and schedule.
+        task: Makes the model, and moves it by an optimizer.
+        device: Where it lives.
+        total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
+    """
+
+    is_spread: ClassVar[bool] = False
+    """Whether no rank alone has all of it, so that a snapshot is a collective of all ranks."""
+
+    def __init__(self, config: Config, task: Trainable, device: torch.device, total_steps: int) -> None:
+        self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
+        self.step = NOTHING
+        self.model = self._made()
+        self.model.to(device)
+        self.master: nn.Module = self._master_of(self.model)
+        self._equip()
+
+    def _made(self) -> nn.Module:
+        """The model as the task makes it."""
+        seed_init(self._config.seed, self._device)
+        model = self._task.build_model()
+        self._frozen = freeze(model, self._config.train.freeze or [])
+        return model
+
+    def _master_of(self, model: nn.Module) -> nn.Module:
+        """The model that the optimizer moves; the one that computes, unless a strategy keeps them apart."""
+        return model
+
+    def _equip(self) -> None:
+        """Makes all that goes with the model."""
+        config, model = self._config, self.master
+        self.train()
+        self.average = Average(model, config.train.ema_decay) if config.train.ema_decay is not None else None
+        self.scale = LossScale() if config.train.precision == "fp16" else None
+        if not config.train.compile:
+            without_compiler(load_class(config.optimizer))
+        self.optimizer = _optimizer(config.optimizer, model, self._can_fuse)
+        self.schedule: LRScheduler | None = None
+        if config.schedule is not None:
+            self.schedule = _schedule(config.schedule, self.optimizer, self._total_steps)
+
+    def _can_fuse(self, optimizer: Any) -> bool:
+        """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
+        return "fused" in inspect.signature(optimizer).parameters
+
+    def begin(self, initial: dict[str, Tensor] | None) -> None:
+        """Makes it the state of before the first step.
+
+        Args:
+            initial: The parameters to begin with; None: those that it has.
+
+        Raises:
+            ConfigError: They are not the model's.
+        """
+        if initial is not None:
+            begin_with(self.master, initial, self._config.train.init_from)
+            if self.average is not None:
+                self.average.load(initial, initial)
+        self.step = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def train(self) -> None:
+        """Puts the model into training mode, but for what is frozen."""
+        self.model.train()
+        for layer in self._frozen:
+            layer.eval()
+
+    @contextmanager
+    def returned(self) -> Iterator[nn.Module]:
+        """The model that the run returns, in the place of the one that is trained."""
+        try:
+            with self.average.in_place() if self.average is not None else nullcontext():
+                yield self.model
+        finally:
+            self.train()
+
+    def advance(self) -> None:
+        """Moves the optimizer and the schedule by the gradients that the parameters hold."""
+        with own_code(lambda: "the update of the parameters"):
+            self._task.apply_gradients(self.master, self.optimizer)
+        if self.average is not None:
+            self.average.update(self.step)
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """Moves the schedule, and nothing else: the step is over."""
+        if self.schedule is not None:
+            self.schedule.step()
+        self.step += 1
+
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        """Copies the state to memory of its own.
+
+        Args:
+            into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times the copying.
+        """
+        live, old = self._live(), into or Snapshot(NOTHING, {}, {}, None)
+        return Snapshot(
+            live.step,
+            copied(live.model, old.model),
+            copied(live.optimizer, old.optimizer),
+            copied(live.schedule),
+            copied(live.more, old.more),
+        )
+
+    def _live(self) -> Snapshot:
+        """The state as it stands in a checkpoint, in the memory that training goes on with."""
+        model, more = self.master.state_dict(), dict[str, Any]()
+        if self.average is not None:
+            model, more["parameters"] = self.average.over(model), self.average.parameters()
+        if self.scale is not None:
+            more["scale"] = self.scale.state()
+        schedule = self.schedule.state_dict() if self.schedule is not None else None
+        return Snapshot(self.step, model, self.optimizer.state_dict(), schedule, more)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Takes over a snapshot's state."""
+        self.master.load_state_dict(snapshot.model)
+        if self.average is not None:
+            self.average.load(snapshot.model, snapshot.more["parameters"])
+        if self.scale is not None:
+            self.scale.load(snapshot.more["scale"])
+        self.optimizer.load_state_dict(snapshot.optimizer)
+        if self.schedule is not None and snapshot.schedule is not None:
+            self.schedule.load_state_dict(_with_counters(snapshot.schedule, self.schedule.state_dict()))
+        self.step = snapshot.step
+
+    @contextmanager
+    def among(self, world: World) -> Iterator[None]:
+        """The time of a generation, from before the state is shared."""
+        del world
+        yield
+
+    def refresh(self) -> None:
+        """Makes the model on this rank that of the present step, if it is not; a collective of all ranks."""
+
+    def share(self, world: World, restore: Callable[[], None]) -> None:
+        """Gives every rank the state of the highest step; a collective of all ranks, after which all states are equal.
+
+        Args:
+            world: The workers of now.
+            restore: Gives rank 0 a state; called if nobody has one.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        steps = gather(self.step, world)
+        if max(steps) == NOTHING and world.rank == 0:
+            restore()
+        if min(steps) == max(steps) != NOTHING or world.size == 1:
+            return
+        source = steps.index(max(steps))
+        with collective():
+            held: list[Any] = [pack(self.snapshot()) if world.rank == source else None]
+            dist.broadcast_object_list(held, source)
+        if world.rank != source:
+            self.load(unpack(held[0]))
+
+
+def _optimizer(spec: ClassSpec, model: nn.Module, can_fuse: Callable[[Any], bool]) -> Optimizer:
+    made = load_class(spec)
+    args = dict(spec.init_args)
+    if can_fuse(made) and not {"fused", "foreach"} & args.keys():
+        args["fused"] = True  # on CPU it must be asked for
+    return made([p for p in model.parameters() if p.requires_grad], **args)
+
+
+def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    """Makes a schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
+    made = load_class(spec)
+    parameters = inspect.signature(made).parameters
+
+    def given(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [given(name, part) for part in value]
+        if isinstance(value, dict) and "class_path" in value:
+            return _schedule(ClassSpec(value["class_path"], value.get("init_args") or {}), optimizer, total_steps)
+        if isinstance(value, str) and name in parameters and "Callable" in str(parameters[name].annotation):
+            return load_class(ClassSpec(value))
+        return value
+
+    args = {name: given(name, value) for name, value in spec.init_args.items()}
+    if "total_steps" in parameters and "epochs" not in args:
+        args.setdefault("total_steps", total_steps)
+    return made(optimizer=optimizer, **args)
+
+
+def _with_counters(value: Any, like: Any) -> Any:
+    """A state with a `Counter` wherever `like` has one (`MultiStepLR`); a snapshot has plain dictionaries instead."""
+    if isinstance(like, Counter):
+        return Counter(value)
+    if isinstance(like, dict) and isinstance(value, dict):
+        return {k: _with_counters(v, like.get(k)) for k, v in value.items()}
+    if isinstance(like, list) and isinstance(value, list) and len(like) == len(value):
+        return [_with_counters(v, each) for v, each in zip(value, like, strict=True)]
+    return value
+
+
+def copied(value: Any, into: Any = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
+    """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike.
+
+    Args:
+        value: Tensors in dictionaries, lists and tuples.
+        into: What nobody needs any more.
+        whole: Makes the tensor to copy of one that is found.
+    """
+    if isinstance(value, Tensor):
+        value = whole(value)
+        if isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape):
+            return into.copy_(value)
+        return value.to("cpu", copy=True).contiguous()
+    if isinstance(value, dict):
+        known = into if isinstance(into, dict) else {}
+        return {k: copied(v, known.get(k), whole) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(v, None, whole) for v in value)
+    return value

@@ -1,0 +1,128 @@
+"""Central storage: parameters and optimizer state in the host memory of rank 0, computation on the devices of all ranks.
+
+What `tf.distribute.experimental.CentralStorageStrategy` does on one machine. In each step every rank takes the parameters, computes, the
+gradients are added as with `ddp`, and rank 0 alone moves the parameters, in host memory. So a device holds parameters and gradients, but no
+optimizer state, and the bits are those of `ddp` where the optimizer runs on the CPU there, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ray_app.checkpoint.format import Snapshot
+from ray_app.config.config import Config
+from ray_app.exchange.exchange import collective
+from ray_app.task.base import Task
+from ray_app.train.state.state import NOTHING, TrainingState
+from ray_app.train.strategies.spread import SpreadState
+
+
+class CentralState(SpreadState):
+    """See the module; `model` computes on the device, `master` is what the optimizer moves, on the host.
+
+    The master of another rank than 0 is as old as the generation, and its optimizer has no state.
+    """
+
+    def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
+        self._holds = False
+        self._refreshed = NOTHING
+        self._gradients: list[Tensor] = []
+        super().__init__(config, task, device, total_steps)
+
+    def _master_of(self, model: nn.Module) -> nn.Module:
+        master = copy.deepcopy(model).cpu()
+        if self._device.type == "cuda":
+            for p in master.parameters():
+                p.data = p.data.pin_memory()  # so that copies need not wait for each other
+        return master
+
+    def advance(self) -> None:
+        """See `TrainingState.advance`; only rank 0 has something to move."""
+        if self._holds:
+            self._fetch_gradients()
+            super().advance()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self.pass_over()
+
+    def _fetch_gradients(self) -> None:
+        """Gives the master the gradients of the model; on a GPU through pinned memory."""
+        pairs = [(m, p.grad) for m, p in zip(self.master.parameters(), self.model.parameters(), strict=True) if p.grad is not None]
+        if self._device.type != "cuda":
+            for m, gradient in pairs:
+                m.grad = gradient
+            return
+        if not self._gradients:
+            self._gradients = [torch.empty_like(m, pin_memory=True) for m, _ in pairs]
+        for (m, gradient), memory in zip(pairs, self._gradients, strict=True):
+            m.grad = memory.copy_(gradient, non_blocking=True)
+        torch.cuda.synchronize(self._device)
+
+    def refresh(self) -> None:
+        """See `TrainingState.refresh`.
+
+        Raises:
+            PeerLostError: A peer left meanwhile; rank 0 has the state of before.
+        """
+        if self._refreshed != self.step:
+            self._send_parameters()
+            self._refreshed = self.step
+
+    @torch.no_grad()
+    def _send_parameters(self) -> None:
+        parameters = [p.detach() for p in self.model.parameters()]
+        if self._holds:
+            for p, m in zip(parameters, self.master.parameters(), strict=True):
+                p.copy_(m, non_blocking=True)
+        if self._world.size > 1:
+            with collective():
+                for work in [dist.broadcast(p, 0, async_op=True) for p in parameters]:
+                    work.wait()  # type: ignore[union-attr]
+
+    @contextmanager
+    def returned(self) -> Iterator[nn.Module]:
+        """See `TrainingState.returned`; a collective of all ranks."""
+        try:
+            with self.average.in_place() if self.average is not None else nullcontext():
+                self._send_parameters()
+                yield self.model
+        finally:
+            self.train()
+            self._refreshed = NOTHING
+
+    def _fall_back(self) -> None:
+        if self._holds:
+            self._whole = self._own()  # what it saves if it has to leave now, without a group
+        else:
+            super()._fall_back()
+
+    def _own(self) -> Snapshot:
+        if not self._holds:
+            return super()._own()
+        with torch.no_grad():
+            for mine, computed in zip(self.master.buffers(), self.model.buffers(), strict=True):
+                mine.copy_(computed)
+        return TrainingState.snapshot(self)
+
+    def _collected(self) -> Snapshot:
+        if self._holds:
+            self._whole = self._own()
+        return self._sent(0)
+
+    def _take(self, whole: Snapshot) -> None:
+        self._holds = self._world.rank == 0
+        state = whole.optimizer["state"] if self._holds else {}
+        optimizer = copy.deepcopy({**whole.optimizer, "state": state})
+        TrainingState.load(self, replace(whole, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule)))
+        self.model.load_state_dict(self.master.state_dict())
+        self._refreshed = self.step
+        self.train()

@@ -1,0 +1,145 @@
+"""Parameter servers and their coordinator as Ray actors, and how workers reach them; `ray_app.cluster.trainer` has the workers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from ray_app.errors import own_error
+from ray_app.record.redact import guard
+from ray_app.train.group.messages import Status
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.keep.snapshots import SnapshotSender
+from ray_app.train.strategies.parameter_server.coordinator import Coordinator
+from ray_app.train.strategies.parameter_server.messages import Answer, Done
+from ray_app.train.strategies.parameter_server.server import ParameterServer
+
+logger = logging.getLogger(__name__)
+
+_CALL_S = 300.0
+_LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.GetTimeoutError,
+)
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True)
+class RayServers:
+    """The servers as actors. One that was lost is started again by Ray under the same handle, and holds nothing at first.
+
+    Args:
+        handles: Theirs.
+    """
+
+    handles: tuple[Any, ...]
+
+    def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        """See `Servers.call`."""
+        try:
+            return ray.get([getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)], timeout=_CALL_S)
+        except _LOST as error:
+            logger.warning("A parameter server does not answer: %s", error)
+            return None
+
+
+class CoordinatorActor(Coordinator):
+    """The coordinator as an actor, which looks after workers and servers itself.
+
+    Args:
+        job: The run.
+        servers: Names of the parameter servers.
+        keepers: Handles of the actors that hold snapshots.
+        hooks: For fault tests.
+    """
+
+    def __init__(self, job: Job, servers: list[str], keepers: list[Any], hooks: Hooks) -> None:
+        guard(job.config.to_dict())
+        handles = tuple(map(ray.get_actor, servers))
+        super().__init__(job, RayServers(handles), SnapshotSender(keepers), hooks)
+        self._calls = {handle: (handle.era.remote(), time.monotonic()) for handle in handles}
+        self._rendezvous = ray.get_actor(job.rendezvous)
+        looks = (self._look_after_workers, self._look_after_servers, self._excuse_workers)
+        for look in looks:  # the first has to wait for a server that hangs, and for the storage
+            threading.Thread(target=self._watch, args=(look,), name="watch", daemon=True).start()
+
+    def _watch(self, look: Callable[[Status], None]) -> None:
+        pause = threading.Event()
+        while not pause.wait(_LOOK_S):
+            with suppress(ray.exceptions.RayError):  # the rendezvous may have been started anew
+                look(ray.get(self._rendezvous.status.remote()))
+
+    def _look_after_workers(self, seen: Status) -> None:
+        self.keep(seen.live | seen.leaving, seen.waiting is not None, seen.stopping)
+
+    def _look_after_servers(self, seen: Status) -> None:
+        """Ends servers that neither die nor answer, before the workers count as stuck; Ray starts them again.
+
+        Packing or loading all that a server holds may take longer than a step.
+        """
+        now, limit_s = time.monotonic(), _CALL_S if self.is_held_up else seen.limit_s / 2
+        for server, (call, since_s) in self._calls.items():
+            answered = bool(ray.wait([call], timeout=0)[0])
+            if not answered and now - since_s > limit_s:
+                logger.warning("A parameter server has not answered for %.0f s and is ended", limit_s)
+                ray.kill(server, no_restart=False)
+            if answered or now - since_s > limit_s:
+                self._calls[server] = server.era.remote(), now
+
+    def _excuse_workers(self, seen: Status) -> None:
+        """However long the storage or the servers' state takes, no worker is ended for waiting for it."""
+        del seen
+        if self.is_held_up:
+            ray.get(self._rendezvous.excuse.remote())
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Where the parameters of a run are.
+
+    Args:
+        coordinator: Handle of the coordinator.
+        servers: The servers.
+    """
+
+    coordinator: Any
+    servers: RayServers
+
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of all actors."""
+        return [self.coordinator, *self.servers.handles]
+
+    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+        """See `Coordinator.ask`."""
+        try:
+            return ray.get(self.coordinator.ask.remote(worker, done, broken_era, wait_s))
+        except ray.exceptions.RayTaskError as error:
+            raise own_error(error) from error
+
+
+def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
+    """Starts servers and coordinator: the ones wherever there is room, the other on this node, so that it lives as long as the driver."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    config, name = job.config, f"{job.paths.unique_name}-{job.fence}"
+    server = ray.remote(ParameterServer)
+    anywhere = {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
+    names = [f"server-{name}-{i}" for i in range(config.train.servers)]
+    servers = RayServers(tuple(server.options(name=each, **anywhere).remote(config, job.total_steps) for each in names))
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+    options["max_concurrency"] = config.logical_workers + 8  # who asks waits in a thread
+    made = ray.remote(CoordinatorActor).options(name=f"parameters-{name}", **options)
+    return Parameters(made.remote(job, names, keepers, hooks), servers)

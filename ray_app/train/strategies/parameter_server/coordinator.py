@@ -1,0 +1,287 @@
+"""The coordinator of parameter servers: hands out units, ends steps, makes checkpoints and mends what is lost.
+
+It holds no gradient. Its training state is that of the last cut: a moment when every unit before it is done and none after it is begun, so
+that all servers together hold the state of one step. Checkpoints and snapshots are cuts, and a lost server takes all back to the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from ray_app.errors import DataError, NonFiniteError
+from ray_app.exchange.exchange import World
+from ray_app.plan.cursor import Cursor
+from ray_app.record.journal import put_event
+from ray_app.train import environment
+from ray_app.train.group.alone import Alone
+from ray_app.train.group.messages import Flags, Phase
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.keep.recorder import Recorder
+from ray_app.train.keep.restoring import restore
+from ray_app.train.keep.snapshots import SnapshotSender
+from ray_app.train.state.state import NOTHING, TrainingState
+from ray_app.train.step.step import StepResult
+from ray_app.train.strategies.parameter_server.messages import Answer, Done, NotReadyError, Servers, Unit
+from ray_app.train.strategies.parameter_server.state import ServedState
+from ray_app.train.strategies.parameter_server.units import Units
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+_PAUSE_S = 0.5  # between two looks at servers that are lost
+
+
+class _Membership(Alone):
+    """That of the coordinator, whose workers all wait while it does."""
+
+    is_held_up = False
+    """Whether it waits for the storage, or for all state on its way to or from the servers."""
+
+    def enter(self, phase: Phase) -> None:
+        """See `Membership.enter`."""
+        self.is_held_up = phase == "saving"
+
+
+class Coordinator:
+    """See the module. Its methods may be called from several threads.
+
+    It begins when a worker asks for the first time, which is told what goes wrong: an actor whose constructor raises is not started again.
+
+    Args:
+        job: The run.
+        servers: The parameter servers, whatever they hold.
+        sender: Where snapshots go and come from.
+        hooks: For fault tests.
+    """
+
+    def __init__(self, job: Job, servers: Servers, sender: SnapshotSender | None = None, hooks: Hooks = Hooks()) -> None:
+        environment.set_up_torch(job.config, CPU)
+        self._job, self._plan, self._synchronous = job, job.plan, job.config.train.staleness == 0
+        self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
+        self._served = ServedState(job, servers, self._state)
+        put_event(job.paths, "partitioned", job.fence, servers=self._served.layout.held())
+        self._membership = _Membership(self._plan.logical_workers, lambda: False)
+        self._sender = sender or SnapshotSender([])
+        self._make_recorder = partial(Recorder, job, self._state, self._membership, self._sender, CPU, hooks)
+        self._recorder = self._make_recorder()
+        self._lock = threading.Condition()
+        self._error: Exception | None = None
+        self._paused = self._stopping = self._over = False
+        self._broken = self._halfway = True
+        self._end = self._workers = self._saved_step = 0
+        self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
+        self._lost_s: float | None = None
+
+    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+        """What a worker is to do next.
+
+        Args:
+            worker: Who asks; it works at nothing else any more.
+            done: What it has done.
+            broken_era: The era in which it found a server lost.
+            wait_s: Most seconds to wait until there is something to do; None: it leaves, and takes on nothing more.
+
+        Raises:
+            RayAppError: The run has to end.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                return self._answer(worker, done, broken_era, wait_s)
+            except NotReadyError:
+                self._broken = self._halfway = True
+                self._lock.wait(min(wait_s or 0.0, _PAUSE_S))
+                return Answer(waiting=True, step=self._units.complete)
+            except Exception as error:
+                self._error = error
+                self._lock.notify_all()
+                raise
+
+    def keep(self, live: set[str], paused: bool, stopping: bool) -> None:
+        """Says how things are with the workers; called a few times a second.
+
+        Args:
+            live: Workers that are there, also those that are to leave; the others are lost.
+            paused: Whether to wait for more of them.
+            stopping: Whether the run is to stop, with a checkpoint.
+        """
+        with self._lock:
+            lost = set(self._units.workers) - live
+            for worker in lost:
+                self._units.lose(worker)
+            if lost:
+                self._lost_s = time.time()
+                self._note_workers()
+            self._stopping = self._stopping or stopping
+            self._paused = paused and not self._stopping
+            self._lock.notify_all()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether it, and with it every worker that asks, waits for the storage, or for all state on its way to or from the servers.
+
+        Known also while `ask` and `keep` wait for that.
+        """
+        return self._membership.is_held_up
+
+    @contextmanager
+    def _held_up(self) -> Iterator[None]:
+        self._membership.is_held_up = True
+        try:
+            yield
+        finally:
+            self._membership.is_held_up = False
+
+    def _answer(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+        until_s = time.monotonic() + (wait_s or 0.0)
+        self._broken = self._broken or broken_era == self._served.era
+        if self._broken:
+            self._mend()
+        if done is not None:
+            self._finish(done)
+        if wait_s is None:
+            self._units.lose(worker)
+            self._lock.notify_all()
+        while True:
+            if self._stopping and not self._over:
+                self._stop()
+            found = None if wait_s is None or self._over or self._paused else self._units.take(worker, self._end)
+            self._note_workers()
+            left_s = until_s - time.monotonic()
+            if found is not None or self._over or self._error is not None or left_s <= 0:
+                break
+            self._lock.wait(left_s)
+        unit = Unit(self._served.era, *found) if found is not None else None
+        rank = self._units.workers.index(worker) if worker in self._units.workers else 0
+        held = self._units.held_by(worker)
+        return Answer(unit, held, rank, self._units.complete, self._membership.newest, self._paused, self._over)
+
+    # Steps.
+
+    def _finish(self, done: Done) -> None:
+        unit = done.unit
+        if unit.era != self._served.era or not self._units.finish(unit.step, unit.logical_worker):
+            return
+        self._tables.setdefault(unit.step, {})[unit.logical_worker] = done
+        if len(self._tables[unit.step]) == self._plan.logical_workers:
+            self._end_step(unit.step, self._tables.pop(unit.step))
+            self._lock.notify_all()
+
+    def _end_step(self, step: int, table: dict[int, Done]) -> None:
+        """Every unit of a step is done."""
+        cursor, parts = Cursor.at(step, self._plan.steps_per_epoch), [table[v] for v in sorted(table)]
+        rows, planned = [part.rows for part in parts], self._plan.global_rows(cursor.step)
+        if sum(rows) != planned:
+            raise DataError(f"Step {cursor} consumed {sum(rows)} rows, {planned} were planned; please report this.")
+        norm = self._apply(cursor, step) if self._synchronous else math.sqrt(sum(part.norm for part in parts))
+        result = StepResult(math.fsum(p.loss for p in parts), norm, rows, [p.row_hash for p in parts], Flags(0), [0] * len(parts))
+        wait_s = sum(part.wait_s for part in parts) / max(1, self._workers)
+        self._recorder.finished(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
+        if step + 1 == self._end:
+            self._cut()
+
+    def _apply(self, cursor: Cursor, step: int) -> float:
+        """Lets the servers move their parameters by the sum of a step's gradients; returns its norm."""
+        norm = self._served.norm(step)
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The optimizer did not"
+                " move. Lower the learning rate, or set train.grad_clip_norm."
+            )
+        self._served.move(step, norm)
+        return norm
+
+    # Cuts.
+
+    def _next_cut(self) -> int:
+        job, step = self._job, self._units.complete + 1
+        while step < job.total_steps and not (job.is_checkpoint_due(step) or job.is_snapshot_due(step)):
+            step += 1
+        return step
+
+    def _stop(self) -> None:
+        """Ends the run at the next step that can be a cut."""
+        self._end = min(self._end, self._units.begun)
+        if self._units.complete == self._end:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Takes over the state that the servers hold, keeps it if that is due, and ends the run if that is due."""
+        job, step = self._job, self._units.complete
+        if step > self._state.step:
+            with self._held_up():
+                self._served.take_over()
+            if job.is_snapshot_due(step):
+                self._recorder.snapshot()
+        if step > self._saved_step and (self._stopping or job.is_checkpoint_due(step)):
+            self._saved_step = step
+            self._recorder.checkpoint(Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra")
+        if self._stopping or step >= job.total_steps:
+            self._recorder.check()
+            with self._held_up():
+                self._recorder.close()
+            self._over = True
+        self._end = self._next_cut()
+
+    # Losses.
+
+    def _restore(self) -> None:
+        """Finds the state to go on from; if the storage does not answer, it is looked for again."""
+        try:
+            with self._held_up():
+                restore(self._job, self._state, self._recorder, self._sender, CPU)
+        except OSError as error:
+            logger.warning("The state to go on from cannot be read, will try again: %s", error)
+            raise NotReadyError from error
+        self._saved_step = self._state.step
+
+    def _begin_era(self, eras: list[int]) -> None:
+        """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
+        self._broken = self._halfway = True
+        with self._held_up():
+            self._served.give(eras)
+        self._broken = self._halfway = False
+        with self._held_up():
+            self._recorder.align(World(0, 1, self._plan.logical_workers), self._served.era)
+        self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
+        self._tables: dict[int, dict[int, Done]] = {}
+        self._over = self._over or self._state.step >= self._job.total_steps
+        self._end = self._next_cut()
+
+    def _mend(self) -> None:
+        """Looks whether all servers hold what they should; if not, all go back to the last cut."""
+        if self._state.step == NOTHING:
+            self._restore()
+        eras = self._served.eras()
+        self._broken = False
+        if eras == [self._served.era] * len(eras) and not self._halfway:
+            return
+        if self._served.era:  # else this is the first
+            step, self._lost_s = self._units.complete, time.time()
+            put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
+            logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
+            with self._held_up():
+                self._recorder.close()
+            self._recorder = self._make_recorder()
+            self._workers = 0
+        self._begin_era(eras)
+
+    def _note_workers(self) -> None:
+        """Records how many workers there are, when that has changed."""
+        before, self._workers = self._workers, len(self._units.workers)
+        if self._workers in (0, before):
+            return
+        details = {"generation": self._served.era, "workers": self._workers, "step": self._units.complete}
+        lost = {"lost_s": self._lost_s} if self._lost_s is not None else {}
+        put_event(self._job.paths, "formed", self._job.fence, **details, **lost)
+        self._lost_s = None

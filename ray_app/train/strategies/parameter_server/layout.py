@@ -1,0 +1,167 @@
+"""A training state in the parts that parameter servers hold, and back."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ray_app.checkpoint.format import Snapshot
+from ray_app.config.sections import TrainSection
+from ray_app.errors import ConfigError
+from ray_app.train.strategies.parameter_server.partition import Strip, partition
+
+Bytes = npt.NDArray[np.uint8]
+"""Tensors as they travel: one after the other, in an array that Ray moves without copying."""
+
+
+def to_bytes(tensors: list[Tensor]) -> Bytes:
+    """Tensors of any types and devices as one array."""
+    parts = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    return torch.cat(parts).numpy() if parts else np.empty(0, np.uint8)
+
+
+def from_bytes(data: Bytes, like: list[Tensor]) -> list[Tensor]:
+    """What `to_bytes` was given, sharing the array's memory; `like` tells types and shapes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        flat = torch.from_numpy(data)
+    parts = flat.split([t.numel() * t.element_size() for t in like])
+    return [_aligned(part).view(t.dtype).view(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """Bytes that may be looked at as any type."""
+    return part if part.storage_offset() % 8 == 0 else part.clone()
+
+
+class Layout:
+    """Where the trained parameters of a model lie.
+
+    Args:
+        model: Whose parameters.
+        train: Number of servers and size of the smallest part.
+
+    Raises:
+        ConfigError: There are more servers than parts, or parameters of several types.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainSection) -> None:
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.buffers = list(model.buffers())
+        numbers = {id(p): i for i, p in enumerate(self.trained)}
+        self._names: list[list[str]] = [[] for _ in self.trained]
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if id(p) in numbers:
+                self._names[numbers[id(p)]].append(name)
+        types = {p.dtype for p in self.trained}
+        if len(types) != 1:
+            raise ConfigError(
+                f"train.strategy parameter_server needs trained parameters of one type; the model has {sorted(map(str, types))}."
+            )
+        shapes, each = [tuple(p.shape) for p in self.trained], self.trained[0].element_size()
+        self.parts = partition(shapes, each, train.servers, train.min_shard_kb << 10)
+        if not all(self.parts):
+            filled = sum(bool(part) for part in self.parts)
+            raise ConfigError(
+                f"train.servers is {train.servers}, but the model has no more than {filled} parts of at least train.min_shard_kb ="
+                f" {train.min_shard_kb}. Set train.servers to at most {filled}, or lower train.min_shard_kb."
+            )
+
+    def held(self) -> list[dict[str, Any]]:
+        """What each server holds, for the record: bytes of parameters, and of each variable by name the rows `[low, high)` of its parts."""
+        found = []
+        for part in self.parts:
+            rows: dict[str, list[list[int]]] = {}
+            for strip in part:
+                rows.setdefault(self._names[strip.variable][0], []).append([strip.low, strip.high])
+            found.append({"bytes": sum(value.nbytes for value in self.strips(part)), "variables": rows})
+        return found
+
+    def incomplete(self) -> list[list[int]]:
+        """For each server the numbers of those of its parts that are not a whole variable."""
+        rows = [p.shape[0] if p.ndim else 1 for p in self.trained]
+        return [[i for i, strip in enumerate(part) if strip.high - strip.low < rows[strip.variable]] for part in self.parts]
+
+    def norms_of_joined(self, gradients: list[Bytes]) -> list[float]:
+        """The norm of the gradient of every variable that is split.
+
+        Args:
+            gradients: What `incomplete` says of each server.
+        """
+        whole: dict[int, Tensor] = {}
+        for part, chosen, data in zip(self.parts, self.incomplete(), gradients, strict=True):
+            strips = [part[i] for i in chosen]
+            for strip, value in zip(strips, from_bytes(data, self.strips(strips)), strict=True):
+                p = self.trained[strip.variable]
+                strip.of(whole.setdefault(strip.variable, torch.empty(p.shape, dtype=p.dtype))).copy_(value)
+        return torch.stack(torch._foreach_norm(list(whole.values()))).tolist() if whole else []
+
+    def strips(self, part: list[Strip]) -> list[Tensor]:
+        """Views of a server's parts of the parameters."""
+        return [strip.of(self.trained[strip.variable].detach()) for strip in part]
+
+    @torch.no_grad()
+    def put(self, parameters: list[Bytes], buffers: Bytes) -> None:
+        """Writes what the servers sent into the model."""
+        for part, data in zip(self.parts, parameters, strict=True):
+            views = self.strips(part)
+            for view, value in zip(views, from_bytes(data, views), strict=True):
+                view.copy_(value)
+        for buffer, value in zip(self.buffers, from_bytes(buffers, self.buffers), strict=True):
+            buffer.copy_(value)
+
+    def gradients(self) -> list[Bytes]:
+        """The parameters' gradients for each server; zeros where there is none."""
+        values = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.trained]
+        return [to_bytes([strip.of(values[strip.variable]) for strip in part]) for part in self.parts]
+
+    def split(self, whole: Snapshot) -> list[Snapshot]:
+        """What each server gets of a state, in memory of its own; its parameters are called by their numbers there."""
+        return [self._part(whole, part) for part in self.parts]
+
+    def _part(self, whole: Snapshot, part: list[Strip]) -> Snapshot:
+        def cut(state: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {str(i): strip.of(state[self._names[strip.variable][0]]).clone() for i, strip in enumerate(part)}
+
+        held, more = whole.optimizer["state"], {name: cut(value) for name, value in whole.more.items()}
+        state = {i: self._cut(held[strip.variable], strip) for i, strip in enumerate(part) if strip.variable in held}
+        groups = [{**group, "params": list(range(len(part)))} for group in whole.optimizer["param_groups"]]
+        return Snapshot(whole.step, cut(whole.model), {"state": state, "param_groups": groups}, whole.schedule, more)
+
+    def _cut(self, values: dict[str, Any], strip: Strip) -> dict[str, Any]:
+        shape = self.trained[strip.variable].shape
+        return {name: strip.of(v).clone() if isinstance(v, Tensor) and v.shape == shape else v for name, v in values.items()}
+
+    def merge(self, parts: list[Snapshot], whole: Snapshot) -> Snapshot:
+        """The state that the servers hold together.
+
+        Args:
+            parts: What each of them holds.
+            whole: A state of the whole model, from which all else is taken; it is written to.
+        """
+        found: dict[int, list[dict[str, Any]]] = {}
+        for variable, _, place, i in sorted((p.variable, p.low, at, i) for at, part in enumerate(self.parts) for i, p in enumerate(part)):
+            strip, held = self.parts[place][i], parts[place]
+            for name in self._names[variable]:
+                strip.of(whole.model[name]).copy_(held.model[str(i)])
+                for kind, values in held.more.items():
+                    strip.of(whole.more[kind][name]).copy_(values[str(i)])
+            found.setdefault(variable, []).append(held.optimizer["state"].get(i, {}))
+        state = {variable: self._joined(values, variable) for variable, values in found.items() if values[0]}
+        groups = [{**group, "params": list(range(len(self.trained)))} for group in parts[0].optimizer["param_groups"]]
+        optimizer = {"state": state, "param_groups": groups}
+        return Snapshot(parts[0].step, whole.model, optimizer, parts[0].schedule, whole.more)
+
+    def _joined(self, values: list[dict[str, Any]], variable: int) -> dict[str, Any]:
+        if len(values) == 1:
+            return values[0]
+        dims = self.trained[variable].ndim
+        return {
+            name: torch.cat([v[name] for v in values]) if isinstance(first, Tensor) and first.ndim == dims else first
+            for name, first in values[0].items()
+        }

@@ -1,0 +1,178 @@
+"""A worker of parameter servers: asks for a unit, fetches the parameters, computes, sends the gradient. It meets no other worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ray_app.data.feed.feed import Feed
+from ray_app.data.feed.windows import MicroBatch
+from ray_app.errors import TaskError
+from ray_app.exchange.build import build_exchange
+from ray_app.exchange.exchange import World
+from ray_app.plan.cursor import Cursor
+from ray_app.train import environment
+from ray_app.train.group.membership import Membership
+from ray_app.train.group.messages import Flags, Phase
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job, OpenWindows
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.step import Step, StepResult
+from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
+from ray_app.train.strategies.parameter_server.messages import Answer, Done, Servers, Unit
+
+Ask = Callable[[str, Done | None, int | None, float | None], Answer]
+"""See `Coordinator.ask`."""
+_ALONE = World(0, 1, 1)
+
+
+@dataclass
+class _Stream:
+    """The data of one logical worker, and the step that it is at."""
+
+    feed: Feed
+    step: int = -1
+
+
+class ParameterWorker:
+    """See the module.
+
+    Args:
+        job: What to train.
+        name: Who this is.
+        ask: Asks the coordinator.
+        servers: Where the parameters are.
+        membership: Is told what this worker does.
+        open_windows: Where the data comes from.
+        device: Where to compute.
+        hooks: For fault tests.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        name: str,
+        ask: Ask,
+        servers: Servers,
+        membership: Membership,
+        open_windows: OpenWindows,
+        device: torch.device,
+        hooks: Hooks = Hooks(),
+    ) -> None:
+        environment.set_up_torch(job.config, device)
+        self._job, self._name, self._ask, self._servers, self._membership = job, name, ask, servers, membership
+        self._open, self._device, self._hooks = open_windows, device, hooks
+        state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
+        if job.config.train.freeze is not None:  # servers hold no more than what is trained
+            state.begin(job.read_initial())
+        self._layout = Layout(state.model, job.config.train)
+        self._step = _UnitStep(job.config, job.task, state, build_exchange(job.config.train, state.model, _ALONE), _ALONE, device)
+        self._streams: dict[int, _Stream] = {}
+        self._done: Done | None = None
+        self._broken: int | None = None
+        self._rank = self._finished = 0
+
+    def once(self, wait_s: float) -> bool:
+        """Does one unit, if there is one within so many seconds; returns whether there may be more."""
+        self._enter("exchange")
+        answer = self._ask(self._name, self._done, self._broken, wait_s)
+        self._done = self._broken = None
+        self._rank, self._finished = answer.rank, answer.step
+        self._membership.report(answer.step, answer.record if answer.rank == 0 else None, 0)
+        if answer.waiting or answer.unit is not None:
+            self._membership.moved()
+        for logical_worker in self._streams.keys() - set(answer.held):
+            self._streams.pop(logical_worker).feed.close()
+        if answer.unit is not None:
+            self._done = self._do(answer.unit)
+            if self._done is None:
+                self._broken = answer.unit.era
+        return not answer.over
+
+    def finish(self) -> None:
+        """Says what it has done last, and that it leaves."""
+        self._ask(self._name, self._done, self._broken, None)
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        self._enter("done")
+        for stream in self._streams.values():
+            stream.feed.close()
+
+    def _do(self, unit: Unit) -> Done | None:
+        """Does a unit; None: a server is lost."""
+        cursor = Cursor.at(unit.step, self._job.plan.steps_per_epoch)
+        self._enter("data")
+        batch, wait_s = self._batch(unit, cursor)
+        self._enter("exchange")
+        pulled = self._servers.call("pull", [(unit.era,)] * len(self._layout.parts))
+        if pulled is None or any(part is None for part in pulled):
+            return None
+        self._enter("compute")
+        self._layout.put([parameters for parameters, _ in pulled], pulled[0][1])
+        try:
+            loss, norm = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
+        except TaskError as error:
+            rows = self._job.plan.manifest.named(error.positions)
+            raise error.met(f"rank {self._rank} after step {unit.step}", rows) from error.__cause__
+        buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
+        sent = enumerate(self._layout.gradients() if batch.rows else [None] * len(self._layout.parts))
+        self._enter("exchange")
+        rates = self._servers.call("push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent])
+        if rates is None or any(rate is None for rate in rates):
+            return None
+        if self._hooks.after_step is not None:
+            self._hooks.after_step(self._rank, unit.step + 1)
+        return Done(unit, batch.rows, batch.row_hash, loss, norm, rates[0], wait_s)
+
+    def _batch(self, unit: Unit, cursor: Cursor) -> tuple[MicroBatch, float]:
+        """The rows of a unit, and the seconds that they took."""
+        v = unit.logical_worker
+        if v not in self._streams:
+            feed = Feed(self._job.plan, lambda cursor, played: self._open(self._job, cursor, played), self._device)
+            self._streams[v] = _Stream(feed)
+        stream = self._streams[v]
+        if stream.step != unit.step:
+            stream.feed.play(cursor, range(v, v + 1))
+        waited = stream.feed.wait_s
+        [batch] = stream.feed.next()
+        stream.step = unit.step + 1
+        return batch, stream.feed.wait_s - waited
+
+    def _enter(self, phase: Phase) -> None:
+        self._membership.enter(phase)
+        if self._hooks.at is not None:
+            self._hooks.at(phase, self._rank, self._finished)
+
+
+class _UnitStep(Step):
+    """Forward and backward of one logical worker; the parameters' `.grad` is its share of the step's gradient."""
+
+    def play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> tuple[float, float]:
+        """Computes a unit.
+
+        Returns:
+            Its share of the step's mean loss, and of the square of the gradient's norm, weighted by rows.
+
+        Raises:
+            NonFiniteError: One of them is not finite.
+        """
+        for p in self._parameters:
+            p.grad = None
+        if not batch.rows:
+            return 0.0, 0.0
+        with self._blaming(batch):
+            losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
+            losses.backward(self._weights(batch.rows, global_rows, 1.0))
+        loss = losses.detach().sum().item() / global_rows
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = math.sqrt(math.fsum(n * n for n in torch.stack(torch._foreach_norm(gradients)).tolist())) / share
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._refuse(cursor, [batch], global_rows, StepResult(loss, norm, [], [], Flags(0), []))
+        most = self._config.train.grad_clip_norm
+        if self._config.train.staleness and most is not None and norm > most:
+            torch._foreach_mul_(gradients, most / norm)
+        return loss, norm * norm * share

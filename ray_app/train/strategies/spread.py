@@ -1,0 +1,99 @@
+"""Training state that no rank alone has all of while a generation steps, and the whole copies that it is made of again."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.config.config import Config
+from ray_app.errors import PeerLostError
+from ray_app.exchange.exchange import World, collective, gather
+from ray_app.task.base import Task
+from ray_app.train.state.state import NOTHING, TrainingState
+
+
+class SpreadState(TrainingState):
+    """See the module.
+
+    Every snapshot is a collective and leaves a whole copy in the host memory of every rank. One is made at each checkpoint and snapshot,
+    and at the end of a generation that ends as planned. When a peer is lost, the ranks go on from the newest copy that one of them has.
+    """
+
+    is_spread: ClassVar[bool] = True
+
+    def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
+        self._world = World(0, 1, 1)
+        self._whole: Snapshot | None = None
+        super().__init__(config, task, device, total_steps)
+
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        """See `TrainingState.snapshot`; a collective, unless there is a whole copy of this step already.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        del into  # should this copy fail half-way, the one before it is needed
+        if self._whole is None or self._whole.step != self.step:
+            with collective():
+                self._whole = self._collected()
+        return self._whole
+
+    def load(self, snapshot: Snapshot) -> None:
+        """See `TrainingState.load`; takes effect with `share`."""
+        self._whole, self.step = snapshot, snapshot.step
+
+    @contextmanager
+    def among(self, world: World) -> Iterator[None]:
+        """See `TrainingState.among`."""
+        self._world = world
+        try:
+            yield
+            self.snapshot()
+        except PeerLostError:
+            self._fall_back()
+            raise
+
+    def _fall_back(self) -> None:
+        """Goes back to what this rank has alone."""
+        self.step = self._whole.step if self._whole is not None else NOTHING
+
+    def share(self, world: World, restore: Callable[[], None]) -> None:
+        """See `TrainingState.share`."""
+        steps = gather(self.step, world)
+        if max(steps) == NOTHING and world.rank == 0:
+            restore()
+        source = steps.index(max(steps))
+        if world.rank == source:
+            self._whole = self._own()
+        self._whole = self._sent(source)
+        self.step = self._whole.step
+        self._take(self._whole)
+
+    def _sent(self, source: int) -> Snapshot:
+        """The whole copy of one rank; a collective of all ranks."""
+        held: list[Any] = [pack(self._whole) if self._whole is not None and self._world.rank == source else None]
+        if self._world.size > 1:
+            with collective():
+                dist.broadcast_object_list(held, source)
+        if self._world.rank != source:
+            return unpack(held[0])
+        assert self._whole is not None
+        return self._whole
+
+    def _own(self) -> Snapshot:
+        """A whole copy of the state that this rank has alone: that of before the first step if it has none."""
+        return self._whole if self._whole is not None else super().snapshot()
+
+    @abstractmethod
+    def _collected(self) -> Snapshot:
+        """Makes a whole copy; a collective of all ranks."""
+
+    @abstractmethod
+    def _take(self, whole: Snapshot) -> None:
+        """Begins a generation with a state, which stays as it is."""

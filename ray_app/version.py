@@ -1,0 +1,3 @@
+"""The version of the application; the wheel has it from here."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,238 @@
+"""What a person sees while a run trains: a live bar on a terminal, a live line in Jupyter, a plain line every few seconds otherwise."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ray_app.checkpoint.commit import Commit
+from ray_app.cluster.budget import spent
+from ray_app.record.evaluations import read_scores
+from ray_app.record.files import poll_s
+from ray_app.record.journal import StepRecord, newest_record
+from ray_app.report.facts import Facts
+from ray_app.report.series import sparkline
+from ray_app.train.job import Job
+from ray_app.watch.notebook_line import LiveLine
+
+logger = logging.getLogger(__name__)
+
+_PLAIN_EVERY_S = 5.0
+_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+
+
+@dataclass
+class _Rate:
+    """Rows per second between two looks."""
+
+    step: int = 0
+    time_s: float = 0.0
+    rows_per_s: float = 0.0
+
+    def update(self, step: int, time_s: float, batch_rows: int) -> float:
+        if step < self.step:
+            self.step, self.time_s = step, time_s
+        elif time_s - self.time_s > 0.5 and step > self.step:
+            if self.time_s:
+                self.rows_per_s = (step - self.step) * batch_rows / (time_s - self.time_s)
+            self.step, self.time_s = step, time_s
+        return self.rows_per_s
+
+
+class RunConsole:
+    """Shows one run.
+
+    Args:
+        job: The run.
+        max_workers: Most workers it can have.
+        console: Where to print.
+        waiting: Returns the checkpoints that wait for the evaluator.
+    """
+
+    def __init__(self, job: Job, max_workers: int, console: Console, waiting: Callable[[], list[Commit]]) -> None:
+        self._job, self._max_workers, self._console, self._waiting = job, max_workers, console, waiting
+        self._live = console.is_terminal and not console.is_jupyter
+        self._cell = LiveLine() if console.is_jupyter else None
+        self._rate, self._line_s = _Rate(), 0.0
+        self._evaluated, self._spent, self._looked_s = "", "", 0.0
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total} steps  {task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._bar: TaskID | None = None
+        self._epoch = -1
+        self._told_phase = ""
+
+    def __enter__(self) -> RunConsole:
+        if self._live:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._progress.stop()
+
+    def show(self, newest: StepRecord | None, phase: str, waits: bool = False) -> None:
+        """Shows how far the run is.
+
+        Args:
+            newest: The newest step that rank 0 told of; None before the first.
+            phase: What the run is waiting for until then, or again.
+            waits: Whether it waits for capacity now.
+        """
+        self._look_at_record()
+        if newest is None or waits:
+            self._show_phase(phase)
+        elif self._live:
+            self._update_bar(newest)
+        elif self._cell is not None:
+            self._cell.show(self._line(newest), newest.step / self._job.total_steps)
+        elif self._is_line_due():
+            self._console.print(self._line(newest), markup=False, highlight=False, soft_wrap=True)
+
+    def show_last(self) -> None:
+        """Shows the last step, as it was recorded: what rank 0 told of before may be older."""
+        try:
+            newest = newest_record(self._job.paths)
+        except OSError as error:
+            logger.warning("The record could not be read: %s", error)
+            return
+        if newest is not None:
+            self.show(newest, "")
+
+    def _is_line_due(self) -> bool:
+        if time.monotonic() - self._line_s < _PLAIN_EVERY_S:
+            return False
+        self._line_s = time.monotonic()
+        return True
+
+    def _look_at_record(self) -> None:
+        if time.monotonic() - self._looked_s < max(1.0, poll_s(self._job.paths.root)):
+            return
+        self._looked_s = time.monotonic()
+        try:
+            evaluations = read_scores(self._job.paths)
+            self._spent = spent(self._job.paths, self._job.config.failure)
+            waiting = self._waiting()
+        except OSError as error:  # a passing outage of the storage
+            logger.warning("The record could not be read, will try again: %s", error)
+            return
+        if evaluations:
+            metric = self._job.best_metric
+            behind = f", {len(waiting)} checkpoints, {time.time() - waiting[0].time_s:.0f} s behind" if len(waiting) > 1 else ""
+            self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step}{behind})"
+
+    def _line(self, newest: StepRecord) -> str:
+        (epoch, done), epochs = self._place(newest), self._job.config.train.epochs
+        return f"epoch {epoch + 1}/{epochs} step {done}/{self._job.steps_per_epoch} {self._text(newest)}"
+
+    def _place(self, newest: StepRecord) -> tuple[int, int]:
+        """The epoch of a step, from 0, and which of its steps it is, from 1."""
+        epoch, step = divmod(newest.step - 1, self._job.steps_per_epoch)
+        return epoch, step + 1
+
+    def _text(self, newest: StepRecord) -> str:
+        rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)
+        speed = f"{rate:,.0f} rows/s" if rate else "- rows/s"
+        parts = [f"loss {newest.loss:.4f}", speed, f"{newest.workers} of {self._max_workers} workers"]
+        if self._evaluated:
+            parts.append(self._evaluated)
+        if self._spent:
+            parts.append(self._spent)
+        return "  ".join(parts)
+
+    def _update_bar(self, newest: StepRecord) -> None:
+        """Moves the bar of the epoch, or ends it and begins the next."""
+        per_epoch, text, (epoch, done) = self._job.steps_per_epoch, self._text(newest), self._place(newest)
+        if self._bar is None or epoch != self._epoch:
+            if self._bar is not None:
+                if epoch > self._epoch:
+                    self._progress.update(self._bar, completed=per_epoch)
+                self._progress.stop_task(self._bar)
+            self._epoch, epochs = epoch, self._job.config.train.epochs
+            self._bar = self._progress.add_task("", total=per_epoch, epoch=epoch + 1, epochs=epochs, text=text)
+        self._progress.update(self._bar, completed=done, text=text)
+
+    def _show_phase(self, phase: str) -> None:
+        if self._cell is not None:
+            self._cell.show(phase)
+        elif phase != self._told_phase:
+            self._told_phase = phase
+            self._console.print(phase, markup=False, highlight=False)
+
+
+def print_end(console: Console, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None) -> None:
+    """Says what came of the run and where to look.
+
+    Args:
+        console: Where to print.
+        job: The run.
+        summary: Its `summary.json`.
+        facts: What its report tells; None if that could not be made.
+        tracking_uri: Where MLflow has it, if it does.
+    """
+    rows = [("status", summary["status"])]
+    rows += [(f"evaluation {name}", f"{value:.4f}") for name, value in summary["metrics"].items()]
+    if summary["best"]:
+        rows.append(("best", f"{summary['best']['metric']} {summary['best']['value']:.4f} at step {summary['best']['step']}"))
+    rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
+    sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
+    rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
+    if facts is not None:
+        rows += [("loss", curve) for curve in [loss_curve(facts, console.encoding)] if curve]
+        rows.append(("cluster", facts.story))
+    else:
+        rows.append(("cluster", spent(job.paths, job.config.failure) or "nothing went wrong"))
+    rows.append(("parameters", f"sha256 {summary['params_digest']}"))
+    if summary.get("model"):
+        rows.append(("model", model_line(summary["model"])))
+    rows.append(("run directory", str(job.paths.root)))
+    if facts is not None:
+        rows.append(("report", str(job.paths.report)))
+    if tracking_uri:
+        rows.append(("MLflow page", _mlflow_page(tracking_uri)))
+    if job.config.tracking.tensorboard:
+        rows.append(("TensorBoard", shlex.join(["tensorboard", "--logdir", str(job.paths.tensorboard)])))
+    width = max(len(name) for name, _ in rows)
+    text = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    if not _is_utf8(console.encoding):
+        text = text.replace("→", "->").encode("ascii", "replace").decode()
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def model_line(model: dict[str, Any]) -> str:
+    """A registered version in a line, from the field `model` of a summary."""
+    return f"{model['name']} version {model['version']}" + "".join(f" @{alias}" for alias in model["aliases"])
+
+
+def loss_curve(facts: Facts, encoding: str) -> str:
+    """The losses of all steps in one line, between the first and the last; in plain ASCII where the console does not show more."""
+    losses = [record.loss for record in facts.records]
+    marks = _BLOCKS if _is_utf8(encoding) else _ASCII
+    return f"{losses[0]:.4f} {sparkline(losses, marks)} {losses[-1]:.4f}" if losses else ""
+
+
+def _is_utf8(encoding: str) -> bool:
+    return encoding.lower().replace("-", "") == "utf8"
+
+
+def _mlflow_page(uri: str) -> str:
+    """Where the MLflow page is, or the command that opens it for a database."""
+    if uri.startswith("http"):
+        return uri
+    command = Path(sys.executable).parent / "mlflow"
+    shown = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else str(command)
+    return shlex.join([shown, "ui", "--backend-store-uri", uri])

@@ -1,0 +1,38 @@
+"""That benchmarks run and print their figures."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from tests.support.places import ROOT
+
+NUMBER = r"(\d+\.?\d*)"
+IMAGE_SIDES = ("bare decode and resize", "reader", "Ray Data read tasks", "cache: disk")
+ROW_SIDES = ("stock iter_torch_batches", "cache: none", "cache: memory", "cache: disk")
+
+
+def printed(*command: str) -> str:
+    """What a benchmark prints, in a process of its own as by hand."""
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_input_pipeline_is_measured() -> None:
+    found = printed("benchmarks/input.py", "--tiny")
+    sides = re.findall(rf"^(\S.*?) +{NUMBER} \(\S+\) ", found, re.MULTILINE)
+    assert [side for side, _ in sides if not side.endswith("again")] == [*IMAGE_SIDES, *ROW_SIDES]
+    assert all(float(wall_ms) > 0 for _, wall_ms in sides)
+    waits = re.findall(rf"^Waiting for (.*): {NUMBER}% of (\d+) steps of {NUMBER} ms", found, re.MULTILINE)
+    assert [what for what, *_ in waits] == ["small rows", "images"]
+    assert all(0 <= float(percent) < 100 and int(steps) >= 6 and float(ms) > 0 for _, percent, steps, ms in waits)
+
+
+def test_the_object_store_is_measured() -> None:
+    found = printed("benchmarks/object_store.py", "--rows", "300")
+    [sizes] = re.findall(rf"store of {NUMBER} MB, {NUMBER} MB through it:\s+at most {NUMBER} MB used, {NUMBER} MB spilled", found)
+    store, through, used, spilled = map(float, sizes)
+    assert (round(through), spilled) == (45, 0)
+    assert 0 < used <= store

@@ -1,0 +1,191 @@
+"""The wheel as its users have it: in an environment of their own, with a project of their own, and nowhere the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ray_app import __version__
+from tests.support.head import Head, started_head
+from tests.support.places import ROOT
+
+pytestmark = pytest.mark.timeout(1200)
+
+_PROCESS_S = 600
+_ONE_WORKER = "--scaling.max_workers=1"
+_WITNESS = """
+import os
+import pathlib
+
+import ray_app
+
+with (pathlib.Path({folder!r}) / str(os.getpid())).open("a") as file:  # every process says from where it has what it imports
+    print(pathlib.Path(ray_app.__file__).parent, file=file)
+"""
+
+
+@dataclass(frozen=True)
+class User:
+    """Somebody with the wheel, and a project that `ray-app init` began.
+
+    Args:
+        project: Its folder.
+        environment: The variables of their shell.
+        witnesses: Where every process that imports the project's package says from where it has `ray_app`.
+        bin: The programs of their environment.
+    """
+
+    project: Path
+    environment: dict[str, str]
+    witnesses: Path
+    bin: Path
+
+    def types(self, *command: str, head: Head | None = None) -> str:
+        """Types a command in the project's folder; returns what it printed."""
+        access = {name: value for name, value in head.environment.items() if name.startswith("RAY_")} if head else {}
+        done = subprocess.run(
+            command, cwd=self.project, env=self.environment | access, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def heard(self) -> set[str]:
+        """Where `ray_app` came from since the last time, in all processes."""
+        files = list(self.witnesses.iterdir())
+        found = {line for file in files for line in file.read_text().splitlines()}
+        for file in files:
+            file.unlink()
+        return found
+
+    def digest(self, run: str) -> str:
+        summary = json.loads((self.project.parent / "runs" / run / "summary.json").read_text())
+        assert summary["status"] == "finished"
+        return str(summary["params_digest"])
+
+
+def environment_in(folder: Path) -> Path:
+    """Makes an environment that has what is heavy from the present one; returns its programs."""
+    venv.create(folder, symlinks=True)
+    (libraries,) = (folder / "lib").glob("python*/site-packages")
+    (libraries / "heavy.pth").write_text(sysconfig.get_path("purelib") + "\n")  # .pth files in there, such as a checkout's, do not count
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(ROOT)]
+    subprocess.run(command, check=True, timeout=_PROCESS_S)
+    (made,) = out.iterdir()
+    assert made.name == f"ray_app-{__version__}-py3-none-any.whl"
+    return made
+
+
+@pytest.fixture(scope="module")
+def user(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> User:
+    folder = tmp_path_factory.mktemp("user")
+    programs = environment_in(folder / "environment")
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True, timeout=_PROCESS_S)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith(("RAY_", "PYTEST_"))}
+    environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
+    subprocess.run(["ray-app", "init", "waves"], cwd=folder, env=environment, check=True, timeout=_PROCESS_S)
+    (folder / "witnesses").mkdir()
+    with (folder / "waves" / "waves" / "__init__.py").open("a") as package:
+        package.write(_WITNESS.format(folder=str(folder / "witnesses")))
+    made = User(folder / "waves", environment, folder / "witnesses", programs)
+    made.types("python", "make_data.py")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed_at(user: User) -> str:
+    """Where the user's environment has the application."""
+    found = Path(user.types("python", "-c", "import ray_app; print(ray_app.__file__)").strip()).parent
+    assert found.is_relative_to(user.bin.parent)
+    assert (found / "py.typed").exists()
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def trained(user: User, installed_at: str) -> str:
+    """The parameters of a run with two workers on the user's own machine."""
+    user.types("ray-app", "train", "--config", "train.yaml", "--run.storage_path=../runs", "--run.name=here")
+    summary = json.loads((user.project.parent / "runs" / "here" / "summary.json").read_text())
+    assert summary["best"]["value"] < 0.1
+    assert (user.project.parent / "runs" / "here" / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert user.heard() == {installed_at}
+    return user.digest("here")
+
+
+def test_a_project_trains_and_predicts_and_its_test_passes(user: User, trained: str, installed_at: str) -> None:
+    assert f"ray-app {__version__}\n" == user.types("ray-app", "--version")
+    user.heard()
+    given = ["--config=train.yaml", "--predict.run=../runs/here", "--predict.data=data/eval", "--predict.out=out"]
+    assert "1,000 in, 1,000 out" in user.types("ray-app", "predict", *given)
+    assert "1 passed" in user.types("python", "-m", "pytest", "-p", "no:cacheprovider")
+    assert user.heard() == {installed_at}
+
+
+@pytest.fixture(scope="module")
+def bare_head(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A cluster whose nodes have the libraries, but not the application."""
+    folder = tmp_path_factory.mktemp("bare")
+    python = environment_in(folder / "environment") / "python"
+    with pytest.MonkeyPatch.context() as image:
+        image.delenv("PYTHONPATH", raising=False)
+        image.setenv("PIP_FIND_LINKS", str(wheel.parent))
+        image.chdir(folder)
+        looked = subprocess.run([str(python), "-c", "import ray_app"], capture_output=True, text=True, check=False)
+        assert "No module named 'ray_app'" in looked.stderr
+        with started_head(folder, 4, python) as head:
+            yield head
+
+
+@pytest.mark.parametrize(("way", "place"), [("send", "py_modules_files"), (f"ray_app=={__version__}", "/pip/")], ids=["sent", "pip"])
+def test_nodes_get_the_application_with_the_job(user: User, bare_head: Head, trained: str, way: str, place: str) -> None:
+    name = "sent" if way == "send" else "by-pip"
+    options = [f"--run.storage_path={user.project.parent / 'runs'}", f"--run.name={name}", f"--submit.address={bare_head.url}"]
+    user.heard()
+    said = user.types("ray-app", "submit", "--config=train.yaml", _ONE_WORKER, *options, f"--submit.ray_app={way}", head=bare_head)
+    package = next(line for line in said.splitlines() if line.startswith("ok       package"))
+    assert "in 9 files" in package, said  # the project and its data, and nothing of the application
+    assert user.digest(name) == trained
+    heard = user.heard()
+    assert len(heard) > 1
+    on_nodes = {path for path in heard if not path.startswith(str(user.bin.parent))}
+    assert all("runtime_resources" in path and place in path for path in on_nodes), heard
+
+
+def test_nodes_that_lack_the_application_are_named(user: User, bare_head: Head) -> None:
+    options = ["--submit.ray_app=installed", f"--run.storage_path={user.project.parent / 'runs'}", f"--submit.address={bare_head.url}"]
+    access = {name: value for name, value in bare_head.environment.items() if name.startswith("RAY_")}
+    command = ["ray-app", "submit", "--config=train.yaml", *options]
+    done = subprocess.run(
+        command, cwd=user.project, env=user.environment | access, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+    )
+    assert done.returncode == 2
+    assert "ray_app itself has to be, too, unless submit.ray_app ('installed') is 'send'" in done.stdout
+    assert "No module named" in done.stdout
+
+
+def test_nodes_that_have_the_application_run_a_plain_job(user: User, trained: str, installed_at: str, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as image:
+        image.delenv("PYTHONPATH", raising=False)
+        image.chdir(tmp_path)
+        with started_head(tmp_path, 4, user.bin / "python") as head:
+            user.heard()
+            train = ["python", "-m", "ray_app", "train", "--config=train.yaml", _ONE_WORKER, "--run.name=plain"]
+            job = ["python", "-m", "ray.scripts.scripts", "job", "submit", "--address", head.url, "--working-dir", "."]
+            user.types(*job, "--", *train, f"--run.storage_path={user.project.parent / 'runs'}", head=head)
+    assert user.digest("plain") == trained
+    assert user.heard() == {installed_at}

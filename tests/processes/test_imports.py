@@ -1,0 +1,89 @@
+"""What starting a run does not need is not imported: each of these costs every start, or every worker, one to five seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.places import ROOT
+
+_PROCESS_S = 240
+_DRIVER = """
+import json, sys
+from ray_app import load_config
+from ray_app.runs.prepare import prepare
+import ray_app.runs.in_process
+config = load_config("conf/digits.yaml", data__path=sys.argv[1], data__eval_path=None)
+prepare(config)  # makes model, optimizer and schedule, and takes a step
+print(json.dumps(list(sys.modules)))
+"""
+_CONTROLLER = """
+import json, sys
+import ray_app.cluster.elastic
+print(json.dumps(list(sys.modules)))
+"""
+_OPTIMIZER = """
+import json, sys, torch
+from ray_app.train.state.eager import without_compiler
+from ray_app.train.environment import use_deterministic_algorithms
+
+def trained(kind, **options):
+    torch.manual_seed(0)
+    model, hooked = torch.nn.Linear(5, 3), []
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    optimizer.register_step_post_hook(lambda *_: hooked.append(torch.is_grad_enabled()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return [p.tolist() for p in model.parameters()], hooked
+
+use_deterministic_algorithms(True)
+kinds, found = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad), {}
+changed = [type(kind.__name__, (kind,), {}) for kind in kinds]
+for kind in changed:
+    without_compiler(kind)
+found["changed"] = [trained(kind) for kind in changed]
+found["compiler"] = "torch._dynamo" in sys.modules
+found["as they are"] = [trained(kind) for kind in kinds]
+found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+import torch._inductor.config as compiling
+found["compiler is told"] = compiling.deterministic
+use_deterministic_algorithms(False)
+found["and told again"] = [torch.are_deterministic_algorithms_enabled(), compiling.deterministic]
+print(json.dumps(found))
+"""
+
+
+def said_by(code: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_driver_imports_neither_metrics_nor_the_compiler(digits: Path) -> None:
+    imported = set(said_by(_DRIVER, str(digits / "train")))
+    assert {"torch", "ray.train", "ray_app.task.image"} <= imported
+    assert not {"torchmetrics", "torchvision", "scipy", "matplotlib", "mlflow", "torch._dynamo", "torch._inductor"} & imported
+
+
+def test_the_controller_imports_no_torch() -> None:
+    imported = set(said_by(_CONTROLLER))
+    assert "ray.train.v2._internal.execution.controller.controller" in imported
+    assert "torch" not in imported
+
+
+@pytest.mark.rest
+def test_an_optimizer_without_the_compiler_steps_to_the_same_bits() -> None:
+    found = said_by(_OPTIMIZER)
+    assert found["changed"] == found["as they are"]
+    assert not found["compiler"]
+    assert (found["deterministic"], found["compiler is told"], found["and told again"]) == (True, True, [False, False])

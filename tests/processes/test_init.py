@@ -1,0 +1,65 @@
+"""`ray-app init`: a project that trains and whose test passes as it is written, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ray_app.cli.init import main
+from tests.support.places import ROOT
+
+_PROCESS_S = 240
+
+
+def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "surface"
+    folder.mkdir()
+    assert main([str(folder)]) == 0
+    assert f"  cd {folder}\n" in capsys.readouterr().out
+    page = (ROOT / "docs" / "own-task.md").read_text()
+    for name in ("make_data.py", "surface/task.py", "train.yaml"):
+        assert f"`{name}`\n" in page
+        assert f"\n{(folder / name).read_text()}```\n" in page, f"docs/own-task.md shows another {name}"
+    assert not any("PACKAGE" in path.read_text() for path in folder.rglob("*") if path.is_file())
+    assert len([line for line in (folder / "README.md").read_text().splitlines() if line]) <= 10
+
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(tested, cwd=folder, env=environment, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["full"], "full is not empty (it holds .hidden), and nothing is overwritten. Name a new or an empty folder."),
+        (["file"], "A project cannot be written to "),
+        (["3d"], "called '3d', which is no name that Python imports. Give another name with --package"),
+        (["class"], "called 'class', which is no name that Python imports"),
+        (["new", "--package", "torch"], "called 'torch', as an installed module is, and one would hide the other"),
+        (["random"], "called 'random', as an installed module is"),
+        (["tests"], "called 'tests', as a part of the project is"),
+    ],
+)
+def test_what_would_not_work_is_refused(
+    arguments: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / ".hidden").touch()
+    (tmp_path / "file").touch()
+    assert main(arguments) == 2
+    assert f"ConfigError: {expected}" in capsys.readouterr().err.replace(f"{tmp_path}/", "").replace("The package would be ", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"full", "file"}
+
+
+def test_the_package_has_the_name_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "My Project-2" / "deeper"), "--package", "waves"]) == 0
+    assert "class_path: waves.task.Surface\n" in (tmp_path / "My Project-2" / "deeper" / "train.yaml").read_text()
+    assert main([str(tmp_path / "My Project-3")]) == 0
+    assert (tmp_path / "My Project-3" / "my_project_3" / "task.py").exists()
+    assert f"  cd '{tmp_path}/My Project-3'\n" in capsys.readouterr().out

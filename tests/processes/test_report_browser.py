@@ -1,0 +1,176 @@
+"""The report in a real headless Chromium: nothing is fetched, nothing runs, nothing sticks out, light and dark differ."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.report.page import write_report
+from tests.support.browser import Browser, find
+from tests.support.made_run import MadeRun, full_run
+
+SECTIONS = ["top", "figures", "learning", "cluster", "classes", "ledger", "comparison", "configuration"]
+WIDE_WORD = "a_long_name_without_a_single_space_that_has_nowhere_to_break_" * 3
+
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+STICKING_OUT = """(() => {
+  const width = document.documentElement.clientWidth, found = [];
+  for (const element of document.querySelectorAll("main *")) {
+    if (element.closest(".scroll") && !element.matches(".scroll")) continue;
+    const box = element.getBoundingClientRect();
+    if (box.width && (box.right > width + 0.5 || box.left < -0.5)) found.push(element.tagName + "." + element.className + " " + box.right);
+  }
+  return found;
+})()"""
+UNREADABLE = """(() => {
+  const channel = v => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
+  const light = c => 0.2126 * channel(c[0]) + 0.7152 * channel(c[1]) + 0.0722 * channel(c[2]);
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const rgba = color => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+                          return [...canvas.getImageData(0, 0, 1, 1).data]; };
+  const behind = element => { for (let e = element; e; e = e.parentElement) {
+    const color = rgba(getComputedStyle(e).backgroundColor); if (color[3] === 255) return color; } return [255, 255, 255, 255]; };
+  const found = [];
+  for (const element of document.querySelectorAll("main *")) {
+    const own = [...element.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+    if (!own || element.tagName === "title" || !element.getBoundingClientRect().width) continue;
+    const style = getComputedStyle(element), isDrawn = element instanceof SVGElement;
+    const [a, b] = [light(rgba(isDrawn ? style.fill : style.color)), light(behind(element))];
+    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (contrast < 4.5) found.push([element.outerHTML.slice(0, 80), contrast]);
+  }
+  return found;
+})()"""
+OVERLAPPING = """(() => {
+  const found = [];
+  for (const drawing of document.querySelectorAll("svg")) {
+    const boxes = [...drawing.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]).filter(([, b]) => b.width);
+    boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
+      if (a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom) found.push([one, other]);
+    }));
+  }
+  return found;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find()
+    if program is None:
+        pytest.skip("no Chromium on PATH; `.ci/run` shows how to install one")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as made:
+        yield made
+
+
+class Site:
+    """A folder on a loopback port, and what was asked of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(SimpleHTTPRequestHandler):
+            def log_message(self, format: str, *args: Any) -> None:
+                asked.append(self.path)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> MadeRun:
+    run = full_run(tmp_path, classes=16, text=f"<b>class</b> {WIDE_WORD}")
+    write_report(run.paths)
+    return run
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (800, "light"), (390, "light"), (390, "dark")])
+def test_on_every_screen(browser: Browser, site: Site, full: MadeRun, width: int, scheme: str) -> None:
+    page = f"{site.address}/run/report.html"
+    browser.show(page, width=width, scheme=scheme)
+    assert browser.requested() == [page]
+    assert site.asked == ["/run/report.html"], "only the page itself was asked for"
+    assert [event for event in browser.events if event.get("method") == "Log.entryAdded"] == [], "nothing was refused either"
+    for name in SECTIONS:
+        assert browser.ask(f"document.getElementById({name!r}).getBoundingClientRect().height") > 40, name
+    assert browser.ask("innerWidth") == width
+    assert browser.ask("document.documentElement.scrollWidth") == width
+    assert browser.ask(STICKING_OUT) == []
+    assert browser.ask("[...document.images].every(image => image.complete && image.naturalWidth === 1)")
+    assert browser.ask(UNREADABLE) == [], "text has a contrast of at least 4.5 (WCAG AA)"
+    assert browser.ask(OVERLAPPING) == []
+
+
+def test_light_and_dark_differ_and_print_is_light(browser: Browser, site: Site, full: MadeRun, tmp_path: Path) -> None:
+    seen = {}
+    for scheme in ("light", "dark"):
+        browser.show(f"{site.address}/run/report.html", scheme=scheme)
+        seen[scheme] = browser.ask(BACKGROUND), browser.ask("getComputedStyle(document.body).color")
+    assert seen["light"][0] != seen["dark"][0]
+    assert seen["light"][1] != seen["dark"][1]
+    browser.call("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert browser.ask("getComputedStyle(document.body).color") == seen["light"][1]
+    assert browser.ask("document.querySelector('details .scroll').getBoundingClientRect().height") > 20, "what is folded is printed"
+    browser.print(tmp_path / "page.pdf")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_nothing_of_a_hostile_run_is_fetched_or_run(browser: Browser, site: Site, tmp_path: Path) -> None:
+    text = f"<script>document.title='run'</script><img src='{site.address}/stolen.png' onerror=\"document.title='run'\">"
+    run = full_run(tmp_path, text=text)
+    run.evaluate(
+        390, 5000, {"accuracy": 2.0}, examples=[{"row": 1, "truth": text, "predicted": text, "image": f"{site.address}/stolen.png"}]
+    )
+    write_report(run.paths)
+    browser.show(f"{site.address}/run/report.html")
+    assert site.asked == ["/run/report.html"]
+    assert browser.ask("document.title") == "run · finished"
+    assert browser.ask("document.images.length") == 0
+    assert browser.ask("document.scripts.length") == 0
+
+
+def test_the_policy_stops_what_escaping_would_miss(browser: Browser, site: Site, full: MadeRun) -> None:
+    """Should something ever slip through, the page's own policy still keeps it from fetching and running."""
+    text = full.paths.report.read_text()
+    slipped = (
+        f"<script>document.title='run'</script><img src='{site.address}/stolen.png'><link rel=stylesheet href='{site.address}/stolen.css'>"
+    )
+    full.paths.report.write_text(text.replace("<main>", f"<main>{slipped}"))
+    browser.show(f"{site.address}/run/report.html")
+    assert site.asked == ["/run/report.html"]
+    assert browser.ask("document.title") == "run · finished"
+
+
+@pytest.mark.parametrize("kind", ["empty", "running", "failed"])
+def test_runs_that_are_not_finished(browser: Browser, site: Site, tmp_path: Path, kind: str) -> None:
+    run = MadeRun(tmp_path, data__eval_path=None)
+    if kind != "empty":
+        run.start()
+        run.steps(1, 30, 2.0)
+    if kind == "running":
+        run.hold()
+    elif kind == "failed":
+        run.end(9.0, "failed", reason=f"it was {WIDE_WORD}")
+    write_report(run.paths)
+    browser.show(f"{site.address}/run/report.html", width=390)
+    assert browser.ask("document.documentElement.scrollWidth") == 390
+    assert browser.ask(STICKING_OUT) == []
+    assert browser.ask("document.querySelector('.status').textContent") == {"empty": "vanished"}.get(kind, kind)

@@ -1,0 +1,41 @@
+"""The exceptions: all survive the way through another process."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from ray_app import errors
+
+ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.RayAppError)]
+ARGUMENTS = {
+    errors.BadRowError: ("a/part-0.parquet", 3, 17, "not an image"),
+    errors.TaskError: ("KeyError: 'labels' (my_task.py, line 3, in loss)", "KeyError: 'labels'", "logical worker 1", (5, 6)),
+}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_pickle_keeps_the_message_and_the_fields(kind: type[errors.RayAppError]) -> None:
+    error = kind(*ARGUMENTS.get(kind, ("what was given, what is allowed, what to do",)))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error) != ""
+    assert vars(again) == vars(error)
+    assert again.retryable == error.retryable
+
+
+def test_a_bad_row_is_named() -> None:
+    error = errors.BadRowError("a/part-0.parquet", 3, 17, "not an image")
+    assert str(error) == "a/part-0.parquet, row group 3, row 17: not an image"
+    assert (error.path, error.row_group, error.row, error.reason) == error.args
+
+
+def test_what_is_worth_another_start() -> None:
+    worth = [errors.TaskError, errors.PeerLostError, errors.PreemptedError, errors.BudgetSpentError]
+    assert [kind for kind in ALL if kind.retryable] == worth
+
+
+def test_the_tree_in_the_docstring_names_every_exception() -> None:
+    assert errors.__doc__ is not None
+    assert [kind.__name__ for kind in ALL if kind.__name__ not in errors.__doc__] == []

@@ -1,0 +1,343 @@
+"""Ingest, format by format: what goes in comes out; what is damaged is refused with a reason."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import shutil
+import struct
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from ray_app.errors import ConfigError, DataError
+from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.readers import base as raw
+from ray_app.task.image import ImageClassification
+from tests.support.ingest_inputs import RNG, read, write_idx, write_images
+
+
+def test_images_keep_their_bytes(tmp_path: Path) -> None:
+    files = write_images(tmp_path / "in")
+    summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in")))
+    got = read(tmp_path / "out")
+    assert sorted(got["row_id"]) == ["cat/a.jpg", "cat/b.png", "cat/c.gif", "dog/y.jpeg", "dog/z.WEBP"]
+    assert dict(zip(got["row_id"], got["image"], strict=True)) == files
+    assert got["label"] == [int(row_id.startswith("dog")) for row_id in got["row_id"]]
+    part = summary.parts[""]
+    assert (part.classes, part.class_counts, part.skipped_files) == (["cat", "dog"], {"cat": 3, "dog": 2}, 1)
+
+
+def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tmp_path: Path) -> None:
+    for label in range(4):
+        for i in range(50):
+            path = tmp_path / "in" / str(label) / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(10 + i))
+    ingest(IngestOptions("images", str(tmp_path / "a"), str(tmp_path / "in"), check=False))
+    ingest(IngestOptions("images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, piece_bytes=100, row_group_rows=3))
+    got = read(tmp_path / "a")
+    assert got["row_id"] == read(tmp_path / "b")["row_id"]
+    for low in range(0, 200, 40):
+        assert min(Counter(got["label"][low : low + 40])[label] for label in range(4)) >= 3, "in order of class one would be missing"
+
+
+def test_csv_types_hold_every_row_and_classes_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "BLOCK_BYTES", 256)  # so that the first block alone would give the wrong types
+    folder = tmp_path / "in"
+    folder.mkdir()
+    head = "width,kind,note,count\n"
+    first = "".join(f"{i},wasp,{i},{i}\n" for i in range(100)) + '0.5,ant,"two\nlines",7\n'
+    (folder / "a.csv").write_text(head + first)
+    (folder / "b.csv.gz").write_bytes(gzip.compress((head + ",bee,NA, 3\n").encode()))
+    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(folder), label="kind", rename={"width": "w"}))
+    got = read(tmp_path / "out")
+    assert list(got) == ["row_id", "w", "label", "note", "count"]
+    assert got["w"] == [float(i) for i in range(100)] + [0.5, None]
+    assert got["label"] == [2] * 100 + [0, 1]
+    assert got["note"][-2:] == ["two\nlines", "NA"]
+    assert got["count"] == [*range(100), 7, 3]
+    assert got["row_id"] == [f"a.csv:{i}" for i in range(2, 103)] + ["b.csv.gz:2"]
+    part = summary.parts[""]
+    assert (part.classes, part.class_counts) == (["ant", "bee", "wasp"], {"ant": 1, "bee": 1, "wasp": 100})
+    assert part.columns["w"] == {"type": "double", "shape": [], "dtype": "float64", "nulls": 1}
+    assert part.columns["count"]["dtype"] == "int64"
+
+
+def test_csv_with_an_integer_label_keeps_its_numbers(tmp_path: Path) -> None:
+    (tmp_path / "f.csv").write_text("a,y\n1,5\n2,-1\n")
+    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv"), label="y"))
+    assert read(tmp_path / "out")["label"] == [5, -1]
+    assert (summary.parts[""].classes, summary.parts[""].class_counts) == (None, {"-1": 1, "5": 1})
+
+
+def test_csv_whole_numbers_beyond_64_bits_lose_no_digit(tmp_path: Path) -> None:
+    columns = {
+        "unsigned": ["12345678901234567890", "12345678901234567891", "7"],
+        "long": ["12345678901234567890", "12345678901234567891", "-7"],
+        "mixed": ["12345678901234567891", "0.5", "NA"],
+        "exact": ["100000000000000000000", "0.5", "1e300"],
+    }
+    rows = "\n".join(",".join(values) for values in zip(*columns.values(), strict=True))
+    (tmp_path / "f.csv").write_text(",".join(columns) + "\n" + rows)
+    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
+    got = read(tmp_path / "out")
+    assert got["unsigned"] == [int(value) for value in columns["unsigned"]]
+    assert (got["long"], got["mixed"]) == (columns["long"], columns["mixed"])
+    assert got["exact"] == [1e20, 0.5, 1e300]
+    types = [column["type"] for column in summary.parts[""].columns.values()]
+    assert types == ["string", "uint64", "string", "string", "double"]
+
+
+def test_csv_space_around_a_value_changes_no_type(tmp_path: Path) -> None:
+    (tmp_path / "f.csv").write_text("a, b, c\n1, true, 2\nNA , False , NA\n")
+    ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
+    got = read(tmp_path / "out")
+    assert (got["a"], got[" b"], got[" c"]) == ([1, None], [True, False], [2, None])
+
+
+@pytest.mark.parametrize("packed", ["npz", "compressed", "npy"])
+def test_numpy_arrays_come_back_equal(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "BLOCK_BYTES", 1000)
+    x, y = RNG.random((50, 4, 6)).astype(">f4"), np.arange(50, dtype=np.uint8) % 3
+    if packed == "npy":
+        np.save(tmp_path / "x.npy", x)
+        np.save(tmp_path / "y.npy", y)
+    else:
+        (np.savez if packed == "npz" else np.savez_compressed)(tmp_path / "d.npz", x=x, y=y)
+    source = tmp_path if packed == "npy" else tmp_path / "d.npz"
+    ingest(IngestOptions("numpy", str(tmp_path.parent / f"out-{packed}"), str(source)))
+    got = read(tmp_path.parent / f"out-{packed}")
+    assert got["image"].dtype == np.dtype("=f4")
+    np.testing.assert_array_equal(got["image"], x)
+    assert got["label"] == y.tolist()
+    assert got["row_id"] == [str(i) for i in range(50)]
+
+
+def test_numpy_names_follow_shape_and_type_and_can_be_changed(tmp_path: Path) -> None:
+    values = {"x": RNG.random((5, 3)), "y": np.arange(5) / 2, "extra": np.array([True, False, True, True, False])}
+    np.savez(tmp_path / "d.npz", **values)
+    ingest(IngestOptions("numpy", str(tmp_path / "a"), str(tmp_path / "d.npz")))
+    assert list(read(tmp_path / "a")) == ["row_id", "features", "target", "extra"]
+    ingest(IngestOptions("numpy", str(tmp_path / "b"), str(tmp_path / "d.npz"), rename={"extra": "label"}))
+    got = read(tmp_path / "b")
+    assert got["label"] == [1, 0, 1, 1, 0]
+    assert got["target"] == values["y"].tolist()
+    np.testing.assert_array_equal(got["features"], values["x"])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_idx_pairs_become_train_and_eval(tmp_path: Path, packed: bool) -> None:
+    write_idx(tmp_path / "in", "train", 25, packed)
+    write_idx(tmp_path / "in", "t10k", 7, packed)
+    summary = ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), row_group_rows=4))
+    assert {name: part.rows for name, part in summary.parts.items()} == {"train": 25, "eval": 7}
+    data = (tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}").read_bytes()
+    got = read(tmp_path / "out" / "train")
+    assert got["image"].tobytes() == (gzip.decompress(data) if packed else data)[16:]
+    assert (got["image"].shape, got["image"].dtype) == ((25, 28, 28), np.uint8)
+    assert got["label"] == [i % 10 for i in range(25)]
+    assert read(tmp_path / "out" / "eval")["row_id"] == [f"t10k:{i}" for i in range(7)]
+
+
+def test_digits_are_complete_stratified_and_fixed(tmp_path: Path) -> None:
+    ingest(IngestOptions("digits", str(tmp_path / "out")))
+    data, parts = load_digits(), {name: read(tmp_path / "out" / name) for name in ("train", "eval")}
+    assert Counter(parts["train"]["row_id"] + parts["eval"]["row_id"]) == Counter(str(i) for i in range(1797))
+    for part in parts.values():
+        rows = [int(i) for i in part["row_id"]]
+        np.testing.assert_array_equal(part["image"], data.images[rows])
+        assert part["label"] == data.target[rows].tolist()
+    per_class = Counter(parts["eval"]["label"])
+    assert all(per_class[c] == round(0.2 * n) for c, n in Counter(data.target.tolist()).items())
+    digest = hashlib.sha256("\n".join(parts["eval"]["row_id"]).encode()).hexdigest()
+    assert digest == "23502ffd9cfeb453baeaaf1acbe2401fdc287491dc334d601db57c53d559a2d7"
+
+
+def assert_refused(tmp_path: Path, expected: list[str], **options: Any) -> None:
+    """The error's message has all texts `expected`, and beside the input `in` nothing was made."""
+    with pytest.raises((DataError, ConfigError)) as caught:
+        ingest(IngestOptions(out=str(tmp_path / "out"), **options))
+    assert [text for text in expected if text not in str(caught.value)] == [], str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "expected"),
+    [
+        ([b"a,b\n1,2\n3\n"], {}, ["0.csv", "Row #3: Expected 2 columns, got 1", "Correct the file"]),
+        ([b""], {}, ["0.csv", "Empty CSV file"]),
+        ([b"a\n"], {}, ["no rows"]),
+        ([b"a,a\n1,2\n"], {}, ["['a', 'a']", "its own name"]),
+        ([b"row_id\n1\n"], {}, ["`row_id` is ours", "rename"]),
+        ([b"a\n\xe9\n"], {}, ["0.csv", "UTF-8", "Row #2"]),
+        ([b"a,y\n1,2\n", b"b\n1\n"], {}, ["1.csv", "['b']", "['a', 'y']", "one header"]),
+        ([b"a,y\n1,2\n"], {"label": "species"}, ["no label column 'species'", "['a', 'y']"]),
+        ([b"label,y\n1,2\n"], {"label": "y"}, ["'y' is to become 'label'", "['label', 'y']", "Rename"]),
+        ([b"a,y\n1,0.5\n"], {"label": "y"}, ["'y'", "not integers", "'target'"]),
+        ([b"a,y\n1,0\n2,\n"], {"label": "y"}, ["0.csv:3", "no label"]),
+        ([b"a,y\n1,0\n2,9223372036854775808\n"], {"label": "y"}, ["0.csv:3", "label 9223372036854775808", "64 bits"]),
+        ([b"a,y\n1,u\n2,\n"], {"label": "y"}, ["'y' has rows without a value"]),
+        ([b"a,label\n1,u\n"], {}, ["`label` is of type string", "option label"]),
+        ([b"a,y\n1,2\n"], {"rename": {"b": "c"}}, ["['b']", "['a', 'y']"]),
+        ([], {}, ["no CSV file", ".csv.gz"]),
+    ],
+)
+def test_bad_csv_is_refused(tmp_path: Path, files: list[bytes], options: dict[str, Any], expected: list[str]) -> None:
+    (tmp_path / "in").mkdir()
+    for i, data in enumerate(files):
+        (tmp_path / "in" / f"{i}.csv").write_bytes(data)
+    assert_refused(tmp_path, expected, source="csv", input=str(tmp_path / "in"), **options)
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "expected"),
+    [
+        ({"magic": 2052}, None, ["train-images", "00000804", "expected 00000803"]),
+        ({"labels": 4}, None, ["train-images-idx3-ubyte': 5", "train-labels-idx1-ubyte': 4"]),
+        ({}, lambda images, labels: labels.unlink(), ["train-labels-idx1-ubyte[.gz] is missing"]),
+        ({}, lambda images, labels: images.write_bytes(images.read_bytes()[:-1]), ["ends before row 5 of 5"]),
+        ({}, lambda images, labels: images.write_bytes(images.read_bytes() + b"x"), ["more data after the last of 5"]),
+        ({}, lambda images, labels: images.write_bytes(b"\0"), ["train-images", "expected 00000803"]),
+        ({}, lambda images, labels: [images.unlink(), labels.unlink()], ["no IDX files", "train-images-idx3-ubyte[.gz]", "t10k"]),
+    ],
+)
+def test_bad_idx_is_refused(tmp_path: Path, made: dict[str, int], change: Any, expected: list[str]) -> None:
+    write_idx(tmp_path / "in", "train", 5, False, **made)
+    if change:
+        change(tmp_path / "in" / "train-images-idx3-ubyte", tmp_path / "in" / "train-labels-idx1-ubyte")
+    assert_refused(tmp_path, expected, source="idx", input=str(tmp_path / "in"))
+
+
+def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    write_idx(tmp_path / "in", "train", 5, True)
+    images = tmp_path / "in" / "train-images-idx3-ubyte.gz"
+    images.write_bytes(images.read_bytes()[:-20])
+    assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        ({"x": np.zeros((3, 2)), "y": np.arange(2)}, ["d.npz:x': 3", "d.npz:y': 2"]),
+        ({"x": np.array([{}, []], dtype=object)}, ["d.npz:x", "object", "nothing is unpickled"]),
+        ({"x": np.zeros((3, 2)), "y": np.array(["a", "b", "c"])}, ["d.npz:y", "<U1", "bool, integers and floats"]),
+        ({"x": np.asfortranarray(np.zeros((3, 2)))}, ["Fortran order", "ascontiguousarray"]),
+        ({"x": np.float64(3)}, ["one single value"]),
+        ({"x": np.zeros((0, 2))}, ["no rows"]),
+        ({"label": np.arange(3) / 2}, ["`label` is of type double", "'target'"]),
+        ({"y": np.arange(3), "label": np.arange(3)}, ["['label', 'y']", "become one of ['label']", "Rename"]),
+        ({}, ["no array in it", "numpy.savez"]),
+        (None, ["d.npz", "not a zip file"]),
+    ],
+)
+def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any] | None, expected: list[str]) -> None:
+    path = tmp_path / "in" / "d.npz"
+    path.parent.mkdir()
+    if arrays is None:
+        path.write_bytes(b"hello")
+    else:
+        np.savez(path, **arrays)
+    assert_refused(tmp_path, expected, source="numpy", input=str(path))
+
+
+def header(shape: str) -> bytes:
+    """The beginning of a .npy file that says that it holds float64 of a shape."""
+    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (f"({2**60},)", "ends before row"),
+        (f"(3, {2**60})", "ends before row 1 of 3"),
+        (f"(3, {2**63})", "ends before row 1 of 3"),
+        (f"({2**60}, 0)", "hold nothing"),
+        ("(" + "[" * 50, "cannot be read"),
+    ],
+)
+def test_a_header_that_promises_too_much_is_refused(tmp_path: Path, packed: bool, shape: str, expected: str) -> None:
+    (tmp_path / "in").mkdir()
+    if packed:
+        with zipfile.ZipFile(tmp_path / "in" / "x.npz", "w") as archive:
+            archive.writestr("x.npy", header(shape) + bytes(64))
+    else:
+        (tmp_path / "in" / "x.npy").write_bytes(header(shape) + bytes(64))
+    [source] = (tmp_path / "in").iterdir()
+    assert_refused(tmp_path, ["x.npz:x", "damaged"] if packed else ["x.npy", expected], source="numpy", input=str(source))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_idx_dimensions_that_promise_too_much_are_refused(tmp_path: Path, packed: bool) -> None:
+    write_idx(tmp_path / "in", "train", 3, packed)
+    data = struct.pack(">4I", 2051, 3, 2**32 - 1, 2**32 - 1) + bytes(64)
+    images = tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}"
+    images.write_bytes(gzip.compress(data) if packed else data)
+    assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
+
+
+def animate(path: Path) -> None:
+    frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (0, 200)]
+    frames[0].save(path / "dog" / "2.gif", save_all=True, append_images=frames[1:])
+
+
+def enormous(kind: str) -> bytes:
+    """An image of 31 KB that says that it has 256 million pixels, or 200 frames of one million."""
+    file = io.BytesIO()
+    if kind == "gif":
+        frames = [Image.new("L", (1000, 1000), i) for i in range(200)]
+        frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+    else:
+        Image.new("1", (16000, 16000)).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["png", "gif"])
+def test_an_enormous_image_is_refused_before_it_is_decoded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchvision.io.decode_image", lambda *_, **__: pytest.fail("decoded"))
+    (tmp_path / "in" / "cat").mkdir(parents=True)
+    (tmp_path / "in" / "cat" / f"1.{kind}").write_bytes(enormous(kind))
+    assert_refused(tmp_path, [f"cat/1.{kind}", "not an image that can be decoded", "pixels"], source="images", input=str(tmp_path / "in"))
+    task = ImageClassification(size=8)
+    with pytest.raises(ValueError, match="pixels"):
+        task.decode({"image": [enormous(kind)], "label": [0]})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda path: shutil.rmtree(path / "cat") or shutil.rmtree(path / "dog"), ["no class folders", "DIR/cat/1.png"]),
+        (lambda path: (path / "dog" / "1.png").unlink(), ["dog: no image", ".webp", "remove the folder"]),
+        (lambda path: (path / "dog" / "puppy").mkdir(), ["dog: a class folder with a folder inside ('puppy')"]),
+        (
+            lambda path: (path / "dog" / "1.png").write_bytes((path / "dog" / "1.png").read_bytes()[:-20]),
+            ["dog/1.png", "not an image that can be decoded", "check=False"],
+        ),
+        (lambda path: (path / "dog" / "1.png").write_bytes(b""), ["dog/1.png", "the file is empty"]),
+        (lambda path: Image.new("RGB", (4, 4)).save(path / "dog" / "2.bmp"), ["dog/2.bmp", "decodes no bmp", "Convert"]),
+        (animate, ["dog/2.gif", "it has 2 frames"]),
+    ],
+)
+def test_bad_images_are_refused(tmp_path: Path, change: Any, expected: list[str]) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "in" / name / "1.png")
+    change(tmp_path / "in")
+    assert_refused(tmp_path, expected, source="images", input=str(tmp_path / "in"))
+
+
+@pytest.mark.parametrize("source", ["images", "csv", "numpy", "idx"])
+def test_a_missing_input_is_refused(tmp_path: Path, source: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "absent")))
+    assert str(tmp_path / "absent") in str(caught.value)
+    assert "expected" in str(caught.value)

@@ -1,0 +1,89 @@
+"""What batch prediction refuses before it asks for a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+
+from ray_app.cli.predict import main
+from ray_app.errors import ConfigError
+from ray_app.predict.actor import Model
+from ray_app.predict.prepare import MADE_FROM, PredictSection, prepare_prediction
+from ray_app.record.files import put_json
+from tests.support.finished_run import CHAMPION, Finished, champion_run, predict_command
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
+    return champion_run(tmp_path_factory.mktemp("storage"), digits)
+
+
+def test_what_does_not_fit_is_refused(run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = digits / "eval"
+    table = pq.read_table(data / "part-00000.parquet")
+    for name, content in {"blind": table.drop_columns(["image"]), "other": pa.table({"image": [b"no array"], "row_id": ["0"]})}.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(content, tmp_path / name / "part-00000.parquet")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "made_from.json").write_text(json.dumps({"model": {"name": "digits", "version": "7"}, "batch_size": 256}))
+    out, old = tmp_path / "out", str(run.job.paths.root)
+    pixels = ("--task.init_args.pixel_max", "255")
+    tabular = ["--task.class_path", "ray_app.task.tabular.TabularClassification", "--task.init_args", "{}"]
+    for arguments, expected in (
+        (predict_command(run, data, out, "--predict.model", "models:/digits@nobody"), "MLflow has no models:/digits@nobody"),
+        (predict_command(run, data, out, "--predict.model", "digits"), "it must be models:/NAME@ALIAS"),
+        (predict_command(run, data, out, "--predict.run", str(tmp_path)), "no summary.json"),
+        (predict_command(run, data, out), "Say which model"),
+        (predict_command(run, data, out, *CHAMPION, "--predict.run", old), "both given"),
+        (predict_command(run, data, out, *CHAMPION, "--predict.batch_size", "0"), "predict.batch_size is 0"),
+        (predict_command(run, data, out, *CHAMPION, "--predict.columns", "row_id,colour"), "'colour', which is not in the data"),
+        (predict_command(run, data, out, *CHAMPION, *tabular), "is of the task ray_app.task.image.ImageClassification"),
+        (
+            predict_command(run, data, out, *CHAMPION, *pixels),
+            "pixel_max is 255.0, but digits version 1 was trained with",
+        ),
+        (predict_command(run, data, out, "--predict.run", old, *pixels), "was trained with"),
+        (predict_command(run, tmp_path / "blind", out, *CHAMPION), "has no column 'image'"),
+        (predict_command(run, tmp_path / "other", out, *CHAMPION), "part-00000.parquet, row group 0, row 0"),
+        (predict_command(run, data, tmp_path / "full", *CHAMPION), "it holds something else"),
+        (predict_command(run, data, made, *CHAMPION), "model: {'name': 'digits', 'version': '7'}, now {'name': 'digits', 'version': '1'}"),
+    ):
+        assert main(arguments) == 2, expected
+        assert expected in capsys.readouterr().err
+    assert not out.exists()
+    assert [path.name for path in made.iterdir()] == ["made_from.json"]
+
+
+def test_other_values_are_other_data_though_the_footers_are_the_same(run: Finished, digits: Path, tmp_path: Path) -> None:
+    table, data = pq.read_table(digits / "eval" / "part-00000.parquet"), tmp_path / "data"
+    order = list(range(table.num_rows))
+    order[100], order[200] = order[200], order[100]
+    footers = []
+    for rows in (
+        table,
+        table.set_column(table.column_names.index("image"), table.schema.field("image"), table.column("image").take(order)),
+    ):
+        data.mkdir(exist_ok=True)
+        pq.write_table(rows, data / "part.parquet", compression="none", use_dictionary=False, write_statistics=False)
+        footers.append(pq.read_metadata(data / "part.parquet"))
+        section = PredictSection(data=str(data), out=str(tmp_path / "out"), run=str(run.job.paths.root))
+        if len(footers) == 1:
+            put_json(tmp_path / "out" / MADE_FROM, prepare_prediction(run.config, section).made_from)
+    assert footers[0].equals(footers[1])
+    with pytest.raises(ConfigError, match="content_digest"):
+        prepare_prediction(run.config, section)
+
+
+def test_a_model_with_other_parameters_than_registered_is_refused(run: Finished) -> None:
+    model = Model(run.job.task, safetensors.torch.save(dict(run.job.task.build_model().state_dict())), None, "0" * 64)
+    with pytest.raises(Exception, match="its parameters have the digest"):
+        model.load(torch.device("cpu"))

@@ -1,0 +1,46 @@
+"""Where things are, besides what import-linter holds: the committed picture is the code's, and Ray's private parts are in few rooms."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from docs.picture import PICTURE, svg
+from tests.support.places import ROOT
+
+KNOW_RAY = ("cluster", "submit")
+
+
+def private_imports(code: str) -> set[str]:
+    """Modules of Ray in code that its documentation does not have: a part of their name, or what is taken from them, begins with `_`."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "ray" and any(part.startswith("_") for part in name.split("."))}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("from ray._raylet import node", {"ray._raylet.node"}),
+        ("def f():\n    import ray.train.v2._internal.util", {"ray.train.v2._internal.util"}),
+        ("from ray import _private, get", {"ray._private"}),
+        ("import ray\nfrom ray.train import RunConfig\nfrom rayon._x import y", set()),
+    ],
+)
+def test_private_imports_are_found(code: str, expected: set[str]) -> None:
+    assert private_imports(code) == expected
+
+
+def test_rays_private_parts_are_in_cluster_and_submit() -> None:
+    files = (ROOT / "ray_app").rglob("*.py")
+    found = {file.relative_to(ROOT / "ray_app").parts[0]: names for file in files if (names := private_imports(file.read_text()))}
+    assert set(found) == set(KNOW_RAY), found
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    assert PICTURE.read_text() == svg(), "run `make picture`, and look at it"

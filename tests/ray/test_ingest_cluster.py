@@ -1,0 +1,46 @@
+"""Ingest in tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ray_app.errors import DataError
+from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.runners import run_on_cluster
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_cluster_writes_the_same_files(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(5):
+        (tmp_path / "in" / f"{i}.csv").write_text("a,y\n" + "".join(f"{j},{'uv'[j % 2]}\n" for j in range(10)))
+    made = []
+    for out, run in (("here", None), ("cluster", run_on_cluster)):
+        options = IngestOptions("csv", str(tmp_path / out), str(tmp_path / "in"), label="y", piece_bytes=1, eval_fraction=0.3)
+        ingest(options, *([run] if run else []))
+        made.append(content(tmp_path / out))
+    assert made[0] == made[1]
+    assert len(made[0]) == 12
+    (tmp_path / "in" / "3.csv").write_text("a,y\n1,u\n2,\n")
+    with pytest.raises(DataError, match="rows without a value"):
+        ingest(IngestOptions("csv", str(tmp_path / "refused"), str(tmp_path / "in"), label="y", piece_bytes=1), run_on_cluster)
+    assert not list(tmp_path.glob("refused*"))
+
+
+def test_what_fails_in_a_task_of_the_cluster_is_our_error() -> None:
+    def process_of_even(number: int) -> int:
+        if number % 2:
+            raise DataError(f"{number} is odd")
+        return os.getpid()
+
+    with pytest.raises(DataError, match="1 is odd"):
+        list(run_on_cluster(process_of_even, range(8)))
+    assert os.getpid() not in list(run_on_cluster(process_of_even, [0, 2]))

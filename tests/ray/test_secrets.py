@@ -1,0 +1,66 @@
+"""Canaries in the configuration and in the environment of a run that fails with them in its error: nobody gets to see them."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ray_app.cli.train import main
+from ray_app.config.config import Config, default_tracking_uri
+from tests.support.cluster import CANARY
+from tests.support.mlflow_server import mlflow_runs
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def test_nothing_secret_gets_out(
+    short_run: Callable[..., Config],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("CANARY_API_KEY", CANARY["CANARY_API_KEY"])
+    caplog.set_level(logging.INFO)
+    secrets = {"api_token": "canary-'of\\the-\"field", "source": "s3://me:canary-of-the-uri@bucket/x?token=canary-parameter", "fail_at": 20}
+    config = short_run(tracking__enabled=True, tracking__system_metrics_s=1.0, tracking__every_steps=1, scaling__max_workers=1)
+    config = config.replace(task={"class_path": "tests.support.secret_task.SecretTask", "init_args": secrets})
+    (tmp_path / "given.yaml").write_text(config.to_yaml())
+    assert main(["--config", str(tmp_path / "given.yaml")]) == 1
+    shown = capfd.readouterr()
+    root = tmp_path / "runs" / "run"
+    events = "".join(file.read_text() for file in (root / "events").iterdir())
+    [run] = mlflow_runs(default_tracking_uri(config), "run")
+    client = MlflowClient(default_tracking_uri(config))
+    artifacts = {
+        a.path: Path(client.download_artifacts(run.info.run_id, a.path)).read_text() for a in client.list_artifacts(run.info.run_id)
+    }
+    assert {"config.yaml", "summary.json"} <= artifacts.keys()
+    told = {
+        "console": shown.out,
+        "errors": shown.err,
+        "log": caplog.text,
+        "events": events,
+        "summary": (root / "summary.json").read_text(),
+        "params": str(run.data.params),
+        "tags": str(run.data.tags),
+        "metrics": str(run.data.metrics),
+        "inputs": str(run.inputs),
+        "tracking": (root / "tracking.json").read_text(),
+        **artifacts,
+    }
+    assert [place for place, text in told.items() if "canary" in text.lower().replace("canary_api_key", "")] == []
+    for place in ("errors", "events"):
+        assert "no login at s3://***@bucket/x?token=*** with " in told[place], "the fault did not happen"
+    assert run.data.params["task.init_args.api_token"] == "***"
+    assert run.info.status == "FAILED"
+    kept = root / "config.yaml"
+    assert "canary-of-the-uri" in kept.read_text(), "the run could not be continued"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert "holds a secret" in caplog.text

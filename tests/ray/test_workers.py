@@ -1,0 +1,192 @@
+"""Workers that are lost: the others go on with the same bits, no finished step is done again, and a new one joins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import run_training
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config.config import Config
+from ray_app.drill.faults import Several
+from ray_app.errors import RepeatedFailureError
+from ray_app.record.journal import Event, read_events
+from ray_app.record.paths import RunPaths
+from ray_app.runs.in_process import Faults
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from tests.support.cluster import record_of
+from tests.support.injector import AwaitNewcomer, Fail, Freeze, Kill, KillAt, KillSaving, Linger, Spare, Stall, WaitFor
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ShortRun = Callable[..., Config]
+
+
+def run_with(config: Config, reference: dict[str, Any], **hooks: Any) -> tuple[dict[str, Any], dict[str, list[Event]]]:
+    """Runs and checks that the result, and the record of every step, are those of the undisturbed run; returns summary and events."""
+    watch = hooks.pop("watch", None)
+    result = run_training(config, faults=Faults(train=Hooks(**hooks)), observe=watch)
+    found: dict[str, list[Event]] = {}
+    for event in read_events(RunPaths(result.path)):
+        found.setdefault(event.kind, []).append(event)
+    assert result.summary["status"] == "finished"
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]
+    assert [c.step for c in CheckpointStore(RunPaths(result.path)).commits() if c.why == "cadence"] == [8, 16, 24, 30]
+    return result.summary, found
+
+
+def sizes(events: dict[str, list[Event]]) -> list[int]:
+    """Workers of every generation."""
+    return [e.details["workers"] for e in events["formed"]]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.guarantee), 1])
+def test_the_others_go_on_and_a_new_worker_joins(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, rank: int) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    kill = Kill(str(tmp_path / "killed"), step=13, rank=rank)
+    run = str(tmp_path / "runs" / "run")
+    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    summary, events = run_with(config, reference, after_step=Several((kill, AwaitNewcomer(run, 14), joined)))
+    assert kill.happened == 1
+    assert sizes(events) == [2, 1, 2]
+    assert summary["redone_steps"] == 0
+    assert summary["world_sizes"][:2] == [[0, 2], [13, 1]]
+    assert summary["world_sizes"][2][1] == 2
+    assert (summary["restarts"]["failures"], len(summary["recovery_s"])) == (1, 1)
+    assert "died" in next(iter(events["failed"][0].details["errors"].values()))
+
+
+def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """One dies while it computes, one in the exchange, and one while the generation after that forms."""
+    config = short_run(scaling__min_workers=1, scaling__max_workers=4)
+    kills = [
+        KillAt(str(tmp_path / "compute"), "compute", rank=3, step=5),
+        KillAt(str(tmp_path / "exchange"), "exchange", rank=0, step=11),
+        KillAt(str(tmp_path / "forming"), "forming", rank=1, step=11),
+    ]
+    summary, events = run_with(config, reference, at=Several(tuple(kills)))
+    assert [kill.happened for kill in kills] == [1, 1, 1]
+    assert sizes(events)[:2] == [4, 3]
+    assert 1 in sizes(events)
+    assert summary["redone_steps"] == 0
+
+
+@pytest.mark.guarantee
+def test_two_at_once(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=3)
+    kills = [Kill(str(tmp_path / f"killed{rank}"), step=13, rank=rank) for rank in (0, 1)]
+    summary, events = run_with(config, reference, after_step=Several(tuple(kills)))
+    assert [kill.happened for kill in kills] == [1, 1]
+    assert summary["redone_steps"] == 0
+    assert sizes(events)[-1] == 1
+
+
+def test_a_new_worker_that_dies_while_it_joins(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    kill, join = Kill(str(tmp_path / "killed"), step=13, rank=1), KillAt(str(tmp_path / "joined"), "forming", rank=1, step=-1)
+    run = str(tmp_path / "runs" / "run")
+    Path(f"{join.proof}-1").touch()  # spares the first start
+
+    acts = (Spare(join.proof), kill, AwaitNewcomer(run, 14), Linger(run, "failed", {"number": 2}, after=15))
+    summary, events = run_with(config, reference, after_step=Several(acts), at=join)
+    assert (kill.happened, join.happened) == (1, 1)
+    assert summary["restarts"]["failures"] == 2
+    assert summary["redone_steps"] == 0
+    assert set(sizes(events)) >= {1, 2}
+
+
+@pytest.mark.parametrize(("every", "most"), [pytest.param(1, 1, marks=pytest.mark.guarantee), (None, 5)])
+def test_the_loss_of_all_workers_redoes_little(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, every: int | None, most: int
+) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, checkpoint__snapshot_every_steps=every)
+    kill = Kill(str(tmp_path / "killed"), step=13)
+    committed = Linger(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
+    summary, events = run_with(config, reference, after_step=Several((committed, kill)))
+    assert kill.happened == 2
+    assert summary["redone_steps"] <= most
+    [resumed] = events["resumed"]
+    assert resumed.details["source"] == ("snapshot" if every else "checkpoint")
+    assert resumed.details["step"] >= 12 if every else resumed.details["step"] == 8
+
+
+@pytest.mark.guarantee
+def test_a_frozen_worker_is_left_behind(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=3, failure__heartbeat_timeout_s=5.0)
+    freeze = Freeze(str(tmp_path / "frozen"), step=13, rank=1)
+    summary, events = run_with(config, reference, after_step=freeze)
+    assert freeze.happened == 1
+    assert sizes(events)[:2] == [3, 2]
+    assert summary["redone_steps"] == 0
+    pid = int(Path(f"{freeze.proof}-1").read_text())
+    if Path(f"/proc/{pid}").exists():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_what_holds_a_step_up_is_ended_and_its_stacks_are_kept(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__step_timeout_s=6.0)
+    stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
+    summary, events = run_with(config, reference, at=stall)
+    assert stall.happened == 1
+    assert summary["redone_steps"] == 0
+    stacks = {e.details["rank"]: e.details for e in events["stacks"]}
+    assert set(stacks) == {0, 1}
+    assert (stacks[0]["doing"], stacks[1]["doing"]) == ("exchange", "data")
+    assert "injector.py" in stacks[1]["stacks"]
+
+
+def test_the_rendezvous_is_killed(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """It comes back without a memory; a worker that dies after that is still survived."""
+    done = tmp_path / "rendezvous-killed"
+
+    def watch(job: Job) -> None:
+        if not done.exists() and read_events(job.paths, "formed"):
+            ray.kill(ray.get_actor(job.rendezvous), no_restart=False)
+            done.touch()
+
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    kill = Kill(str(tmp_path / "killed"), step=20, rank=0)
+    slow = WaitFor(str(done), step=5)
+    summary, events = run_with(config, reference, after_step=Several((slow, kill)), watch=watch)
+    assert done.exists()
+    assert kill.happened == 1
+    assert summary["redone_steps"] == 0
+    assert sizes(events)[:2] == [2, 1]
+
+
+def test_all_workers_can_be_started_again_as_in_stock_ray_train(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__recovery="restart")
+    kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
+    summary, events = run_with(config, reference, after_step=kill)
+    assert kill.happened == 1
+    assert sizes(events) == [2, 2]
+    assert summary["redone_steps"] == 13 - 8
+
+
+def test_the_same_failure_again_and_again_ends_the_run_early(short_run: ShortRun, tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__max_failures=-1)
+    with pytest.raises(RepeatedFailureError, match=r"3 times in a row after step 13.*flaky"):
+        run_training(config, faults=Faults(train=Hooks(after_step=Fail(13))))
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["restarts"]["failures"] == 3
+
+
+def test_who_dies_while_it_commits_leaves_the_checkpoint_to_the_next(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=2)
+    kill = KillSaving(str(tmp_path / "killed"), step=16)
+    slow = WaitFor(f"{kill.proof}-0", step=17)
+    summary, events = run_with(config, reference, before_commit=kill, after_step=slow)
+    assert kill.happened == 1
+    assert summary["redone_steps"] == 0
+    assert sizes(events)[:2] == [2, 1]

@@ -1,0 +1,41 @@
+"""A task that cannot decode some rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ray_app.data.dataset.dataset import open_dataset
+from ray_app.train.job import Job
+from tests.support.local_world import TinyImages, make_job
+
+BAD = (0, 13, 14, 50, 96)
+"""The first and the last row, two neighbours, and a row group of one row."""
+
+
+class Picky(TinyImages):
+    """Cannot decode some rows, alone or with others."""
+
+    def __init__(self, unreadable: tuple[int, ...] = BAD, plain: bool = False) -> None:
+        super().__init__()
+        self.unreadable, self.plain = unreadable, plain
+
+    def decode(self, rows: dict[str, Any]) -> dict[str, Any]:
+        for row in rows["id"].tolist():
+            if row in self.unreadable:
+                raise ValueError(f"row {row} is unreadable")
+        return super().decode(rows)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 5)) if self.plain else super().build_model()
+
+
+def job_of(folder: Path, data: Path, task: Picky, **fields: Any) -> Job:
+    """Its probe row is decoded as `prepare` does it."""
+    made = make_job(
+        folder, data, logical_workers=4, batch=12, task=TinyImages(), **{"data__on_bad_row": "skip", "train__epochs": 2, **fields}
+    )
+    return replace(made, task=task.prepare(open_dataset(str(data)).facts))

@@ -1,0 +1,134 @@
+"""A real headless Chromium, driven over its DevTools pipe: no driver program, no websocket, nothing but the browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "headless_shell")
+_ANSWER_S = 60.0
+_OFFLINE = "MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
+
+
+def find() -> str | None:
+    """The browser's program on PATH, if there is one."""
+    return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+class Browser:
+    """One browser with one page.
+
+    Args:
+        program: The browser.
+        profile: A folder of its own.
+    """
+
+    def __init__(self, program: str, profile: Path) -> None:
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--hide-scrollbars",
+            f"--host-resolver-rules={_OFFLINE}",
+            f"--user-data-dir={profile}",
+            "--remote-debugging-pipe",
+        ]
+        # the pipe's ends have to be 3 and 4; dash knows no descriptors above 9
+        self._process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", program, *flags],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._number, self._rest, self.events = 0, b"", list[dict[str, Any]]()
+        self._session: str | None = None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._in)
+        os.close(self._out)
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command of the DevTools protocol and its answer; events that come meanwhile are kept in `events`."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            answer = self._next(deadline)
+            if answer.get("id") != self._number:
+                self.events.append(answer)
+            elif "error" in answer:
+                raise RuntimeError(f"{method}: {answer['error']}")
+            else:
+                return dict(answer["result"])
+
+    def show(self, url: str, *, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
+        """Loads a page as a screen of that width and colour scheme sees it, and waits until it is there."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call("Emulation.setEmulatedMedia", media="", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.events.clear()
+        self.call("Page.navigate", url=url)
+        deadline = time.monotonic() + _ANSWER_S
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._next(deadline))
+
+    def ask(self, expression: str) -> Any:
+        """The value of a JavaScript expression on the page; the page's own policy does not hold for it."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in found:
+            raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
+        return found["result"].get("value")
+
+    def requested(self) -> list[str]:
+        """What the page has asked for since it was loaded, the page itself included, but not what it holds inside (`data:`)."""
+        urls = [event["params"]["request"]["url"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        return [url for url in urls if not url.startswith("data:")]
+
+    def picture(self, path: Path) -> None:
+        """Saves the whole page as PNG."""
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def print(self, path: Path) -> None:
+        """Saves the page as it is printed, as PDF (A4)."""
+        made = self.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True, preferCSSPageSize=True)
+        path.write_bytes(base64.b64decode(made["data"]))
+
+    def _next(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(self._in, 1 << 20) if ready else b""
+            if not data:
+                raise TimeoutError("the browser does not answer" if not ready else "the browser is gone")
+            self._rest += data
+        message, _, self._rest = self._rest.partition(b"\0")
+        return dict(json.loads(message))

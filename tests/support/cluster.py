@@ -1,0 +1,95 @@
+"""Fixtures: one Ray cluster and one small data set for all tests that need real Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import load_config, run_training
+from ray_app.config.config import Config
+from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.record.journal import MetricsReader
+from ray_app.record.paths import RunPaths
+from ray_app.runs.cluster import environment
+from tests.support.mlflow_server import database
+from tests.support.places import ROOT
+from tests.support.s3_server import CREDENTIALS
+
+CANARY = {"CANARY_API_KEY": "canary-of-the-environment"}
+"""A secret in the environment of every worker."""
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
+    with environment(PYTHONPATH=str(ROOT), **CREDENTIALS, **CANARY):
+        for last in (False, False, True):
+            try:
+                ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=500 << 20)
+                break
+            except Exception as error:  # on a machine that is busy, Ray's limit of 30 s for a node is too short, and cannot be set
+                if last or "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("digits") / "data"
+    ingest(IngestOptions(source="digits", out=str(out)))
+    return out
+
+
+@pytest.fixture
+def short_run(digits: Path, tmp_path: Path) -> Callable[..., Config]:
+    """Makes configurations of a run of 30 steps over one and a third epochs, with batch-norm, dropout and augmentation."""
+
+    def make(**fields: Any) -> Config:
+        defaults = {
+            "data__path": str(digits / "train"),
+            "data__shuffle_window_rows": 100,
+            "train__epochs": 2,
+            "train__max_steps": 30,
+            "checkpoint__every_steps": 8,
+            "checkpoint__every_epochs": None,
+            "checkpoint__keep_last": 10,
+            "run__storage_path": str(tmp_path / "runs"),
+            "run__name": "run",
+            "tracking__enabled": False,
+        }
+        config = load_config(ROOT / "conf" / "digits.yaml")
+        made = config.replace(data__eval_path=None).replace(**(defaults | fields))
+        tracked = Path(made.run.storage_path) / "mlflow.db"
+        if made.tracking.enabled and made.tracking.uri is None and not tracked.exists():
+            database(tracked)
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed() -> dict[str, Any]:
+    """The summary of the first undisturbed short run, that all others are compared with."""
+    return {}
+
+
+@pytest.fixture
+def reference(short_run: Callable[..., Config], undisturbed: dict[str, Any], same_threads: None) -> dict[str, Any]:
+    """What the short run gives in one process, without Ray."""
+    if not undisturbed:
+        result = run_training(short_run(run__name="reference", train__strategy="single", scaling__max_workers=1))
+        undisturbed.update(result.summary, record=record_of(Path(result.path)))
+    return undisturbed
+
+
+def record_of(run: Path) -> list[tuple[int, float, list[int], list[int]]]:
+    reader = MetricsReader(RunPaths(run))
+    reader.poll()
+    return [(step, r.loss, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]

@@ -1,0 +1,115 @@
+"""Inputs of the tests of ingest, and its output read back."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import struct
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from ray_app.data.dataset.arrays import from_column, spec_of
+
+RNG = np.random.default_rng(0)
+
+
+def read(folder: Path | str) -> dict[str, Any]:
+    """All columns of a data set in the order of its files: arrays as NumPy, the rest as lists."""
+    table = pa.concat_tables(pq.read_table(path) for path in sorted(Path(folder).glob("*.parquet")))
+    specs = {field.name: spec_of(field) for field in table.schema}
+    return {name: from_column(table[name], spec) if spec else table[name].to_pylist() for name, spec in specs.items()}
+
+
+def write_images(root: Path) -> dict[str, bytes]:
+    """Images of every readable format in two classes and a file that is none; returns the bytes by relative path."""
+    for name in ("cat/b.png", "cat/a.jpg", "cat/c.gif", "dog/z.WEBP", "dog/y.jpeg"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(RNG.integers(0, 255, (9, 7, 3), dtype=np.uint8)).save(root / name)
+    (root / "cat" / "notes.txt").write_text("not an image")
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*.*") if p.suffix != ".txt"}
+
+
+def write_idx(folder: Path, prefix: str, rows: int, packed: bool, magic: int = 2051, labels: int | None = None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    labels = rows if labels is None else labels
+    images = struct.pack(">4I", magic, rows, 28, 28) + RNG.integers(0, 256, rows * 784, dtype=np.uint8).tobytes()
+    marks = struct.pack(">2I", 2049, labels) + (np.arange(labels) % 10).astype(np.uint8).tobytes()
+    for kind, data in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", marks)):
+        name = f"{prefix}-{kind}{'.gz' if packed else ''}"
+        (folder / name).write_bytes(gzip.compress(data) if packed else data)
+
+
+CIFAR_NAMES = ("ant", "bee", "cat", "dog")
+
+
+def cifar_rows(rows: int) -> tuple[np.ndarray, list[int]]:
+    return RNG.integers(0, 256, (rows, 3072), dtype=np.uint8), [i % 4 for i in range(rows)]
+
+
+def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
+    """The opcodes that Python 2's cPickle wrote, as in the published data_batch_1."""
+
+    def text(value: bytes) -> bytes:
+        return (b"U" + bytes([len(value)]) if len(value) < 256 else b"T" + struct.pack("<i", len(value))) + value
+
+    rows = struct.pack("<H", len(pixels))
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\nq\x06cnumpy\nndarray\nq\x07K\x00\x85q\x08U\x01bq\x09\x87Rq\x0a(K\x01M"
+        + rows
+        + b"M\x00\x0c\x86"
+        b"q\x0bcnumpy\ndtype\nq\x0cU\x02u1q\x0dK\x00K\x01\x87Rq\x0e(K\x03U\x01|q\x0fNNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\x10b\x89"
+        + text(pixels.tobytes())
+        + b"tq\x11b"
+    )
+    numbers = b"]q\x03(" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return (
+        b"\x80\x02}q\x01("
+        + text(b"labels")
+        + b"q\x02"
+        + numbers
+        + text(b"data")
+        + b"q\x05"
+        + array
+        + text(b"batch_label")
+        + text(b"a")
+        + b"u."
+    )
+
+
+def write_cifar(folder: Path, kind: str) -> dict[str, tuple[np.ndarray, list[int]]]:
+    """A folder as one of the archives unpacks; returns pixels and labels by file."""
+    folder.mkdir()
+    hundred = kind.endswith("100")
+    names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    made = {name: cifar_rows(3) for name in names}
+    for name, (pixels, labels) in made.items():
+        if kind.startswith("binary"):
+            marks = np.array([[9, label] if hundred else [label] for label in labels], np.uint8)
+            (folder / f"{name}.bin").write_bytes(np.concatenate([marks, pixels], axis=1).tobytes())
+        elif hundred:
+            content = {b"data": pixels, b"fine_labels": labels, b"coarse_labels": [9] * 3, b"filenames": [b"x.png"] * 3}
+            (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+        else:
+            (folder / name).write_bytes(python2_pickle(pixels, labels))
+    if kind.startswith("binary"):
+        (folder / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text("\n".join(CIFAR_NAMES) + "\n\n")
+    else:
+        key = "fine_label_names" if hundred else "label_names"
+        (folder / ("meta" if hundred else "batches.meta")).write_bytes(pickle.dumps({key: list(CIFAR_NAMES)}, protocol=2))
+    return made
+
+
+def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> None:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, mode) as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))

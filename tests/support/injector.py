@@ -1,0 +1,301 @@
+"""Faults that tests inject into a run. Each leaves a file behind when it happens, so that a test can prove that it did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.errors import NonFiniteError
+from ray_app.record.files import location
+from ray_app.record.journal import read_events
+from ray_app.record.lease import newest_fence
+from ray_app.record.paths import RunPaths
+from tests.support.waiting import until
+
+
+@dataclass(frozen=True)
+class At:
+    """Something that happens once.
+
+    Args:
+        proof: File that is made when it happens.
+        step: Finished steps at which it happens.
+        rank: Rank to which it happens; None: to all.
+    """
+
+    proof: str
+    step: int
+    rank: int | None = None
+
+    def is_due(self, rank: int, step: int) -> bool:
+        if step != self.step or (self.rank is not None and rank != self.rank):
+            return False
+        try:
+            with Path(f"{self.proof}-{rank}").open("x") as proof:
+                proof.write(str(os.getpid()))
+        except FileExistsError:
+            return False
+        return True
+
+    @property
+    def happened(self) -> int:
+        """To how many it happened."""
+        return len(list(Path(self.proof).parent.glob(Path(self.proof).name + "-*")))
+
+    @property
+    def gone(self) -> bool:
+        """Whether the processes to which it happened are no more."""
+        pids = [proof.read_text() for proof in Path(self.proof).parent.glob(Path(self.proof).name + "-*")]
+        return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+class Kill(At):
+    """SIGKILL of a worker after a step."""
+
+    def __call__(self, rank: int, step: int) -> None:
+        if self.is_due(rank, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Break(At):
+    """An error in every worker that starting again cannot mend: the run ends."""
+
+    def __call__(self, rank: int, step: int) -> None:
+        if self.is_due(rank, step):
+            raise NonFiniteError(f"injected at step {step}")
+
+
+@dataclass(frozen=True)
+class KillEvaluator:
+    """SIGKILL of the evaluator while it evaluates the checkpoint of a step."""
+
+    proof: str
+    step: int
+
+    def __call__(self, commit: Commit) -> None:
+        if commit.step == self.step and not Path(self.proof).exists():
+            Path(self.proof).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Late:
+    """Holds the evaluator up until training has made a checkpoint, a minute at most.
+
+    Args:
+        run: The run's directory.
+        step: Of the checkpoint.
+    """
+
+    run: str
+    step: int
+
+    def __call__(self, commit: Commit) -> None:
+        store = CheckpointStore(RunPaths(location(self.run)))
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s and all(c.step < self.step for c in store.commits()):
+            time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Holds every evaluation up until a file is there, two minutes at most."""
+
+    file: str
+
+    def __call__(self, commit: Commit) -> None:
+        deadline_s = time.monotonic() + 120
+        while not Path(self.file).exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class AtPhase:
+    """Something that happens once, when a worker begins a phase, see `Hooks.at`."""
+
+    proof: str
+    phase: str
+    rank: int
+    step: int
+
+    def is_due(self, phase: str, rank: int, step: int) -> bool:
+        return phase == self.phase and At(self.proof, self.step, self.rank).is_due(rank, step)
+
+    @property
+    def happened(self) -> int:
+        """To how many it happened."""
+        return At(self.proof, self.step).happened
+
+    @property
+    def gone(self) -> bool:
+        """Whether the processes to which it happened are no more."""
+        return At(self.proof, self.step).gone
+
+
+class KillAt(AtPhase):
+    """SIGKILL of a worker."""
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        if self.is_due(phase, rank, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Stall(AtPhase):
+    """A worker that does not go on, as when a reader is stuck."""
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        if self.is_due(phase, rank, step):
+            threading.Event().wait()
+
+
+@dataclass(frozen=True)
+class Freeze(At):
+    """SIGSTOP of a worker after a step; the proof holds its pid."""
+
+    def __call__(self, rank: int, step: int) -> None:
+        if self.is_due(rank, step):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Linger:
+    """Holds every step up, at most for a while each, until the events of the run say that something happened.
+
+    Args:
+        run: The run's directory.
+        kind: Kind of the event to wait for.
+        details: What it must say.
+        after: First step to hold up.
+        each_s: Most seconds to hold up a step.
+    """
+
+    run: str
+    kind: str
+    details: dict[str, Any]
+    after: int
+    each_s: float = 1.5
+
+    def __call__(self, rank: int, step: int) -> None:
+        deadline_s = time.monotonic() + self.each_s
+        while step >= self.after and not self._is_there() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+    def _is_there(self) -> bool:
+        events = read_events(RunPaths(location(self.run)), self.kind)
+        return any(self.details.items() <= event.details.items() for event in events)
+
+
+@dataclass(frozen=True)
+class AwaitNewcomer:
+    """Holds a step up until a new worker waits to be taken in, three minutes at most.
+
+    Args:
+        run: The run's directory.
+        step: The step.
+    """
+
+    run: str
+    step: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        if step == self.step:
+            paths = RunPaths(location(self.run))
+            rendezvous = ray.get_actor(f"rendezvous-{paths.unique_name}-{newest_fence(paths)}")
+            until(lambda: ray.get(rendezvous.__ray_call__.remote(_has_newcomer)), "no new worker came")
+
+
+def _has_newcomer(rendezvous: Any) -> bool:
+    return any(member.joined_s is not None and not member.beat.generation for member in rendezvous._members.values())
+
+
+@dataclass(frozen=True)
+class Fail:
+    """An error of user code after a step, every time."""
+
+    step: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        if step == self.step:
+            raise OSError("flaky")
+
+
+class Spare:
+    """Removes a proof, so that its fault can happen from now on."""
+
+    def __init__(self, proof: str) -> None:
+        self.proof = proof
+
+    def __call__(self, rank: int, step: int) -> None:
+        if step == 1:
+            Path(f"{self.proof}-1").unlink(missing_ok=True)
+
+
+class WaitFor:
+    """Holds a step up, for a while, until a file is there."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step = path, step
+
+    def __call__(self, rank: int, step: int) -> None:
+        deadline_s = time.monotonic() + 45
+        while step == self.step and not Path(self.path).exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class KillSaving:
+    """SIGKILL of the worker that is about to commit the checkpoint of a step."""
+
+    proof: str
+    step: int
+
+    def __call__(self, commit: Commit) -> None:
+        if At(self.proof, self.step).is_due(0, commit.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def happened(self) -> int:
+        """To how many it happened."""
+        return At(self.proof, self.step).happened
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Holds every so-manieth step up, for a minute at most, until a file of its number is there.
+
+    Args:
+        folder: Of the files.
+        every: Steps from one to the next.
+        last: The first step that is not held up any more.
+    """
+
+    folder: str
+    every: int
+    last: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        deadline_s = time.monotonic() + 60
+        while step % self.every == 0 and step < self.last and not Path(self.folder, str(step)).exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+
+class NoteNode:
+    """Leaves a file with the name of the node after every step of every worker."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, rank: int, step: int) -> None:
+        import ray
+
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        (Path(self.folder) / ray.get_runtime_context().get_node_id()).touch()

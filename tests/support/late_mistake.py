@@ -1,0 +1,36 @@
+"""A task with mistakes that no trial on two rows finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ray_app.task.base import Batch
+from ray_app.task.image import ImageClassification
+
+
+class LateMistake(ImageClassification):
+    """Digits, until there are more than two rows.
+
+    Args:
+        where: `loss` or `update`.
+        pixel_max: See `ImageClassification`.
+    """
+
+    def __init__(self, where: str, pixel_max: float = 16.0) -> None:
+        super().__init__(pixel_max=pixel_max)
+        self.where = where
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Fails in training."""
+        if self.where == "loss" and len(batch["label"]) > 2 and torch.is_grad_enabled():
+            batch["labels"]
+        return super().loss(outputs, batch)
+
+    def update(self, metrics: Any, outputs: Tensor, batch: Batch) -> None:
+        """Fails in evaluations."""
+        if self.where == "update" and len(batch["label"]) > 2:
+            batch["labels"]
+        super().update(metrics, outputs, batch)

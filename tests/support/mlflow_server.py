@@ -1,0 +1,137 @@
+"""A real MLflow server on loopback that can be stopped, killed and started again, and stubs that stand in for a broken one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.support.waiting import until
+
+Point = tuple[int, int, float]
+
+
+@cache
+def _migrated() -> tempfile.TemporaryDirectory[str]:
+    from mlflow.tracking import MlflowClient
+
+    folder = tempfile.TemporaryDirectory()
+    MlflowClient(f"sqlite:///{folder.name}/mlflow.db").search_experiments()
+    return folder
+
+
+def database(path: Path) -> str:
+    """Puts a database there for MLflow, a copy of one that is migrated already, which takes seconds, and returns its URI."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(_migrated().name) / "mlflow.db", path)
+    return f"sqlite:///{path}"
+
+
+class Server:
+    """A real MLflow server that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.uri = folder, f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        stored = self.folder / "server.db"
+        uri = f"sqlite:///{stored}" if stored.exists() else database(stored)
+        where = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        stores = ["--backend-store-uri", uri, "--artifacts-destination", str(self.folder / "files")]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *where, *stores],
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            stdout=(self.folder / "server.log").open("ab"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        until(self.answers, "the MLflow server does not answer")
+
+    def answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "server.log").read_text()
+        try:
+            return urllib.request.urlopen(f"{self.uri}/health", timeout=1).status == 200
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def freeze(self) -> None:
+        """Connections are accepted by the kernel, and nothing answers."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+
+class Stub:
+    """Stands in on a port for a server that is broken.
+
+    Args:
+        port: Where to listen.
+        answer: What everyone gets; None: nothing, ever.
+    """
+
+    def __init__(self, port: int, answer: bytes | None) -> None:
+        self.asked = 0
+        self._answer, self._open = answer, [socket.create_server(("127.0.0.1", port))]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._open[0].accept()
+                self._open.append(connection)
+                connection.recv(1 << 16)
+                self.asked += 1
+                if self._answer is not None:
+                    connection.sendall(self._answer)
+                    connection.close()
+            except OSError:
+                return
+
+    def close(self) -> None:
+        for one in self._open:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+            one.close()
+
+
+ERROR_500 = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnection: close\r\n\r\nboom"
+
+
+def mlflow_runs(uri: str, name: str) -> list[Any]:
+    """The MLflow runs of a name in all experiments."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    found = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return [run for run in found if run.info.run_name == name]
+
+
+def history(uri: str, run_id: str, metric: str) -> list[Point]:
+    """The points of a metric as (step, time, value), in the order in which a reader gets them."""
+    from mlflow.tracking import MlflowClient
+
+    return [(m.step, m.timestamp, m.value) for m in MlflowClient(uri).get_metric_history(run_id, metric)]

@@ -1,0 +1,44 @@
+"""Damage to small real files, by a seed: what disks, networks, editors and attackers make of them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+_WORDS = b"~-1~0~99999999999999999999~1e400~NaN~null~{}~[~'~\n~\0~\xff\xfe~\xf0\x9f~a,b~../x".split(b"~")
+
+
+def mutant(data: bytes, seed: int) -> bytes:
+    """A file with one to three damages."""
+    rng = random.Random(seed)
+    for _ in range(rng.randint(1, 3)):
+        data = _damaged(data, rng)
+    return data
+
+
+def _damaged(data: bytes, rng: random.Random) -> bytes:
+    low = rng.randrange(len(data) + 1)
+    high = min(len(data), low + rng.choice((1, 1, 2, 4, 8, 64)))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return data[:low]
+    if kind == 1:
+        return data[:low] + data[high:]
+    if kind == 2:
+        return data[:low] + rng.choice(_WORDS) + data[rng.choice((low, high)) :]
+    if kind == 3:
+        return data[:low] + bytes(rng.choice((0, 0xFF, rng.randrange(256))) for _ in range(high - low)) + data[high:]
+    if kind == 4:
+        return data[:high] + data[low:]
+    flipped = bytearray(data)
+    for _ in range(rng.choice((1, 1, 8)) if data else 0):
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(flipped)
+
+
+def damage(folder: Path, seed: int) -> Path:
+    """Damages one file below a folder, and returns which."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    chosen = files[random.Random(-1 - seed).randrange(len(files))]
+    chosen.write_bytes(mutant(chosen.read_bytes(), seed))
+    return chosen

@@ -1,0 +1,63 @@
+"""A driver without workers: everything that a run leaves behind, up to the moment at which its driver is killed.
+
+As a script it is that driver: the configuration's file, and steps to do.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ray_app.checkpoint.format import pack
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config.config import Config, from_yaml
+from ray_app.record.files import put_json
+from ray_app.record.holder import Holder, Record
+from ray_app.record.journal import MetricsWriter, StepRecord, put_event
+from ray_app.record.lease import Lease, acquire
+from ray_app.runs.prepare import claim, prepare
+from ray_app.track.runs import Tracker
+from tests.support.checkpoints import commit_of, snapshot_of
+from tests.support.waiting import until
+
+
+def drive(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]:
+    """Does steps, sends them to MLflow, makes a checkpoint of the last, and goes on living.
+
+    Args:
+        config: The run.
+        last: Steps to do.
+        end: Event with which it says how it ended; empty: it does not.
+    """
+    prepared = prepare(config)
+    lease = acquire(prepared.job.paths)
+    job = claim(prepared, lease.fence).job
+    put_event(job.paths, "started", job.fence, max_workers=1)
+    tracker = Tracker(job.paths, config, {}, 1)
+    tracker.start()
+    writer = MetricsWriter(job.paths, job.fence)
+    for step in range(1, last + 1):
+        writer.add(StepRecord(step, 0, time.time(), 1.0, 0.1, 1.0, 5.0, 0.1, 1, [16] * 4, [step] * 4, f"{job.fence}.1"))
+    writer.close()
+    CheckpointStore(job.paths).write(pack(snapshot_of(last)), replace(commit_of(last, job.fence), params_digest="abc"))
+    if end:
+        put_event(job.paths, end, job.fence)
+    until(lambda: tracker.run_id and f'"sent_step": {last}' in job.paths.tracking.read_text(), "MLflow did not get the steps")
+    return lease, tracker
+
+
+def orphan(config: Config, last: int, end: str = "") -> None:
+    """What `drive` leaves when it is killed, quickly: the lease says a process that is gone."""
+    lease, tracker = drive(config, last, end)
+    tracker.abandon()
+    lease.release()
+    gone = replace(Holder.here(), pid_ticks=-1)
+    put_json(prepare(config).job.paths.fence(lease.fence), asdict(Record(gone, time.time(), time.time(), 30.0)))
+
+
+if __name__ == "__main__":
+    drive(from_yaml(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    print("ready", flush=True)
+    time.sleep(600)

@@ -1,0 +1,102 @@
+"""The blocks of commands and Python on the pages, what a mark before one says, and the pages whose other blocks are executed.
+
+A mark is a comment in the line before a block: `<!-- not run: REASON -->`, `<!-- run by: FILE::FUNCTION, ... -->`, or `<!-- file: NAME -->`
+for what a reader writes to a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tests.support.ingest_inputs import write_cifar, write_idx, write_tar
+from tests.support.places import ROOT, SUPPORT
+
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHELLS = ("bash", "console", "sh")
+MARKS = ("not run", "run by", "file")
+_BLOCK = re.compile(r"(?:^ *<!-- (.*) -->\n)?^( *```+)(\w+).*\n((?s:.*?))^\2 *$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block on a page: where it begins, its language, what is in it, and the mark before it with what that tells."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    mark: str
+    told: str
+
+    def is_code(self) -> bool:
+        """Whether it is what a reader types: commands or Python."""
+        return self.language in (*SHELLS, "python")
+
+    def is_executed(self) -> bool:
+        """Whether its page's test executes it."""
+        return self.is_code() and not self.mark
+
+
+def blocks_in(text: str, page: str) -> Iterator[Block]:
+    """Every block of a page's text that has a language."""
+    for found in _BLOCK.finditer(text):
+        comment, _, language, inside = found.groups()
+        mark, _, told = (comment or "").partition(": ")
+        yield Block(page, text.count("\n", 0, found.start(2)) + 1, language, inside, mark, told)
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Every block of a page that has a language."""
+    return blocks_in(page.read_text(), str(page.relative_to(ROOT)))
+
+
+def _photos(folder: Path) -> None:
+    for name in ("cat", "dog"):
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(32):
+            pixels = np.random.default_rng(number).integers(0, 256, (70, 70, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "photos" / name / f"{number}.png")
+
+
+def _mnist(folder: Path) -> None:
+    write_idx(folder / "mnist", "train", 320, packed=True)
+    write_idx(folder / "mnist", "t10k", 64, packed=False)
+
+
+def _iris(folder: Path) -> None:
+    kinds = ("setosa", "versicolor", "virginica")
+    lines = [f"{i % 3 + i / 900},{i % 7},{kinds[i % 3]}\n" for i in range(150)]
+    (folder / "iris.csv").write_text("length,width,species\n" + "".join(lines))
+
+
+def _every_source(folder: Path) -> None:
+    for write in (_photos, _mnist, _iris):
+        write(folder)
+    np.savez(folder / "arrays.npz", x=np.zeros((8, 4), np.float32), y=np.arange(8))
+    write_cifar(folder / "cifar-10-batches-py", "python10")
+    for number in range(13):
+        write_tar(folder / "shards" / f"train-{number:03}.tar", {f"{number}.cls": b"1", f"{number}.txt": b"a"})
+    (folder / "saved").symlink_to(SUPPORT / "hf" / "saved")
+    (folder / "table.parquet").symlink_to(ROOT / "datasets" / "digits" / "eval" / "part-00000.parquet")
+
+
+def _nothing(folder: Path) -> None:
+    """The page needs what the project has."""
+
+
+EXECUTED: dict[str, Callable[[Path], None]] = {
+    "README.md": _nothing,
+    "docs/data.md": _every_source,
+    "docs/start/images.md": _photos,
+    "docs/start/keras.md": _mnist,
+    "docs/start/own-model.md": _nothing,
+    "docs/start/pytorch.md": _nothing,
+    "docs/start/tables.md": _iris,
+}
+"""Pages whose blocks without a mark are executed, and what writes the files that a reader of the page has."""

@@ -1,0 +1,332 @@
+"""A world of workers around the real `Rendezvous`, with a clock and a network of its own, in which random things happen.
+
+The workers act as `train/loop.py` and `cluster/membership.py` do, the controller as `cluster/elastic.py`; time goes on in ticks. What must
+hold always: a number of a generation is given once; no generation begins behind what a reachable worker has; nobody leaves with a step that
+nobody else has and that is not saved; no generation steps after a later one has; everything ends. A schedule is its seed: the same seed
+gives the same story.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_app.cluster.membership import RayMembership
+from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.train.group.messages import Beat, Flags, Formed, Orders
+from ray_app.train.loop import saves_at_leave
+
+TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
+KINDS = ("join", "kill", "kill_all_but_one", "freeze", "cut_off", "drain", "drain_all", "restart", "slow_storage")
+
+
+class BrokenPromiseError(AssertionError):
+    """Something that must hold did not; the message is the story."""
+
+
+@dataclass
+class Generation:
+    """A process group."""
+
+    number: int
+    size: int
+    until_s: float
+    members: dict[int, Worker] = field(default_factory=dict)
+    shared: bool = False
+    broken: bool = False
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process, as far as the protocol knows it."""
+
+    name: str
+    node: str
+    step: int = -1
+    _generation: int = 0
+    rank: int = 0
+    _orders: Orders = Orders()
+    waits: Future[Formed] | None = None
+    lost: bool = False
+    group: Generation | None = None
+    state: str = "starting"
+    until_s: float = 0.0  # of being frozen
+    cut_until_s: float = 0.0  # of being without the rendezvous
+    saving: int | None = None
+    saved_at_s: float = 0.0
+    over: bool = False
+
+    @property
+    def beat(self) -> Beat:
+        phase: Any = "saving" if self.state == "saving" else "compute" if self.group else "waiting"
+        return Beat(self.name, self.node, "host", 1, 1, self._generation, self.rank, self.step, phase)
+
+
+class World:
+    """See the module.
+
+    Args:
+        seed: Of what happens.
+        workers: At the start.
+        steps: Of the run.
+        events: How many things happen.
+    """
+
+    def __init__(self, seed: int, workers: int, steps: int, events: int) -> None:
+        self.random, self.steps, self.now = random.Random(seed), steps, 100.0
+        self.story = [f"seed {seed}: {workers} workers, {steps} steps"]
+        self.actors, self.died_s = -1, 0.0
+        self.actor: Rendezvous | None = self._new_actor()
+        self.back_s = self.storage_s = 0.0
+        self.live: list[Worker] = []
+        self.controlled: list[Worker] = []
+        self.draining: set[str] = set()
+        self.groups: dict[int, Generation] = {}
+        self.stepped = 0  # the newest generation that has finished a step
+        self.saved, self.made, self.names = 0, -1, 0
+        for _ in range(workers):
+            self._add()
+        self.schedule = sorted((self.random.randrange(2, 4 * steps), self.random.choice(KINDS)) for _ in range(events))
+
+    def _new_actor(self) -> Rendezvous:
+        self.actors += 1
+        return Rendezvous(SILENCE_S, 1e6, lambda: self.now, first=1 + 1000 * self.actors)
+
+    def _say(self, text: str) -> None:
+        self.story.append(f"{self.now - 100:7.2f} s  {text}")
+
+    def _fail(self, text: str) -> None:
+        raise BrokenPromiseError("\n".join([*self.story, text]))
+
+    def _add(self) -> None:
+        self.names += 1
+        worker = Worker(f"w{self.names}", f"n{self.names}")
+        self.live.append(worker)
+        self.controlled.append(worker)
+
+    # What happens.
+
+    def _happen(self, kind: str) -> None:
+        chosen = self.random.choice(self.live) if self.live else None
+        self._say(kind + (f" {chosen.name}" if chosen and kind in ("kill", "freeze", "cut_off", "drain") else ""))
+        if kind == "join":
+            self._add()
+        elif kind == "restart":
+            self.actor, self.back_s = None, self.now + self.random.choice((0.5, 1.0, 3.0))
+        elif kind == "slow_storage":
+            self.storage_s = self.now + self.random.choice((1.0, 5.0))
+        elif kind == "kill_all_but_one":
+            for worker in self.random.sample(self.live, max(0, len(self.live) - 1)):
+                self._die(worker)
+        elif kind == "drain_all":
+            self.draining |= {w.node for w in self.live}
+            for _ in range(self.random.randrange(3)):
+                self._add()
+        elif chosen is None:
+            return
+        elif kind == "kill":
+            self._die(chosen)
+        elif kind == "freeze":
+            chosen.until_s = self.now + self.random.choice((1.0, 6.0))
+        elif kind == "cut_off":
+            chosen.cut_until_s = self.now + self.random.choice((1.0, 6.0))
+        elif kind == "drain":
+            self.draining.add(chosen.node)
+
+    def _die(self, worker: Worker) -> None:
+        if worker not in self.live:
+            return
+        self.live.remove(worker)
+        worker.state, self.died_s = "dead", self.now
+        if worker.group:
+            worker.group.broken = True
+        if self.actor and self.random.random() < 0.9:  # its connection tells at once
+            self.actor._lose(worker.name)
+
+    # What workers do.
+
+    def _act(self, w: Worker) -> None:  # noqa: PLR0911
+        if self.now < w.until_s or w.state == "dead":
+            return None
+        if self.actor and self.now >= w.cut_until_s:
+            w._orders = self.actor.answer(w.beat)
+            if w._orders.exit:
+                self._say(f"{w.name} is told to end")
+                return self._die(w)
+        if w.group and w._orders.abort and w._orders.generation == w._generation:
+            w.group.broken = True
+        if w.state == "saving":
+            if self.now >= max(w.saved_at_s, self.storage_s):
+                self.saved, w.state = max(self.saved, w.saving or 0), "left"
+                self._say(f"{w.name} has saved step {w.saving}")
+            return None
+        if w.state == "left":
+            return self._leave_for_good(w)
+        if w.group is not None:
+            return self._break_up(w) if w.group.broken else None
+        if w.waits is None:
+            if self.actor and self.now >= w.cut_until_s:
+                w.waits = self.actor.enter(w.beat, w.lost)
+            return None
+        return self._wait(w)
+
+    def _wait(self, w: Worker) -> None:
+        assert w.waits is not None
+        if not w.waits.done():
+            if w._orders.leave:
+                self._leave(w, saves_at_leave(Flags(0), RayMembership.flags(w), w.rank))  # type: ignore[arg-type]
+            return
+        found, w.waits = w.waits, None
+        if found.exception() is not None:
+            return
+        formed = found.result()
+        w._generation, w.rank, w.lost = formed.number, formed.rank, False
+        group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
+        if formed.rank in group.members or formed.size != group.size:
+            self._fail(f"generation {formed.number} was formed twice: rank {formed.rank} is {w.name}, too")
+        group.members[formed.rank] = w
+        w.group = group
+        if any(m.state == "dead" for m in group.members.values()):
+            group.broken = True
+
+    def _break_up(self, w: Worker) -> None:
+        self._say(f"{w.name} lost a peer of generation {w._generation} at step {w.step}")
+        w.group, w.lost, w.waits = None, True, None
+
+    def _leave(self, w: Worker, saves: bool) -> None:
+        w.group = w.waits = None
+        self._say(f"{w.name} leaves at step {w.step}{', saving' if saves and w.step >= 0 else ''}")
+        w.state = "left"
+        if saves and w.step >= 0:
+            w.state, w.saving, w.saved_at_s = "saving", w.step, self.now + 0.5
+            return
+        others = any(o.step >= w.step and o is not w and o.state != "left" for o in self.live)
+        if w.step > self.saved and not others and self.now > self.died_s + SILENCE_S + 1:
+            self._fail(f"{w.name} leaves with step {w.step}; {self.saved} is saved, and nobody else has it")
+
+    def _leave_for_good(self, w: Worker) -> None:
+        if self.actor is None or self.now < w.cut_until_s:
+            return
+        self.actor.answer(w.beat)
+        self.actor._gone.add(w.name)
+        self.actor._members.pop(w.name, None)
+        self.actor._over = self.actor._over or w.over
+        self.actor._try_form()
+        self.live.remove(w)
+        w.state = "dead"
+
+    # What a generation does.
+
+    def _step(self, group: Generation) -> None:
+        members = [group.members[rank] for rank in sorted(group.members)]
+        if len(members) < group.size and self.now > group.until_s:
+            group.broken = True
+        if group.broken or len(members) < group.size or any(self.now < m.until_s or m.group is not group for m in members):
+            return None
+        if not group.shared:
+            return self._share(group, members)
+        if not any(self.now < m.cut_until_s for m in members):
+            if group.number < self.stepped:
+                self._fail(f"generation {group.number} steps after {self.stepped} has")
+            self.stepped = group.number
+        flags = Flags(0)
+        for m in members:
+            flags |= RayMembership.flags(m)  # type: ignore[arg-type]
+        partly = self.random.random() < 0.02 and len(members) > 1
+        if partly:  # somebody dies in the exchange: some have finished it, some not
+            victim = self.random.choice(members)
+            for m in members:
+                m.step += self.random.random() < 0.5
+            self._die(victim)
+            self._say(f"{victim.name} dies in an exchange")
+            return None
+        for m in members:
+            m.step += 1
+        self.made = max(self.made, members[0].step)
+        over = members[0].step >= self.steps
+        if over or flags & Flags.SAVE:
+            self.saved = max(self.saved, members[0].step)
+        if over or flags & Flags.REFORM:
+            for m in members:
+                self._end(m, over, flags)
+        return None
+
+    def _end(self, m: Worker, over: bool, flags: Flags) -> None:
+        m.group = None
+        if m._orders.leave:
+            self._leave(m, not over and saves_at_leave(flags, RayMembership.flags(m), m.rank))  # type: ignore[arg-type]
+        elif over:
+            m.over, m.state = True, "left"
+        m.over = over and not m._orders.leave
+
+    def _share(self, group: Generation, members: list[Worker]) -> None:
+        newest = max(m.step for m in members)
+        if newest < 0:
+            if self.now < self.storage_s:
+                return
+            newest = self.saved
+        for other in self.live:
+            heard = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(other.until_s, other.cut_until_s)
+            reachable = heard and not other._orders.exit and other in self.controlled
+            if other.step > newest and other.group is not group and reachable:
+                self._fail(f"generation {group.number} begins with step {newest}, {other.name} has {other.step} ({other.state})")
+        for m in members:
+            m.step = newest
+        group.shared = True
+        self._say(f"generation {group.number} of {', '.join(m.name for m in members)} begins at step {newest}")
+
+    # What the controller does.
+
+    def _control(self) -> None:
+        if self.actor is None:
+            return
+        gone = [w for w in self.controlled if w not in self.live]
+        silent = {name for name, since in self.actor._lost.items() if self.now - since > 1.0}
+        late = [w for w in self.controlled if w in self.live and w.name in silent and self.now < max(w.until_s, w.cut_until_s)]
+        for w in gone + late:
+            self.controlled.remove(w)
+            self.actor._lose(w.name)
+            self.actor._lost.pop(w.name, None)
+            self.actor._gone.add(w.name)
+            if w in late:
+                self._die(w)
+        if not self.controlled:
+            for _ in range(self.random.randint(1, 2)):
+                self._add()
+        self.actor._draining = set(self.draining)
+        self.actor._expected = len(self.controlled)
+        self.actor._try_form()
+
+    def run(self) -> None:
+        """Lets it happen until the run is over.
+
+        Raises:
+            BrokenPromiseError: Something that must hold did not.
+        """
+        todo, ticks = list(self.schedule), 0
+        while not (self.made >= self.steps and not self.live):
+            ticks += 1
+            self.now += TICK_S
+            while todo and todo[0][0] <= ticks and self.made < self.steps:
+                self._happen(todo.pop(0)[1])
+            if self.actor is None and self.now >= self.back_s:
+                self.actor = self._new_actor()
+                for w in self.live:
+                    w.waits = None
+            for worker in list(self.live):
+                self._act(worker)
+            for number in sorted(self.groups):
+                self._step(self.groups[number])
+            self.groups = {n: g for n, g in self.groups.items() if not g.broken or any(m.group is g for m in g.members.values())}
+            if self.actor:
+                self.actor.look(self.now)
+            if self.made < self.steps and ticks % CONTROL_TICKS == 0:
+                self._control()
+            if ticks > 40 * self.steps + 400:
+                self._fail("it does not end")
+            if self.made >= self.steps:
+                self.live = [w for w in self.live if w.state != "starting" or w.group or w.step >= 0]
+                if all(w.step < self.steps for w in self.live):
+                    return

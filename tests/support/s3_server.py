@@ -1,0 +1,154 @@
+"""moto's S3 server on loopback, as a process of its own, with faults between it and its clients.
+
+As a script it serves; `S3Server` starts the script and tells it what to break.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ray_app.record.files import location
+from ray_app.record.s3 import S3Path
+from tests.support.places import ROOT
+
+BUCKET = "runs"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@dataclass
+class Rule:
+    """A fault.
+
+    Args:
+        match: Regular expression for the requests that it concerns, such as `PUT .*COMMIT.json`.
+        times: How many of them; -1: all.
+        status: Answer with this instead; 0: the true answer.
+        delay_s: Seconds to wait before that.
+        done: Whether the server does first what was asked, so that only the answer is lost.
+    """
+
+    match: str
+    times: int = 1
+    status: int = 503
+    delay_s: float = 0.0
+    done: bool = False
+
+
+class S3Server:
+    """The server's process and its control."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-m", "tests.support.s3_server"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.address = f"127.0.0.1:{int(self._process.stdout.readline())}"
+        self.path("")._client.create_bucket(Bucket=BUCKET)
+
+    def path(self, prefix: str) -> S3Path:
+        """A place on the server, which carries the server's address."""
+        place = location(f"s3://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
+        assert isinstance(place, S3Path)
+        return place
+
+    def fail(self, match: str, **how: Any) -> None:
+        """Adds a fault, see `Rule`."""
+        self._control("rule", asdict(Rule(match, **how)))
+
+    def reset(self) -> None:
+        """Ends all faults and forgets the requests."""
+        self._control("reset")
+
+    def requests(self, match: str = "") -> list[str]:
+        """The requests since the last reset that match, each as `METHOD /path?query`, in the order in which they came."""
+        return [request for request in self._control("requests") if re.search(match, request)]
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _control(self, what: str, value: Any = None) -> Any:
+        with urllib.request.urlopen(f"http://{self.address}/-/{what}", data=json.dumps(value).encode(), timeout=10) as answer:
+            return json.load(answer)
+
+
+class _Faulty:
+    """WSGI application that breaks another one as the rules say."""
+
+    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
+        self._application = application
+        self._rules: list[Rule] = []
+        self._requests: list[str] = []
+        self._lock, self._conditional = threading.Lock(), threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path, query = environ["PATH_INFO"], environ.get("QUERY_STRING", "")
+        if path.startswith("/-/"):
+            length = int(environ.get("CONTENT_LENGTH") or 0)
+            return self._answer_control(path[3:], json.loads(environ["wsgi.input"].read(length)), start_response)
+        request = f"{environ['REQUEST_METHOD']} {path}" + (f"?{query}" if query else "")
+        with self._lock:
+            self._requests.append(request)
+            rule = next((r for r in self._rules if r.times and re.search(r.match, request)), None)
+            if rule is not None:
+                rule.times -= 1
+        if rule is None:
+            return self._ask(environ, start_response)
+        if rule.done:
+            list(self._ask(environ, lambda *_: None))
+        time.sleep(rule.delay_s)
+        if not rule.status:
+            return self._ask(environ, start_response)
+        if not rule.done:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        start_response(f"{rule.status} Injected", [("Content-Length", "0")])
+        return [b""]
+
+    def _ask(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("HTTP_IF_NONE_MATCH"):  # moto looks and then writes
+            with self._conditional:
+                return list(self._application(environ, start_response))
+        return self._application(environ, start_response)
+
+    def _answer_control(self, what: str, value: Any, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        answer = None
+        with self._lock:
+            if what == "rule":
+                self._rules.append(Rule(**value))
+            elif what == "reset":
+                self._rules, self._requests = [], []
+            else:
+                answer = list(self._requests)
+        data = json.dumps(answer).encode()
+        start_response("200 OK", [("Content-Length", str(len(data)))])
+        return [data]
+
+
+def main() -> None:
+    """Serves on a free port, which it prints, until it is killed or its parent is gone."""
+    import logging
+    import os
+
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    application = _Faulty(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+    print(server.server_port, flush=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()

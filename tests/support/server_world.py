@@ -1,0 +1,67 @@
+"""Parameter servers without Ray: the real workers, servers and coordinator in one thread, in any order that a test wants."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from ray_app.train.group.alone import Alone
+from ray_app.train.job import Job, OpenWindows
+from ray_app.train.strategies.parameter_server.coordinator import Coordinator
+from ray_app.train.strategies.parameter_server.server import ParameterServer
+from ray_app.train.strategies.parameter_server.worker import ParameterWorker
+from tests.support.local_world import CPU, cached
+
+
+class Here:
+    """The servers in this process."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.servers = [self._new() for _ in range(job.config.train.servers)]
+
+    def _new(self) -> ParameterServer:
+        return ParameterServer(self._job.config, self._job.total_steps)
+
+    def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        return [getattr(server, method)(*args) for server, args in zip(self.servers, arguments, strict=True)]
+
+    def lose(self, place: int) -> None:
+        """A server starts again with nothing."""
+        self.servers[place] = self._new()
+
+
+class World:
+    """A coordinator, its servers and its workers."""
+
+    def __init__(self, job: Job, workers: int, windows: OpenWindows = cached) -> None:
+        self.job, self.servers, self.windows = job, Here(job), windows
+        self.coordinator = Coordinator(job, self.servers)
+        self.workers = {str(i): self.worker(str(i)) for i in range(workers)}
+        self._number = itertools.count(workers)
+        self.order: list[tuple[str, int]] = []
+
+    def worker(self, name: str) -> ParameterWorker:
+        return ParameterWorker(self.job, name, self.coordinator.ask, self.servers, Alone(4, lambda: False), self.windows, CPU)
+
+    def turn(self, name: str) -> bool:
+        """One unit of a worker; returns whether the run goes on."""
+        return self.workers[name].once(0.0)
+
+    def kill(self, name: str) -> None:
+        """A worker is gone, with what it has not told yet."""
+        self.coordinator.keep(set(self.workers), False, False)
+        del self.workers[name]
+        self.coordinator.keep(set(self.workers), False, False)
+
+    def add(self) -> str:
+        name = str(next(self._number))
+        self.workers[name] = self.worker(name)
+        return name
+
+    def run(self, turns: int | None = None) -> bool:
+        """Lets the workers take turns, so many or until the run is over; returns whether it is."""
+        for _ in range(turns) if turns is not None else itertools.count():
+            if not all([self.turn(name) for name in list(self.workers)]):
+                return True
+        return False

@@ -1,0 +1,93 @@
+"""Workers as plain processes whose set changes while they train, as planned or because one is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray_app.exchange.exchange import World
+from ray_app.train.group.membership import LeavingError
+from ray_app.train.group.messages import Flags, Formed
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.loop import train
+from tests.support.local_world import CPU, LocalMembership, Outcome, Pool, cached
+
+
+@dataclass(frozen=True)
+class KillOnce:
+    """A hook that kills the worker of a rank after a step, the first time that it gets there; the file `proof` says that it did."""
+
+    proof: Path
+    step: int
+    rank: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        if (rank, step) == (self.rank, self.step) and not self.proof.exists():
+            self.proof.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ShiftingMembership(LocalMembership):
+    """The membership of a worker in groups that are known beforehand.
+
+    Args:
+        me: Which worker this is.
+        groups: The workers of every generation, in the order of their ranks.
+        reforms: After how many steps of a generation its workers form the next; 0: they do not want to.
+        store: Where they meet.
+        logical_workers: L.
+    """
+
+    recovers = True
+
+    def __init__(self, me: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int) -> None:
+        super().__init__(World(0, 1, logical_workers), store)
+        self._me, self._groups, self._reforms = me, groups, reforms
+        self._folder, self._at = store, -1
+
+    @contextmanager
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+        """See `Membership.generation`."""
+        self._at += 1
+        while self._at < 0 or (self._me not in self._groups[self._at] and step < 0):
+            self._at += 1
+        group = self._groups[self._at]
+        if self._me not in group:
+            raise LeavingError
+        self._asked = 0
+        self._world = World(group.index(self._me), len(group), self._world.logical_workers)
+        self._store = Path(f"{self._folder}-{self._at}")
+        with super().generation(step, lost) as (world, formed):
+            yield world, dataclasses.replace(formed, number=self._at + 1)
+
+    def flags(self) -> Flags:
+        """See `Membership.flags`; asked once a step."""
+        if not self._groups[self._at]:
+            return Flags.SAVE  # nobody stays
+        self._asked += 1
+        return Flags.REFORM if self._at < len(self._reforms) and self._asked == self._reforms[self._at] else Flags(0)
+
+    def is_leaving(self) -> bool:
+        """See `Membership.is_leaving`."""
+        return self._at + 1 < len(self._groups) and self._me not in self._groups[self._at + 1]
+
+
+def train_shifting(pool: Pool, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks = Hooks()) -> list[Outcome]:
+    """Trains in several generations; returns what became of each worker."""
+    return pool.outcomes(1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks)
+
+
+def _train(me: int, store: Path, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks) -> str:
+    try:
+        train(job, ShiftingMembership(me, groups, reforms, store, job.plan.logical_workers), cached, CPU, hooks)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    return "done"

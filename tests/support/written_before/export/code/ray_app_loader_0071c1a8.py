@@ -1,0 +1,270 @@
+"""Loads a packaged model, for MLflow and for plain PyTorch; a copy of this file is the code of every package.
+
+It stands alone: it needs torch and NumPy, safetensors for a package with weights of its own, and neither Ray nor the rest of ray_app.
+Nothing is unpickled, and no expression of an archive is evaluated that does more than count rows; a package that asks for it is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+DESCRIPTION, EXPORTED, WEIGHTS, TASK = "package.json", "model.pt2", "model.safetensors", "task.json"
+
+_HARMLESS = re.compile(
+    r"[^/]+/(archive_format|archive_version|byteorder|\.data/\w+|models/\w+\.json|data/weights/weight_\d+|data/constants/tensor_\d+|"
+    r"data/(weights|constants)/\w+_config\.json)"
+)
+"""What an archive of `torch.export.save` holds besides pickles: JSON, raw numbers, and notes of zip's writer."""
+
+
+_OPERATOR = re.compile(
+    r"torch\.ops\.(aten|prims|torchvision|higher_order)\.(?!(save|load|from_file)\b|__(?!and|or|xor|[lr]shift))\w+(\.(?!__)\w+)?|torch\.sym_\w+|math\.[a-z]\w*|"
+    r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
+)
+"""Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, do what they are told."""
+_CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+"""What arguments and results may be nested in; for others, such as `collections.defaultdict`, torch imports a module named there."""
+_FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
+_SIZE_PARTS = (ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.keyword, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+_SIZE_PARTS += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
+
+
+class Served(nn.Module):
+    """A task's `forward` as a module of tensors.
+
+    Args:
+        task: The prepared task.
+        model: Its model.
+        names: Decoded fields in the order of the arguments of `forward`.
+    """
+
+    def __init__(self, task: Any, model: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.task, self.model, self.names = task, model, names
+
+    def forward(self, *fields: Tensor) -> Any:
+        """The task's outputs for a batch, each field of shape (rows, ...)."""
+        return self.task.forward(self.model, dict(zip(self.names, fields, strict=True)))
+
+
+class Predictor:
+    """What MLflow calls: arrays in, arrays out.
+
+    Args:
+        module: The loaded module.
+        inputs: Name, dtype and shape of one row of every input.
+    """
+
+    def __init__(self, module: nn.Module, inputs: list[dict[str, Any]]) -> None:
+        self.module, self._inputs = module, inputs
+
+    def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
+        """Predicts a batch.
+
+        Args:
+            data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an array in every cell.
+            params: Not used.
+
+        Returns:
+            The task's outputs as an array (rows, ...); a dictionary of arrays if there are several.
+
+        Raises:
+            ValueError: An array does not fit the model's input, or an input is missing.
+        """
+        del params
+        with torch.no_grad():
+            outputs = self.module(*(_tensor(_field(data, spec, len(self._inputs) == 1), spec) for spec in self._inputs))
+        arrays = {name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy() for name, values in named(outputs)}
+        return arrays[""] if list(arrays) == [""] else arrays
+
+
+def _load_pyfunc(data_path: str) -> Predictor:
+    """What MLflow calls to load a model."""
+    return Predictor(load(data_path), describe(data_path)["inputs"])
+
+
+def load(folder: str | Path) -> nn.Module:
+    """Loads the module of a package in plain PyTorch, on the CPU and in evaluation mode.
+
+    Args:
+        folder: The folder with `package.json`, in an MLflow model `data/model`.
+
+    Returns:
+        A module whose arguments are the inputs that `package.json` names, in that order.
+
+    Raises:
+        ValueError: The package holds pickled code, which is not run, or its code is another than what is imported already.
+    """
+    folder = Path(folder)
+    if describe(folder)["format"] == "torch.export":
+        return load_exported(folder / EXPORTED).module()
+    return _restored(folder).eval().requires_grad_(False)
+
+
+def describe(folder: str | Path) -> dict[str, Any]:
+    """The content of `package.json`."""
+    return json.loads((Path(folder) / DESCRIPTION).read_text())
+
+
+def named(outputs: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a task's outputs by name; a single one has the empty name.
+
+    Raises:
+        ValueError: The outputs are no tensor, and no dictionary or sequence of tensors.
+    """
+    if isinstance(outputs, Tensor):
+        return [("", outputs)]
+    pairs = list(outputs.items()) if isinstance(outputs, dict) else []
+    if isinstance(outputs, (tuple, list)):
+        pairs = [(f"output_{i}", values) for i, values in enumerate(outputs)]
+    if not pairs or not all(isinstance(name, str) and isinstance(values, Tensor) for name, values in pairs):
+        raise ValueError(f"forward returned {type(outputs).__name__}; a packaged model returns a tensor, or a dict or tuple of tensors.")
+    return pairs
+
+
+def load_exported(archive: Path) -> torch.export.ExportedProgram:
+    """Loads what `torch.export.save` wrote, unless something in it would be executed.
+
+    Raises:
+        ValueError: Something would; the message names it.
+    """
+    refuse_code(archive)
+    return torch.export.load(archive)
+
+
+def refuse_code(archive: Path) -> None:
+    """Refuses an archive of `torch.export.save` with anything in it that `torch.export.load` would unpickle or evaluate.
+
+    Raises:
+        ValueError: It holds such a thing; the message names it.
+    """
+    try:
+        file = zipfile.ZipFile(archive)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{archive} is refused: it is no archive of torch.export.save.") from error
+    with file:
+        for member in file.infolist():
+            if re.fullmatch(r"[^/]+/data/sample_inputs/\w+\.pt", member.filename) and not member.file_size:
+                continue
+            if not _HARMLESS.fullmatch(member.filename):
+                raise ValueError(f"{archive} is refused: {member.filename} may hold pickled code.")
+            if member.filename.endswith("_config.json"):
+                payloads = json.loads(file.read(member))["config"]
+                for name, payload in payloads.items():
+                    if payload["use_pickle"]:
+                        raise ValueError(f"{archive} is refused: {name} is pickled.")
+            elif member.filename.endswith(".json"):
+                for problem in _code_in(json.loads(file.read(member))):
+                    raise ValueError(f"{archive} is refused: {member.filename} holds {problem}.")
+
+
+def _code_in(value: Any, key: str = "") -> Iterator[str]:
+    """What torch would execute of a program in JSON besides operators on tensors and sizes."""
+    if isinstance(value, dict):
+        if key == "range_constraints":
+            yield from (f"the size {name[:80]!r}" for name in value if not _is_size(name))
+        for name, inner in value.items():
+            yield from _code_in(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _code_in(inner, key)
+    elif isinstance(value, str):
+        if key == "expr_str" and not _is_size(value):
+            yield f"the size {value[:80]!r}"
+        elif key == "guards_code" and not _is_size(re.sub(r"L\['\w+'\](\[('\w+'|\d+)\])*\.size\(\)\[\d+\]", "s0", value)):
+            yield f"the check {value[:80]!r}"
+        elif key in ("target", "as_operator") and not _OPERATOR.fullmatch(value):
+            yield f"the operator {value[:80]!r}"
+        elif key in ("in_spec", "out_spec") and not _is_nesting(value):
+            yield f"the structure {value[:80]!r}"
+
+
+def _is_nesting(text: str) -> bool:
+    """Whether a text says how arguments or results are nested in plain containers, by plain names, and nothing else."""
+    try:
+        _, root = json.loads(text)
+        todo = [root]
+        for node in todo:
+            kind, context, children = node["type"], node["context"], node["children_spec"]
+            names = json.loads(context) if kind is not None else context
+            is_plain = names is None or (isinstance(names, list) and all(isinstance(name, str | int | float | None) for name in names))
+            if not is_plain or (kind is None and children) or (kind is not None and kind not in _CONTAINERS):
+                return False
+            todo += children
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    return True
+
+
+def _is_size(text: str) -> bool:
+    """Whether a text is an expression of sizes, such as `Mul(Integer(2), Symbol('s0', positive=True))`, and nothing else."""
+    try:
+        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    calls = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return all(
+        isinstance(node, _SIZE_PARTS)
+        and (not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value.isidentifier())
+        and (not isinstance(node, ast.Call) or isinstance(node.func, ast.Name))
+        and (not isinstance(node, ast.Name) or (_FUNCTION if id(node) in calls else _SYMBOL).fullmatch(node.id))
+        for node in nodes
+    )
+
+
+def _restored(folder: Path) -> nn.Module:
+    """Makes the task from its settings and the shipped code, and gives its model the weights."""
+    import safetensors.torch
+
+    made = json.loads((folder / TASK).read_text())
+    task_class: Any = importlib.import_module(made["module"])
+    for name, digest in made["code"].items():
+        source = inspect.getsourcefile(importlib.import_module(name))
+        if source is None or hashlib.sha256(Path(source).read_bytes()).hexdigest() != digest:
+            raise ValueError(
+                f"{folder} needs the module {name} that it brings along, but another one of that name is imported ({source}). Load the"
+                " model in a process of its own."
+            )
+    for part in made["class"].split("."):
+        task_class = getattr(task_class, part)
+    task = task_class.__new__(task_class)
+    task.__dict__.update(made["settings"])
+    model = task.build_model()
+    model.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
+    return Served(task, model, [spec["name"] for spec in describe(folder)["inputs"]])
+
+
+def _field(data: Any, spec: dict[str, Any], only: bool) -> Any:
+    """The values of one input in what a caller gave."""
+    name = spec["name"]
+    if isinstance(data, dict) or (hasattr(data, "columns") and not only):
+        if name not in data:
+            raise ValueError(f"The input {name!r} is missing; there are {', '.join(map(repr, data))}.")
+        return data[name] if isinstance(data, dict) else np.stack(data[name].tolist())
+    return data.to_numpy() if hasattr(data, "to_numpy") else data
+
+
+def _tensor(values: Any, spec: dict[str, Any]) -> Tensor:
+    given = np.asarray(values)
+    if given.dtype.kind not in "biufO":
+        raise ValueError(f"The input {spec['name']!r} is of {spec['dtype']}; the values given are of {given.dtype} and do not fit.")
+    array: npt.NDArray = np.array(given, dtype=np.dtype(spec["dtype"]), order="C", copy=True)
+    if not np.can_cast(given.dtype, array.dtype, "same_kind") and not np.array_equal(array, given):
+        raise ValueError(f"The input {spec['name']!r} is of {array.dtype}; the values given are of {given.dtype} and do not fit.")
+    if list(array.shape[1:]) != spec["shape"]:
+        raise ValueError(f"The input {spec['name']!r} is of shape (rows, {str(spec['shape'])[1:-1]}); {array.shape} was given.")
+    return torch.from_numpy(array)

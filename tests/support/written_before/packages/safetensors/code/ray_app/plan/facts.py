@@ -1,0 +1,47 @@
+"""What is known of a data set's columns before anything is read: names, types, ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """One column.
+
+    Args:
+        kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), or `other`.
+        dtype: NumPy dtype of numbers and arrays.
+        shape: Shape of one row of an array.
+        minimum: Least value of a number column, if the files say.
+        maximum: Greatest value of a number column, if the files say.
+        nulls: Missing values, if the files say.
+    """
+
+    kind: Literal["number", "integer", "text", "bytes", "array", "other"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    nulls: int | None = None
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A data set as its files describe it.
+
+    Args:
+        path: Where it is, for messages.
+        num_rows: Number of rows.
+        columns: Facts of every column by name.
+        classes: Names of the classes of the label column, if the ingest recorded them.
+        count: Reads a column of integers, and returns how many rows have each of its values.
+    """
+
+    path: str
+    num_rows: int
+    columns: dict[str, ColumnFacts]
+    classes: tuple[str, ...] | None = None
+    count: Callable[[str], dict[int, int]] | None = None
