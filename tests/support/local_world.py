@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -343,11 +344,15 @@ def _serve(pipe: Any) -> None:
             function, args = pipe.recv()
         except EOFError:
             return
-        try:
-            outcome = Outcome(function(*args))
-        except Exception as error:
-            outcome = Outcome(error=error, trace=traceback.format_exc())
-        pipe.send(outcome)
+        pipe.send(_outcome_of(function, args))
+        gc.collect()  # an error's frames hold the process group, for whose connections' end the other ranks may wait
+
+
+def _outcome_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+    try:
+        return Outcome(function(*args))
+    except Exception as error:
+        return Outcome(error=error, trace=traceback.format_exc())
 
 
 def _train(rank: int, store: Path, job: Job, size: int, hooks: Hooks, windows: OpenWindows, membership: dict[str, Any]) -> None:
