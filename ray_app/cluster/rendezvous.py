@@ -1,29 +1,24 @@
-"""The rendezvous: a small actor that decides which workers form the next generation, and passes words between driver and workers.
+"""The rendezvous decides which workers form the next generation, and passes words between driver and workers.
 
 A generation is a set of workers that step together. A new one forms whenever the set changes: somebody died, fell silent, is asked to
 leave its node, or has just started. Whoever holds the training state keeps it and comes back here; nobody is restarted.
 
-The actor may itself be killed: members tell it who they are with every heartbeat, so a new instance knows them after a moment.
+It is a small actor (`cluster.rendezvous_actor`), which may itself be killed: members tell it who they are with every heartbeat, so a new
+instance knows them after a moment. Here is what it decides, in one thread and by a clock that is given; no method waits for anything.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
-
-import ray
 
 from ray_app.record.journal import StepRecord
 from ray_app.train.group.messages import Beat, Flags, Formed, Orders, Status
 from ray_app.train.group.standstill import Standstill
 
 _COALESCE_S = 2.0  # a newcomer waits this long for other newcomers
-_LOOK_S = 0.2
 
 
 @dataclass
@@ -37,7 +32,7 @@ class _Member:
 
 
 class Rendezvous:
-    """See the module. An actor, see `start_rendezvous`.
+    """See the module.
 
     Args:
         silence_s: Seconds without a heartbeat after which a worker counts as lost.
@@ -61,39 +56,12 @@ class Rendezvous:
         self._flags = Flags(0)
         self._record: StepRecord | None = None
         self._recorded = 0
-        self._server: asyncio.Server | None = None
         self._began_s = self._clock()
-        self._watching: asyncio.Task[None] | None = None
 
     # What workers call.
 
-    async def lifeline(self) -> tuple[str, int]:
-        """Where workers keep a connection open, so that the end of a process is known at once."""
-        if self._server is None:
-            host = ray.util.get_node_ip_address()
-            self._server = await asyncio.start_server(self._attend, host, 0)
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
-        return self._server.sockets[0].getsockname()[:2]
-
-    async def close(self) -> None:
-        """Stops watching, before the actor is ended: asyncio complains of what it finds going on then."""
-        if self._watching is not None:
-            self._watching.cancel()
-
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker = (await reader.read(64)).decode()
-        with suppress(OSError):
-            await reader.read()
-        writer.close()
-        self._lose(worker)
-
-    async def beat(self, beat: Beat) -> Orders:
-        """A worker's sign of life."""
-        return self.answer(beat)
-
     def answer(self, beat: Beat) -> Orders:
-        """See `beat`."""
+        """A worker's sign of life, and what it is told."""
         if beat.worker in self._gone:
             return Orders(exit=True)
         known = self._members.get(beat.worker)
@@ -122,17 +90,13 @@ class Rendezvous:
         member.dump = False
         return orders
 
-    async def join(self, beat: Beat, lost: bool) -> Formed:
-        """Waits for the next generation.
+    def enter(self, beat: Beat, lost: bool) -> Future[Formed]:
+        """A worker waits for the next generation, which the future will have.
 
         Args:
             beat: Who waits.
             lost: Whether its last generation broke, so that the others must be called.
         """
-        return await asyncio.shield(asyncio.wrap_future(self.enter(beat, lost)))
-
-    def enter(self, beat: Beat, lost: bool) -> Future[Formed]:
-        """See `join`; the future has the next generation."""
         member = self._know(beat)
         self._number = max(self._number, beat.generation)
         if member.joined_s is None and member.beat.generation == self._number > 0 and (lost or beat.generation < self._number):
@@ -177,7 +141,7 @@ class Rendezvous:
     async def dismiss(self, workers: set[str]) -> None:
         """These workers are not counted on any more; if they ever come back, they are told to end."""
         for worker in workers:
-            self._lose(worker)
+            self.lose(worker)
             self._lost.pop(worker, None)
             self._gone.add(worker)
 
@@ -203,7 +167,8 @@ class Rendezvous:
         self._lost.pop(beat.worker, None)
         return member
 
-    def _lose(self, worker: str) -> None:
+    def lose(self, worker: str) -> None:
+        """A worker is not there any more, as far as is known."""
         member = self._members.pop(worker, None)
         if member is None:
             return
@@ -265,15 +230,10 @@ class Rendezvous:
 
     # Silence and standstill.
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            self.look(self._clock())
-
     def look(self, now: float) -> None:
         """Finds out who is silent, and whether nothing moves; called a few times a second."""
         for worker in [w for w, m in self._members.items() if now - m.seen_s > self._silence_s]:
-            self._lose(worker)
+            self.lose(worker)
         self._look_for_standstill(now)
         self._try_form()
 
@@ -299,20 +259,3 @@ class Rendezvous:
 
 def _has_state(member: _Member) -> bool:
     return member.beat.step >= 0
-
-
-class _Actor(Rendezvous):
-    """A rendezvous that Ray starts again when it dies; what it knew is gone then, the numbers that it gave as well."""
-
-    def __init__(self, silence_s: float, step_timeout_s: float | None) -> None:
-        again = ray.get_runtime_context().was_current_actor_reconstructed
-        super().__init__(silence_s, step_timeout_s, first=time.time_ns() // 10**6 if again else 1)
-
-
-def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None) -> Any:
-    """Starts the rendezvous actor on this node, so that it lives as long as the driver, and returns its handle."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000, "scheduling_strategy": here}
-    return ray.remote(_Actor).options(name=name, **options).remote(silence_s, step_timeout_s)

@@ -95,7 +95,8 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
     }
     arguments = {"start": ray.put(start)}
     if in_place:
-        from ray_app.cluster.elastic import ElasticTrainer, StoppedWaitingError
+        from ray_app.cluster.elastic import ElasticTrainer
+        from ray_app.cluster.sizes import StoppedWaitingError
 
         sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.max_workers), **options)
         trainer = ElasticTrainer(control, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)

@@ -12,8 +12,9 @@ from typing import Any
 
 from ray_app.config.config import Config, result_fields
 from ray_app.config.sections import ClassSpec
+from ray_app.data.dataset.below import files_below
 from ray_app.data.dataset.contents import contents, sha256
-from ray_app.data.dataset.files import files_below, find, is_folder, relative
+from ray_app.data.dataset.files import find, is_folder, relative
 from ray_app.errors import DataError, RegistryError
 from ray_app.models.sources import sources_of
 from ray_app.record.files import Location, location

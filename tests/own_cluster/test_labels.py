@@ -25,7 +25,7 @@ from ray_app.runs.in_process import Faults
 from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
-from ray_app.cluster.elastic import _Sizes
+from ray_app.cluster.sizes import Sizes
 from ray_app.cluster.hooks import Control
 from tests.support.injector import Linger
 from tests.support.injector import NoteNode
@@ -41,7 +41,7 @@ config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).
 
 
 def possible(config):
-    sizes = _Sizes(ScalingConfig(num_workers=(1, 2), label_selector=config.scaling.label_selector),
+    sizes = Sizes(ScalingConfig(num_workers=(1, 2), label_selector=config.scaling.label_selector),
         Control(str(out), 1, config, None, 1.0, True))
     sizes.after_controller_start(SimpleNamespace(run_id="probe"))
     asked = ray.get(sizes._autoscaling_coordinator.__ray_call__.remote(

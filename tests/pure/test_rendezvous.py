@@ -54,12 +54,12 @@ class Group:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
         self.beats: dict[str, Beat] = {}
-        self.waiting: dict[str, asyncio.Task[Formed]] = {}
+        self.waiting: dict[str, asyncio.Future[Formed]] = {}
 
     async def join(self, names: str, lost: bool = False) -> None:
         for name in names:
             beat = self.beats.setdefault(name, worker(name))
-            self.waiting[name] = asyncio.create_task(self.rendezvous.join(beat, lost))
+            self.waiting[name] = asyncio.wrap_future(self.rendezvous.enter(beat, lost))
             await settle()
 
     def formed(self, step: int = 0) -> dict[str, tuple[int, int, int]]:
@@ -74,7 +74,7 @@ class Group:
         return found
 
     async def beat(self, name: str) -> module.Orders:
-        return await self.rendezvous.beat(self.beats[name])
+        return self.rendezvous.answer(self.beats[name])
 
 
 def play(story: Callable[[Group], Coroutine[Any, Any, None]], step_timeout_s: float | None = None) -> None:

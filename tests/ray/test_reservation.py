@@ -8,14 +8,14 @@ from typing import Any
 import ray
 from ray.train import ScalingConfig
 
-from ray_app.cluster.elastic import _Sizes
 from ray_app.cluster.hooks import Control
+from ray_app.cluster.sizes import Sizes
 from ray_app.config.config import Config
 
 
 def sizes(run_root: str, config: Config, workers: int) -> Any:
     """The policy of a start that has asked for all CPUs of the cluster."""
-    made = _Sizes(ScalingConfig(num_workers=(1, workers)), Control(run_root, 1, config, None, 0, True))
+    made = Sizes(ScalingConfig(num_workers=(1, workers)), Control(run_root, 1, config, None, 0, True))
     made.after_controller_start(None)
     return made
 

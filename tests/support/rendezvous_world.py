@@ -143,7 +143,7 @@ class World:
         if worker.group:
             worker.group.broken = True
         if self.actor and self.random.random() < 0.9:  # its connection tells at once
-            self.actor._lose(worker.name)
+            self.actor.lose(worker.name)
 
     # What workers do.
 
@@ -287,7 +287,7 @@ class World:
         late = [w for w in self.controlled if w in self.live and w.name in silent and self.now < max(w.until_s, w.cut_until_s)]
         for w in gone + late:
             self.controlled.remove(w)
-            self.actor._lose(w.name)
+            self.actor.lose(w.name)
             self.actor._lost.pop(w.name, None)
             self.actor._gone.add(w.name)
             if w in late:

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.dataset.arrays import is_text, spec_of
-from ray_app.data.dataset.files import files_below, find, is_folder, parquet, parsing, relative
+from ray_app.data.dataset.below import files_below
+from ray_app.data.dataset.files import find, is_folder, parquet, parsing, relative
 from ray_app.data.dataset.labels import count_labels
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ray_app.data.dataset.files import File, files_in, find, is_folder, parquet, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
-from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
+from ray_app.ingest.readers.hugging_face_rows import Form, converted, unusable
 from ray_app.record.files import Location, read_json
 
 SUFFIXES = (".arrow", ".parquet")
@@ -86,7 +85,7 @@ class HuggingFace:
             _need_all_numbers(self.root, there)
         return splits
 
-    def _form(self, file: File) -> _Form:
+    def _form(self, file: File) -> Form:
         """How the columns of a split become ours, by its first file.
 
         Raises:
@@ -101,22 +100,11 @@ class HuggingFace:
         if label != "label" and "label" in keep:
             raise DataError(f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns.")
         for name in keep:
-            if reason := _unusable(schema.field(name).type, name == label):
+            if reason := unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
         shapes = _shapes(file, [name for name in keep if nested.is_list(schema.field(name).type)])
         names = features.get(label or "", {}).get("names")
-        return _Form(keep, shapes, label, tuple(names) if names else None, self.check)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Columns to keep, shapes of those with lists, the label's column, its classes, and whether images are decoded."""
-
-    columns: list[str]
-    shapes: dict[str, nested.Shape]
-    label: str | None
-    classes: tuple[str, ...] | None
-    check: bool
+        return Form(keep, shapes, label, tuple(names) if names else None, self.check)
 
 
 def _saved(folder: Location) -> list[File]:
@@ -219,84 +207,11 @@ def _shapes(file: File, lists: list[str]) -> dict[str, nested.Shape]:
     raise DataError(f"{file}: column {missing!r} has no value at all. Leave it out by naming the columns to keep.")
 
 
-def _is_image(kind: pa.DataType) -> bool:
-    """Whether this is how `datasets` stores images (and sounds): bytes and the path that they came from."""
-    return bool(pa.types.is_struct(kind)) and {field.name for field in kind} == {"bytes", "path"}
-
-
-def _unusable(kind: pa.DataType, is_label: bool) -> str | None:
-    """Why a column of this type cannot be kept."""
-    if is_label and not pa.types.is_integer(kind):
-        return f"is to be the label, but holds {kind}; a label is a ClassLabel or an integer (cast_column and save again, or give no label)"
-    if pa.types.is_struct(kind) and not _is_image(kind):
-        return "holds objects; allowed are numbers, text, bytes, images and lists of numbers"
-    if pa.types.is_null(kind):
-        return "has no value at all"
-    if nested.is_list(kind) and nested.number_type(kind) is None:
-        return f"holds lists that are not of numbers ({kind})"
-    if pa.types.is_decimal(kind) or pa.types.is_map(kind) or pa.types.is_union(kind):
-        return f"holds {kind}"
-    return None
-
-
-def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     for file in files:
         row = 0
         for table in _read(file):
             ids = np.array([f"{file.name}:{i}" for i in range(row, row + len(table))], dtype=object)
             row += len(table)
             if len(table):
-                yield _converted(form, file, table, ids, refuse)
-
-
-def _converted(form: _Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
-    """A table with the columns as ours, without the rows that cannot be used."""
-    if missing := [name for name in form.columns if name not in table.column_names]:
-        raise DataError(f"{file}: no column {missing[0]!r} as in the first file; the columns are {table.column_names}. Save it again.")
-    columns = {name: nested.plain(table[name].combine_chunks()) for name in form.columns}
-    faults: dict[int, str] = {}
-    for name, column in columns.items():
-        if _is_image(column.type):
-            columns[name] = pc.struct_field(column, "bytes")
-            faults |= _bad_images(name, columns[name], form.check, faults)
-        elif name in form.shapes:
-            fits = nested.of_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
-            reason = f"{name!r} is no list of shape {list(form.shapes[name])} as in the first row"
-            faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
-        elif name == form.label:
-            columns[name] = pc.if_else(pc.less(column, 0), None, column)  # -1 is how `datasets` writes that there is none
-            faults |= {i: reason for i, reason in _beyond(columns[name], len(form.classes or ())).items() if i not in faults}
-    for i, reason in sorted(faults.items()):
-        refuse(str(ids[i]), reason)
-    good = np.ones(len(ids), np.bool_)
-    good[list(faults)] = False
-    chosen = {"label" if name == form.label else name: _filtered(column, good, form.shapes.get(name)) for name, column in columns.items()}
-    return base.table(ids[good].tolist(), chosen)
-
-
-def _beyond(labels: pa.Array, classes: int) -> dict[int, str]:
-    """Which labels are none of the classes, by row; 0 classes: any number is one."""
-    beyond = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
-    return {int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}" for i in np.flatnonzero(beyond)}
-
-
-def _bad_images(name: str, images: pa.Array, check: bool, known: dict[int, str]) -> dict[int, str]:
-    """Why images cannot be used, by row."""
-    found = {}
-    for i, image in enumerate(images):
-        if i in known:
-            continue
-        if not image.is_valid:
-            found[i] = f"{name!r} has no bytes, only a path; load the data set and save it with embedded files"
-        elif check and (reason := base.undecodable(image.as_py())):
-            found[i] = NOT_AN_IMAGE.format(reason)
-    return found
-
-
-def _filtered(column: pa.Array, good: np.ndarray, shape: nested.Shape | None) -> Any:
-    rows = column.filter(pa.array(good))
-    if shape is None:
-        return rows
-    kind = nested.number_type(rows.type)
-    assert kind is not None
-    return nested.to_array(rows, shape, np.dtype(kind.to_pandas_dtype()))
+                yield converted(form, file, table, ids, refuse)
