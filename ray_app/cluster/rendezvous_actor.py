@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +20,9 @@ class _Actor(Rendezvous):
     """A rendezvous that Ray starts again when it dies; what it knew is gone then, the numbers that it gave as well."""
 
     def __init__(self, silence_s: float, step_timeout_s: float | None) -> None:
-        again = ray.get_runtime_context().was_current_actor_reconstructed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's property asks another one of Ray's that is deprecated
+            again = ray.get_runtime_context().was_current_actor_reconstructed
         super().__init__(silence_s, step_timeout_s, first=time.time_ns() // 10**6 if again else 1)
         self._server: asyncio.Server | None = None
         self._watching: asyncio.Task[None] | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,14 @@ from ray_app.data.feed.memory_cache import fetch_at_once
 from ray_app.data.read.reader import RowSource, specs_of
 from ray_app.errors import ConfigError, own_error
 from ray_app.models import loader
-from ray_app.plan.facts import DataFacts
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
-from ray_app.task.base import Batch, Rows, Task
+from ray_app.task.base import Batch, Task
 from ray_app.task.scoring import Chunk, score
 
 if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
+    pass
 
 MOST_BLOCKS = 1000
 Files = dict[str, bytes]
@@ -69,50 +69,6 @@ class Packaged(nn.Module):
     def forward(self, *fields: Tensor) -> Any:
         """Runs it on its inputs, each (rows, ...)."""
         return self._held[0](*fields)
-
-
-class Judging(Task):
-    """A task whose model is a package.
-
-    Args:
-        task: The prepared task.
-        inputs: The decoded fields that the package takes, in its order.
-    """
-
-    def __init__(self, task: Task, inputs: list[str]) -> None:
-        self.task, self.inputs = task, inputs
-
-    def prepare(self, data: DataFacts) -> Task:
-        """See `Task.prepare`."""
-        return Judging(self.task.prepare(data), self.inputs)
-
-    def columns(self) -> list[str]:
-        """See `Task.columns`."""
-        return self.task.columns()
-
-    def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
-        """See `Task.decode`."""
-        return self.task.decode(rows)
-
-    def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
-        return self.task.build_model()
-
-    def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Runs the package."""
-        return model(*(batch[name] for name in self.inputs))
-
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """See `Task.loss`."""
-        return self.task.loss(outputs, batch)
-
-    def metrics(self) -> MetricCollection:
-        """See `Task.metrics`."""
-        return self.task.metrics()
-
-    def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """See `Task.update`."""
-        self.task.update(metrics, outputs, batch)
 
 
 def files_of(data: Path) -> Files:
@@ -174,12 +130,16 @@ def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], sect
                     f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they cannot be compared."
                     " Use another tracking.registered_model for a task with other inputs."
                 )
-            asked = score(
-                Judging(task, inputs), Packaged(model.to(device)), arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics
-            )
+            run, packaged = partial(run_packaged, inputs), Packaged(model.to(device))
+            asked = score(task, packaged, arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics, forward=run)
             scored[name] = list(asked)
         found.append(scored)
     return found
+
+
+def run_packaged(inputs: list[str], model: nn.Module, batch: Batch) -> Any:
+    """Runs a package on the fields that it takes, in its order."""
+    return model(*(batch[name] for name in inputs))
 
 
 def _arrays(request: Request) -> dict[str, npt.NDArray]:

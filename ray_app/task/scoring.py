@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -77,6 +77,7 @@ def score(
     parts: int = 1,
     chunk_rows: int | None = None,
     keep: Container[str] | None = None,
+    forward: Callable[[nn.Module, Batch], Any] | None = None,
 ) -> Iterator[Chunk]:
     """Scores a data set, or every `parts`-th chunk of it.
 
@@ -90,6 +91,7 @@ def score(
         parts: How many there are.
         chunk_rows: Rows of a chunk; not given: a number that makes the work quick.
         keep: Names of the metrics whose states are kept; not given: all.
+        forward: What runs the model on a batch; not given: the task's own.
     """
     model.eval()
     metrics = task.metrics().to(device)
@@ -101,7 +103,7 @@ def score(
         metrics.reset()
         losses, mistakes = list[Tensor](), list[Mistake]()
         with own_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.inference_mode():
-            for first, some, outputs in _passes(task, model, batch, size):
+            for first, some, outputs in _passes(partial(forward or task.forward, model), batch, size):
                 losses.append(task.loss(outputs, some))
                 task.update(metrics, outputs, some)
                 mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MOST_MISTAKES)]
@@ -122,11 +124,11 @@ def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
     return size * max(1, passes)
 
 
-def _passes(task: Task, model: nn.Module, batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
+def _passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
     """First row, rows and outputs of each forward pass of `size` rows of a chunk; tensors are put together as one."""
     rows = len(next(iter(batch.values())))
     parts = [(low, {name: values[low : low + size] for name, values in batch.items()}) for low in range(0, rows, size)]
-    made = [(low, part, task.forward(model, part)) for low, part in parts]
+    made = [(low, part, forward(part)) for low, part in parts]
     outputs = [output for _, _, output in made]
     return [(0, batch, torch.cat(outputs))] if len(made) > 1 and all(isinstance(one, Tensor) for one in outputs) else made
 

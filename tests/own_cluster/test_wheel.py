@@ -130,7 +130,7 @@ def trained(user: User, installed_at: str) -> str:
 def test_a_project_trains_and_predicts_and_its_test_passes(user: User, trained: str, installed_at: str) -> None:
     assert f"ray-app {__version__}\n" == user.types("ray-app", "--version")
     user.heard()
-    given = ["--config=train.yaml", "--predict.run=../runs/here", "--predict.data=data/eval", "--predict.out=out"]
+    given = ["--config=train.yaml", "--predict.run=../runs/here", "--predict.data=data/eval", "--predict.out=../out"]
     assert "1,000 in, 1,000 out" in user.types("ray-app", "predict", *given)
     assert "1 passed" in user.types("python", "-m", "pytest", "-p", "no:cacheprovider")
     assert user.heard() == {installed_at}

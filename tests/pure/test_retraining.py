@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.models.package import make_package
 from ray_app.models.versions import parameters
 from ray_app.plan.manifest import Manifest
-from ray_app.retrain.comparison import Judging, Packaged, _load, files_of, sample
+from ray_app.retrain.comparison import Packaged, _load, files_of, run_packaged, sample
 from ray_app.retrain.gate import ClassRecall, Figures, _recalls, draws, figures, judge
 from ray_app.retrain.key import Delivery, delivered, inputs_of
 from ray_app.retrain.paths import RetrainPaths, folder_name
@@ -385,7 +386,8 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str,
     served, inputs = _load(files, tmp_path / "elsewhere")
     assert inputs == ["features"]
     device = torch.device("cpu")
-    packaged = combine(task, score(Judging(task, inputs), Packaged(served), arrays, 359, device, keep={"accuracy", "recall"}))
+    run = partial(run_packaged, inputs)
+    packaged = combine(task, score(task, Packaged(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
     trained = combine(task, score(task, model, arrays, 359, device))
     assert packaged.values == {name: trained.values[name] for name in ("accuracy", "loss")}
     assert packaged.tables == {"recall": trained.tables["recall"]}
