@@ -12,7 +12,6 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.exported import checked, origin
 from ray_app.models.versions import fetch, named
-from ray_app.track.client import connect
 
 _FILES = {"torch.export": loader.EXPORTED, "safetensors": loader.WEIGHTS}
 
@@ -53,7 +52,7 @@ def fetch_package(uri: str, model: str) -> Packaged:
         ConfigError: There is no such version, or its files are none of ours.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
-    version = named(connect(uri), model)
+    version = named(uri, model)
     with tempfile.TemporaryDirectory() as temporary:
         try:
             folder = fetch(uri, version, Path(temporary))

@@ -18,6 +18,7 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.registry import PARAMS_DIGEST, champion_of
 from ray_app.record.redact import redact
+from ray_app.track.client import connect
 
 _TAG_CHARS = 5000
 _URI = re.compile(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))")
@@ -65,8 +66,12 @@ def champion(client: Any, name: str) -> Version | None:
     return None if serves is None else version_of(client, name, serves)
 
 
-def named(client: Any, model: str) -> Version:
-    """The version that a text names, `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+def named(uri: str, model: str) -> Version:
+    """The version that a text names.
+
+    Args:
+        uri: MLflow tracking URI; nobody is asked if the text names none.
+        model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     Raises:
         ConfigError: It names none, or MLflow has no such version.
@@ -81,6 +86,7 @@ def named(client: Any, model: str) -> Version:
             " export."
         )
     name, alias, version = match.groups()
+    client = connect(uri)
     try:
         return version_of(client, name, version or str(client.get_model_version_by_alias(name, alias).version))
     except MlflowException as error:

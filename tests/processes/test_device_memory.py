@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.places import ROOT
 
 
@@ -16,6 +18,7 @@ def printed(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.rest
 def test_the_memory_of_a_device_is_measured() -> None:
     lines = [json.loads(line) for line in printed("benchmarks/device_memory.py").splitlines() if line.startswith("{")]
     used = {line["strategy"]: line["device_mb"] for line in lines}

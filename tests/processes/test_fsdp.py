@@ -100,7 +100,11 @@ def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-3) -> 
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}]
+    "fields",
+    [
+        pytest.param({}, marks=pytest.mark.rest),
+        {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]},
+    ],
 )
 def test_nearly_the_values_of_ddp_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]

@@ -69,6 +69,7 @@ def said_by(code: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.rest
 def test_a_driver_imports_neither_metrics_nor_the_compiler(digits: Path) -> None:
     imported = set(said_by(_DRIVER, str(digits / "train")))
     assert {"torch", "ray.train", "ray_app.task.image"} <= imported

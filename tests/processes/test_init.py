@@ -15,6 +15,7 @@ from tests.support.places import ROOT
 _PROCESS_S = 240
 
 
+@pytest.mark.rest
 def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "surface"
     folder.mkdir()

@@ -54,7 +54,13 @@ def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}, {"train__strategy": "central_storage"}], ids=str
+    "fields",
+    [
+        {},
+        pytest.param({"train__strategy": "local_sgd", "train__local_steps": 2}, marks=pytest.mark.rest),
+        pytest.param({"train__strategy": "central_storage"}, marks=pytest.mark.rest),
+    ],
+    ids=str,
 )
 def test_workers_need_the_parameters_only_to_begin(pool: Pool, tmp_path: Path, fields: dict[str, Any]) -> None:
     task, place = TinyImages(), tmp_path / "first.safetensors"

@@ -65,8 +65,11 @@ def local_job(folder: Path, data: Path, **fields: Any) -> Job:
     [
         {},
         {"optimizer": SGD, "train__outer_lr": 0.7, "train__outer_momentum": 0.9},
-        {"train__ema_decay": 0.9, "schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}},
-        {"train__max_steps": 16},
+        pytest.param(
+            {"train__ema_decay": 0.9, "schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}},
+            marks=pytest.mark.rest,
+        ),
+        pytest.param({"train__max_steps": 16}, marks=pytest.mark.rest),
     ],
     ids=["adam", "diloco", "average and schedule", "an unfinished round at the end"],
 )

@@ -81,7 +81,7 @@ def planned(data: Path, folder: Path, pool: Pool) -> list[tuple[int, list[int], 
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.rest),
         {"schedule": ONE_CYCLE, **CLIPPED, "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}},
         {"train__ema_decay": 0.9, "task": TinyImages("unused"), "train__freeze": ["1.*"]},
     ],

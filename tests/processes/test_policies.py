@@ -221,7 +221,7 @@ def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
 # --- training
 
 
-@pytest.mark.parametrize("name", ["file", "off", "balanced"])
+@pytest.mark.parametrize("name", [pytest.param("file", marks=pytest.mark.rest), pytest.param("off", marks=pytest.mark.rest), "balanced"])
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, name: str) -> None:
     job = policy_job(tmp_path / "run", data, name)
     alone = pool.trained(job, 1, cached)

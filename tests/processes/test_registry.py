@@ -166,6 +166,7 @@ def check_version(run: Finished, name: str, form: str) -> None:
     assert {alias: str(v) for alias, v in model.aliases.items()} == {"challenger": "1", "champion": "1"}
 
 
+@pytest.mark.rest
 def test_the_command_makes_a_version_that_serves_without_ray(store: str, digits: Path, tmp_path: Path, capsys: Any) -> None:
     run = Finished(tmp_path, digits, store)
     assert main(["--run", str(tmp_path / "run"), "--name", "digits"]) == 0
@@ -197,6 +198,7 @@ def check_what_mlflow_says(uri: str, run: Finished) -> None:
         loaded.predict(IMAGES.astype(np.float32) / 3)
 
 
+@pytest.mark.rest
 def test_a_model_that_cannot_be_exported_brings_its_code(server: str, digits: Path, tmp_path: Path) -> None:
     module = tmp_path / "code" / "branching_task.py"
     module.parent.mkdir()
@@ -371,7 +373,7 @@ def versions(client: Any, name: str) -> list[Any]:
     return sorted(client.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version))
 
 
-@pytest.mark.parametrize(("after", "uri"), [(False, "server"), (True, "store")])
+@pytest.mark.parametrize(("after", "uri"), [pytest.param(False, "server", marks=pytest.mark.rest), (True, "store")])
 def test_wherever_it_was_stopped_the_next_try_makes_one_whole_version(
     request: pytest.FixtureRequest, packaged: Any, after: bool, uri: str
 ) -> None:

@@ -314,7 +314,14 @@ CheckpointStore(RunPaths(location(sys.argv[1]))).write(pack(snapshot_of(4, 3 << 
 """
 
 
-@pytest.mark.parametrize("at", ["model.safetensors.*partNumber=2", "training.pt", "COMMIT.json"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param("model.safetensors.*partNumber=2", marks=pytest.mark.rest),
+        pytest.param("training.pt", marks=pytest.mark.rest),
+        "COMMIT.json",
+    ],
+)
 def test_a_writer_that_is_killed_in_the_middle_commits_nothing(
     store: CheckpointStore, paths: RunPaths, s3_server: S3Server, at: str
 ) -> None:

@@ -34,6 +34,7 @@ COMPRESSED = {"train__reduction": "overlapped", "train__gradient_compression": "
     [{"train__strategy": "fsdp"}, {"train__strategy": "central_storage"}, COMPRESSED],
     ids=["fsdp", "central_storage", "compressed"],
 )
+@pytest.mark.rest
 def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, fields: Fields) -> None:
     job = digits_job(tmp_path, digits, fields)
     kill = KillOnce(tmp_path / "killed", step=60, rank=0)
@@ -47,6 +48,7 @@ def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, fields:
 
 @pytest.mark.usefixtures("same_threads")
 @pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.rest
 def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Path, staleness: int) -> None:
     fields = {"train__strategy": "parameter_server", "train__servers": 2, "train__staleness": staleness}
     world = World(digits_job(tmp_path, digits, fields), 2)

@@ -254,6 +254,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
+@pytest.mark.rest
 def test_outages_of_a_server_lose_and_double_nothing(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path / "run", server.uri.replace("//", "//user:secret@"))
     run.record(1, 35, losses={5: math.nan})

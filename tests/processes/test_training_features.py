@@ -117,7 +117,10 @@ def plain_digest(pool: Pool, data: Path, tmp_path_factory: pytest.TempPathFactor
     return pool.trained(job, 2, cached).commit.params_digest
 
 
-@pytest.mark.parametrize("name", FEATURES)
+QUICK = ("plain", "fp16", "frozen", "both", "own step", "overflow")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in FEATURES])
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, data: Path, tmp_path: Path, name: str, plain_digest: str
 ) -> None:

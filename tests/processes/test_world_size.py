@@ -60,7 +60,7 @@ def test_logical_workers_are_a_hyperparameter(pool: Pool, data: dict[str, Path],
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name.startswith("last step")])
-@pytest.mark.parametrize("tiny", [True, False])
+@pytest.mark.parametrize("tiny", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_a_last_step_with_one_row_or_none(pool: Pool, data: dict[str, Path], tmp_path: Path, shape: str, tiny: bool) -> None:
     """The dense network has batch-norm over one value per channel in that step."""
     task = TinyImages() if tiny else None
@@ -75,8 +75,11 @@ def test_a_last_step_with_one_row_or_none(pool: Pool, data: dict[str, Path], tmp
     [
         {"train__grad_clip_norm": 0.05},
         {"train__precision": "bf16"},
-        {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}},
-        {"data__last_batch": "drop"},
+        pytest.param(
+            {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}},
+            marks=pytest.mark.rest,
+        ),
+        pytest.param({"data__last_batch": "drop"}, marks=pytest.mark.rest),
     ],
     ids=str,
 )
@@ -139,7 +142,7 @@ def undisturbed(pool: Pool, data: dict[str, Path], tmp_path_factory: pytest.Temp
 @pytest.mark.parametrize(
     ("deaths", "sizes", "new_fence"),
     [
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [4, 1, 3, 2, 4, 3, 1, 2, 3, 4, 2, 1, 4], True),
+        pytest.param([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [4, 1, 3, 2, 4, 3, 1, 2, 3, 4, 2, 1, 4], True, marks=pytest.mark.rest),
         ([5], [1, 4], False),
         ([6], [4, 3], False),  # at the end of the epoch
         ([9], [3, 2], True),

@@ -134,6 +134,7 @@ def test_an_export(written: Path, same_threads: None) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.rest
 def test_a_package_is_served_by_mlflow(form: str, written: Path, run: RunPaths) -> None:
     """As on a machine that has nothing of this repository: code that a package needs is in it."""
     result = opened(run)

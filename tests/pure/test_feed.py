@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 import weakref
@@ -455,7 +454,6 @@ def test_a_window_lets_go_of_each_table_when_it_is_in_its_place(datasets: dict[s
 
     def noted(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         for table in fetch_here(reader, specs):
-            gc.collect()
             alive.append(sum(kept() is not None for kept in given))
             given.append(weakref.ref(table))
             yield table

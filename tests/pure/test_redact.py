@@ -178,6 +178,7 @@ def test_a_file_for_its_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "b").stat().st_mode) & 0o600 == 0o600
 
 
+@pytest.mark.rest
 def test_every_module_that_logs_hides_secrets() -> None:
     """Whatever part of the application a process imports, its log lines are redacted: those that log import what installs it."""
     root = Path(module.__file__).parents[2]

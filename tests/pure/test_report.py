@@ -238,6 +238,7 @@ def test_thinning_keeps_every_extreme_and_the_ends() -> None:
     assert thinned(points[:1000]) == points[:1000]
 
 
+@pytest.mark.rest
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
