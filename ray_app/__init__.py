@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from ray_app.runs.in_process import run_training
     from ray_app.runs.outcome.comparing import compare_runs
     from ray_app.runs.outcome.result import Result
+    from ray_app.runs.trial.check import TaskCheck, check_task
 
 __all__ = [
     "Comparison",
     "LocalCluster",
     "Result",
+    "TaskCheck",
     "Training",
     "Worker",
     "__version__",
+    "check_task",
     "compare_runs",
     "kill_worker",
     "load_config",
@@ -40,8 +43,10 @@ _PLACES = {
     "Comparison": "report.comparison",
     "LocalCluster": "drill.local",
     "Result": "runs.outcome.result",
+    "TaskCheck": "runs.trial.check",
     "Training": "runs.background",
     "Worker": "runs.background",
+    "check_task": "runs.trial.check",
     "compare_runs": "runs.outcome.comparing",
     "kill_worker": "drill.local",
     "load_config": "runs.configuration",

@@ -11,6 +11,7 @@ from ray_app.version import __version__
 COMMANDS = {
     "init": "begin a project of your own: a task, data, a configuration, a test",
     "ingest": "turn raw data into folders of Parquet shards",
+    "check": "try a task on some rows, in seconds and without a cluster",
     "train": "train a configuration; the number of workers does not change the result",
     "submit": "submit a run to a Ray cluster, after checks that find what would stop it there",
     "evaluate": "evaluate the checkpoints of a run, also while it trains",

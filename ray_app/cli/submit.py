@@ -13,11 +13,11 @@ from ray_app.errors import ConfigError, DataError, is_refusal
 from ray_app.record.redact import redact
 from ray_app.runs.configuration import parse_more
 from ray_app.runs.prepare import new_run_name
-from ray_app.submit.findings import refused, show
 from ray_app.submit.options import SubmitSection
 from ray_app.submit.preflight import Preflight, preflight
 from ray_app.submit.server import JobServer, LostContactError
 from ray_app.submit.supervise import judge, wait_s
+from ray_app.watch.findings import refused, show
 
 _DESCRIPTION = "Submits a run to a Ray cluster as a job, after checks that find what would stop it there."
 _INTERRUPTED = 130

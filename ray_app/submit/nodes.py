@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_app.data.dataset.files import find, is_folder
 from ray_app.errors import ConfigError, DataError
 from ray_app.record.files import Location, location, put_atomic
-from ray_app.submit.findings import Finding
+from ray_app.watch.findings import Finding
 
 logger = logging.getLogger(__name__)
 

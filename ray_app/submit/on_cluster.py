@@ -29,11 +29,11 @@ from ray_app.runs.cluster import cluster, workers_that_fit
 from ray_app.runs.configuration import parse
 from ray_app.runs.prepare import prepare
 from ray_app.submit.figures import Figures, figures
-from ray_app.submit.findings import Finding, look
 from ray_app.submit.nodes import storage
 from ray_app.track.board import check_board
 from ray_app.track.runs import check_available
 from ray_app.version import __version__
+from ray_app.watch.findings import Finding, look
 
 MARK = "RAY_APP_PREFLIGHT "
 LIBRARIES = ("ray", "torch", "torchvision", "pyarrow", "numpy", "mlflow", "torchmetrics", "safetensors", "jsonargparse", "scikit-learn")

@@ -55,7 +55,7 @@ def refusal(error: BaseException) -> str:
 
 
 def _own_calls(error: BaseException) -> list[traceback.FrameSummary]:
-    return [call for call in traceback.extract_tb(error.__traceback__) if _origin(call) is None]
+    return [call for call in traceback.extract_tb(error.__traceback__) if is_own(call.filename)]
 
 
 def calls(error: BaseException) -> str:
@@ -67,11 +67,11 @@ def calls(error: BaseException) -> str:
 
 def _told(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:
     """Calls in words, from the first of the user's own on; without one of them all are shown."""
-    own = [i for i, call in enumerate(found) if _origin(call) is None]
+    own = [i for i, call in enumerate(found) if is_own(call.filename)]
     told = found[own[0] if own else 0 :]
     if len(told) > _MOST_CALLS:
         yield f"  ... {len(told) - _MOST_CALLS} calls"
-    for origin, group in groupby(told[-_MOST_CALLS:], lambda call: _origin(call) if own and call is not found[-1] else None):
+    for origin, group in groupby(told[-_MOST_CALLS:], lambda call: _origin(call.filename) if own and call is not found[-1] else None):
         some = list(group)
         if origin is not None:
             yield f"  ... {len(some)} call{'s' * (len(some) > 1)} in {origin}"
@@ -82,12 +82,17 @@ def _told(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:
                 yield f"    {call.line}"
 
 
-def _origin(call: traceback.FrameSummary) -> str | None:
-    """The library that a call is in; None: a file of the user's, or a task of the application's."""
-    path = Path(call.filename)
+def is_own(filename: str) -> bool:
+    """Whether code is in a file of the user's, or in a task of the application's."""
+    return _origin(filename) is None
+
+
+def _origin(filename: str) -> str | None:
+    """The library that code is in; None: see `is_own`."""
+    path = Path(filename)
     if path.is_relative_to(_APPLICATION):
         return None if path.is_relative_to(_TASKS) and path not in _MACHINERY else _APPLICATION.name
     folder = next((name for name in ("site-packages", "dist-packages") if name in path.parts[:-1]), None)
     if folder is not None:
         return path.parts[path.parts.index(folder) + 1].removesuffix(".py")
-    return "Python" if call.filename.startswith("<frozen") or any(path.is_relative_to(place) for place in _STANDARD) else None
+    return "Python" if filename.startswith("<frozen") or any(path.is_relative_to(place) for place in _STANDARD) else None

@@ -52,7 +52,7 @@ def test_every_command_is_there_and_is_called_as_the_user_typed_it(name: str, ca
 def test_a_command_that_there_is_not_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert [main(given) for given in (["trian"], [], ["--help"])] == [2, 2, 0]
     shown = capsys.readouterr()
-    assert "ray-app: 'trian' is no command. Did you mean train? There are init, ingest, train, submit" in shown.err
+    assert "ray-app: 'trian' is no command. Did you mean train? There are init, ingest, check, train, submit" in shown.err
     assert all(f"\n  {name} " in shown.out for name in COMMANDS)
 
 

@@ -1,4 +1,4 @@
-"""What a preflight found, line by line."""
+"""What a preflight or a check of a task found, line by line."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.console import Console
 from ray_app.errors import ConfigError, DataError
 from ray_app.record.redact import redact
 
-Level = Literal["ok", "warning", "refused"]
+Level = Literal["ok", "warning", "refused", "failed"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a preflight.
+    """One line of it.
 
     Args:
-        level: `refused`: the run would not work, and nothing is started.
+        level: `refused`: the run would not work, and nothing is started. `failed`: it would start, and not keep what is promised.
         topic: What was looked at, in a word or two.
         text: What was found, and what to do about it.
     """

@@ -1,0 +1,29 @@
+"""The command `ray-app check`: a task on some rows, in seconds and without a cluster."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from ray_app.cli.ending import exit_code
+from ray_app.runs.configuration import parse_more
+from ray_app.runs.trial.check import check_task
+from ray_app.watch.findings import show
+
+_DESCRIPTION = "Takes some rows of a configuration's data through everything that a run does with the task; nothing is left behind."
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app check") -> int:
+    """The command `ray-app check`.
+
+    Returns:
+        Exit code: 0 all is well, 1 a check failed, 2 the configuration or the data is refused.
+    """
+    config, _ = parse_more(arguments, {}, prog, description=_DESCRIPTION)
+    failed: list[bool] = []
+
+    def work() -> None:
+        check = check_task(config)
+        show(Console(), list(check.findings))
+        failed.append(not check.ok)
+
+    return exit_code(work, "The check could not be made") or int(any(failed))

@@ -1,0 +1,69 @@
+"""Tasks that draw random numbers from where they must not, or keep something that a worker does not have."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ray_app.task.base import Batch
+from ray_app.task.image import ImageClassification
+
+
+class Transform:
+    """Draws as albumentations does: from generators of its own, one of NumPy's and one of Python's."""
+
+    def __init__(self) -> None:
+        self.random_generator, self.py_random = np.random.default_rng(), random.Random()
+
+    def __call__(self, image: Tensor) -> Tensor:
+        return image * float(self.random_generator.uniform(0.9, 1.1))
+
+
+class Impure(ImageClassification):
+    """Digits, with one thing that must not be.
+
+    Args:
+        what: Which, see the code.
+        pixel_max: See `ImageClassification`.
+    """
+
+    def __init__(self, what: str = "", pixel_max: float = 16.0) -> None:
+        super().__init__(pixel_max=pixel_max)
+        self.what, self.calls = what, 0
+        self.transform = Transform() if what == "transform" else None
+
+    def decode(self, rows: dict[str, Any]) -> dict[str, Any]:
+        decoded = super().decode(rows)
+        if self.what == "decode":
+            decoded["image"] = decoded["image"] + np.uint8(random.random() < 0.5)
+        if self.what == "batch":
+            decoded["image"] = decoded["image"] + np.uint8(len(decoded["image"]))
+        return decoded
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        batch = super().augment(batch, keys)
+        if self.what == "numpy":
+            np.random.rand()
+        if self.what == "unseeded":
+            batch["image"] = batch["image"].float() + float(np.random.default_rng().random())
+        if self.transform is not None:
+            batch["image"] = self.transform(batch["image"].float())
+        return batch
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        losses = super().training_loss(model, batch)
+        self.calls += 1
+        if self.what == "pid":
+            losses = losses * (1 + os.getpid() % 1000)
+        if self.what == "kept":
+            losses = losses * self.calls
+        if self.what == "mistake" or (self.what == "raises" and torch.distributed.is_initialized()):
+            raise KeyError("labels")
+        if self.what == "dies" and self.calls == 3:
+            os._exit(9)
+        return losses
