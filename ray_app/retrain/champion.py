@@ -46,11 +46,10 @@ class Champion:
     def known(self) -> Known:
         """What a new delivery is held against."""
         stage = self._stage("validated")
-        train, evaluation = (Profile.from_json(stage[name]) if stage.get(name) else None for name in ("train", "evaluation"))
-        return Known(train, evaluation)
+        return Known(*(Profile.from_json(stage[name]) if stage.get(name) else None for name in ("train", "evaluation", "gate")))
 
     def accepted(self, metric: str) -> float | None:
-        """Its value of a metric on the evaluation data when it was promoted; None if it is not known."""
+        """Its value of a metric on the rows of the gate when it was promoted; None if it is not known."""
         figures = self._stage("judged").get("figures", {})
         if figures.get("metric") == metric:
             return float(figures["challenger"])

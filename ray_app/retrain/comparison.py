@@ -47,12 +47,14 @@ class Request:
         segments: Its rows.
         models: The packages by any name.
         blocks: Into how many chunks the rows are cut at least, as far as there are rows; not given: as is quick.
+        chosen: Which of the rows count, shape (rows of the segments,); not given: all.
     """
 
     source: RowSource
     segments: list[Segment]
     models: dict[str, Files]
     blocks: int | None = None
+    chosen: npt.NDArray[np.bool_] | None = None
 
 
 class Packaged(nn.Module):
@@ -149,7 +151,8 @@ def _arrays(request: Request) -> dict[str, npt.NDArray]:
     for table in fetch_at_once(source.reader, specs_of(source.manifest, request.segments, source.task_rows)):
         for name, spec in source.fields.items():
             parts[name].append(from_column(table.column(name), spec).copy())
-    return {name: np.concatenate(found) for name, found in parts.items()}
+    arrays = {name: np.concatenate(found) for name, found in parts.items()}
+    return arrays if request.chosen is None else {name: values[request.chosen] for name, values in arrays.items()}
 
 
 def _load(files: Files, folder: Path) -> tuple[nn.Module, list[str]]:

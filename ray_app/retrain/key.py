@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,26 @@ class Delivery:
     Args:
         train: Of `data.path`.
         evaluation: Of `data.eval_path`.
+        gate: Of `retrain.gate_path`. No training depends on it, so deliveries that differ in it alone are equal.
     """
 
     train: dict[str, str]
     evaluation: dict[str, str]
+    gate: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def digest(self) -> str:
-        """SHA-256 over all of it. The manifest of a run knows paths and row counts alone; this one sees a label that was changed."""
+        """SHA-256 over what is trained and evaluated on.
+
+        The manifest of a run knows paths and row counts alone; this one sees a label that was changed.
+        """
         return digest_of([sorted(self.train.items()), sorted(self.evaluation.items())])
 
     def twice(self) -> list[str]:
-        """Files with the content of another one of the training or the evaluation data, as text for people."""
+        """Files with the content of another one, of the same or another data set, as text for people."""
         first: dict[str, str] = {}
         found = []
-        for kind, files in (("training", self.train), ("evaluation", self.evaluation)):
+        for kind, files in (("training", self.train), ("evaluation", self.evaluation), ("gate", self.gate)):
             for path, digest in files.items():
                 name = f"{kind} file {path}"
                 if path.endswith(".parquet") and digest in first:
@@ -63,7 +68,7 @@ class Inputs:
         data: Digest of the delivery.
         config: Digest of the fields that decide the result, and of how retraining chooses rows and parameters to begin with.
         code: Digest of the source files of the task, the optimizer, the schedule and classes in their arguments, and of ray_app.
-        judging: Digest of the settings that decide whether data or a model is accepted.
+        judging: Digest of what decides whether data or a model is accepted: the settings, and the gate's data if it has its own.
         champion: What of the champion the training depends on; empty if it depends on nothing of it.
     """
 
@@ -84,19 +89,20 @@ class Inputs:
         return digest_of(asdict(self))
 
 
-def delivered(config: Config, memory: Location | None = None) -> Delivery:
+def delivered(config: Config, memory: Location | None = None, gate_path: str | None = None) -> Delivery:
     """The digests of all files of the data; those that were changed since the last look are read.
 
     Args:
         config: Names the data.
         memory: Folder where the digests are kept for the next look; not given: all files are read, and nothing is kept.
+        gate_path: The gate's own data, if it has any.
 
     Raises:
         DataError: There are none.
         StorageError: S3 does not answer.
     """
-    train, evaluation = (memory / f"{name}.json" if memory is not None else None for name in ("train", "evaluation"))
-    return Delivery(_contents(config.data.path, train), _contents(str(config.data.eval_path), evaluation))
+    paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)} | ({"gate": gate_path} if gate_path is not None else {})
+    return Delivery(**{name: _contents(path, memory / f"{name}.json" if memory is not None else None) for name, path in paths.items()})
 
 
 def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
@@ -116,7 +122,7 @@ def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, champ
     fields |= {"retrain.data": section.data, "retrain.start": section.start}
     if section.data == "new_and_sample":
         fields["retrain.old_fraction"] = section.old_fraction
-    judging = section.judging() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode}
+    judging = section.judging() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode, "gate": delivery.gate}
     return Inputs(delivery.digest, digest_of(fields), _code(config), digest_of(judging), champion)
 
 

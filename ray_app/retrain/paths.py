@@ -59,6 +59,10 @@ class RetrainPaths:
         """The data set that was put together for a training key."""
         return self.root / "data" / key[:_KEY_CHARS]
 
+    def selection(self, key: str) -> Location:
+        """The evaluation rows by which the best checkpoint is chosen."""
+        return self.root / "data" / f"selection-{key[:_KEY_CHARS]}"
+
     def parameters(self, digest: str) -> Location:
         """The parameters of a champion that a run began with."""
         return self.root / "champions" / f"{digest}.safetensors"

@@ -102,7 +102,7 @@ class _Start:
         self._section, self._paths, self._console, self._at, self._lease = section, paths, console, at, lease
         uri, self._name = default_tracking_uri(config), str(config.tracking.registered_model)
         self._client = connect(uri)
-        delivery = delivered(config, paths.contents if lease is not None else None)
+        delivery = delivered(config, paths.contents if lease is not None else None, section.gate_path)
         serves = champion_now(paths, self._client, self._name, uri)
         self._given = Situation(config, section, paths, self._client, delivery, serves, stack)
 

@@ -32,9 +32,11 @@ class RetrainSection:
             the rows of the others.
         old_fraction: Share of these rows.
         start: `scratch` begins as the seed says, `champion` with the champion's parameters.
+        gate_path: Folder (or file) of Parquet that champion and challenger are compared on; not given: half of the rows of
+            `data.eval_path`, and the run is evaluated on the other half, so that no row judges that chose a checkpoint.
         accept_data: Reason to accept the data although validation refuses it, such as a change of schema that was planned.
         min_rows_ratio: Fewest training rows, and fewest evaluation rows, as a share of those of the champion.
-        min_eval_rows: Fewest evaluation rows; with fewer the gate could not tell a better model from luck.
+        min_eval_rows: Fewest rows that the gate judges on; with fewer it could not tell a better model from luck.
         max_null_increase: Largest increase of the share of missing values in a column.
         max_class_shift: Largest total variation distance of the class balance, 0 to 1.
         max_disagreement: Largest relative loss of the champion's metric on the delivered rows, against its value when it was promoted:
@@ -58,6 +60,7 @@ class RetrainSection:
     data: Literal["all", "new_and_sample"] = "all"
     old_fraction: float = 0.2
     start: Literal["scratch", "champion"] = "scratch"
+    gate_path: str | None = None
     accept_data: str | None = _judging(None)
     min_rows_ratio: float = _judging(0.7)
     min_eval_rows: int = _judging(100)
@@ -127,7 +130,7 @@ def _needs(config: Config, section: RetrainSection) -> list[str]:
     if config.tracking.registered_model is None:
         problems.append("tracking.registered_model is missing: the champion is a version of a model in MLflow's registry. Name the model.")
     if config.data.eval_path is None:
-        problems.append("data.eval_path is missing: champion and challenger are compared on its rows. Name a data set to evaluate on.")
+        problems.append("data.eval_path is missing: the best checkpoint is chosen by its rows. Name a data set to evaluate on.")
     if config.run.name is not None:
         problems.append(
             f"run.name is {config.run.name!r}; a retraining names its run after its data, configuration and code. Leave it out."
@@ -138,5 +141,11 @@ def _needs(config: Config, section: RetrainSection) -> list[str]:
         problems.append(
             f"retrain.data is new_and_sample, whose rows are written as Parquet below run.storage_path, but that is"
             f" {config.run.storage_path!r}. Store runs in a folder that all nodes see, or train on all data."
+        )
+    if section.gate_path is None and "://" in config.run.storage_path:
+        problems.append(
+            "retrain.gate_path is missing: without it the rows of data.eval_path are split, and the part that chooses the checkpoint is"
+            f" written as Parquet below run.storage_path, but that is {config.run.storage_path!r}. Name a data set for the gate that"
+            " no checkpoint was chosen by, or store runs in a folder that all nodes see."
         )
     return problems

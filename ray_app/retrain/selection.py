@@ -1,4 +1,7 @@
-"""New rows and a sample of the old ones, put together as a data set of their own; the same files and key give the same rows."""
+"""Rows that are chosen by a hash of their file's content and their place in it: a sample of old ones, and those of the gate.
+
+The same files give the same rows, whatever the files are called.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.dataset.dataset import Dataset
 from ray_app.data.dataset.files import parquet
 from ray_app.ingest.shards import Shards
 from ray_app.plan.keyed import hash_array, key
+from ray_app.plan.manifest import Manifest
 from ray_app.record.files import location, remove_tree
 
 _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
 _DESCRIPTION = "dataset.json"
+_SELECTION_SHARE = 0.5
+"""Of the evaluation rows: by these the best checkpoint is chosen. Both parts need rows, the gate to tell a gain from luck."""
 
 
 def old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
@@ -26,11 +33,46 @@ def old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
     return {path for path, digest in delivery.items() if digest in known}
 
 
+def in_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[np.bool_]:
+    """Which of some rows of a file are in a share of them, shape (rows,); what a smaller share has, a larger one has, too.
+
+    Args:
+        content: SHA-256 of the file's content.
+        first: Place of the first of them in the file.
+        rows: How many.
+        share: From 0 to 1.
+    """
+    chosen: npt.NDArray[np.bool_] = (
+        hash_array(key(int(content[:16], 16)), np.arange(first, first + rows)).astype(np.float64) / 2**64 < share
+    )
+    return chosen
+
+
+def gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArray[np.bool_]:
+    """Which evaluation rows the gate judges on, shape (rows of the manifest,): those that are not in `selection_part`.
+
+    The best of several checkpoints is the luckier one, on the rows that chose it: judged by them, two equally good models differ.
+
+    Args:
+        manifest: The evaluation data.
+        delivery: SHA-256 of the content of its files by path.
+    """
+    rows = np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
+    return ~np.concatenate(
+        [in_share(delivery[path], 0, many, _SELECTION_SHARE) for path, many in zip(manifest.paths, rows.tolist(), strict=True)]
+    )
+
+
+def selection_part(dataset: Dataset, columns: list[str], delivery: dict[str, str], out: Path) -> Path:
+    """Writes the evaluation rows by which the best checkpoint is chosen, unless that was done before; returns `out`."""
+    return put_together(dataset, columns, delivery, set(dataset.manifest.paths), _SELECTION_SHARE, out)
+
+
 def put_together(dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float, out: Path) -> Path:
     """Writes all rows of new files and a share of the rows of old ones, unless that was done before.
 
     Args:
-        dataset: The delivered training data.
+        dataset: The delivered data.
         columns: The columns that the task reads.
         delivery: SHA-256 of the content of its files by path.
         old: Paths of its old files.
@@ -61,15 +103,11 @@ def put_together(dataset: Dataset, columns: list[str], delivery: dict[str, str],
 def _rows(dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float) -> Iterator[pa.Table]:
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
-        content, first = int(delivery[path][:16], 16), 0
+        first = 0
         with parquet(location(dataset.root) / path) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
-                if path in old:
-                    hashes = hash_array(key(content), np.arange(first, first + table.num_rows))
-                    kept = table.filter(pa.array(hashes.astype(np.float64) / 2**64 < fraction))
-                else:
-                    kept = table
+                kept = table.filter(pa.array(in_share(delivery[path], first, table.num_rows, fraction))) if path in old else table
                 first += table.num_rows
                 if kept.num_rows:
                     yield kept

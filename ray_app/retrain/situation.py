@@ -89,7 +89,7 @@ class Situation:
         Raises:
             DataError: It cannot be used.
         """
-        return look_at(self.config, self.section, self.champion, self.connect)
+        return look_at(self.config, self.section, self.delivery, self.champion, self.connect)
 
     @cached_property
     def connect(self) -> Callable[[], None]:

@@ -19,11 +19,13 @@ from ray_app.models.versions import Version, log_figures, tag, version_of
 from ray_app.record.files import put_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.retrain.champion import KEY_TAG, package
-from ray_app.retrain.comparison import MOST_BLOCKS, Request, sample, score_packages
+from ray_app.retrain.comparison import MOST_BLOCKS, score_packages
 from ray_app.retrain.gate import GUARD, Decision, figures, judge
+from ray_app.retrain.key import digest_of
+from ray_app.retrain.look import gate_request
 from ray_app.retrain.rollback import deciding
 from ray_app.retrain.rounds import Round
-from ray_app.retrain.selection import old_files, put_together
+from ray_app.retrain.selection import old_files, put_together, selection_part
 from ray_app.retrain.situation import Situation
 from ray_app.retrain.validate import Known, problems
 from ray_app.runs.in_process import run_training
@@ -63,8 +65,9 @@ class Stages:
         except DataError as error:
             return {**found, "problems": [str(error)], "accepted": False}
         known = now.champion.known if now.champion is not None else Known()
-        wrong = problems(look.train, look.evaluation, known, look.agreement, now.delivery.twice(), now.section)
+        wrong = problems(look.train, look.evaluation, look.gate, known, look.agreement, now.delivery.twice(), now.section)
         found |= {"train": look.train.to_json(), "evaluation": look.evaluation.to_json(), "drift": look.drift}
+        found |= {"gate": look.gate.own.to_json()} if look.gate.own is not None else {}
         found |= {"agreement": asdict(look.agreement) if look.agreement is not None else None}
         return {
             **found,
@@ -99,18 +102,15 @@ class Stages:
         return {"version": done.version, "params_digest": version_of(self._now.client, done.name, done.version).params_digest}
 
     def judge(self) -> dict[str, Any]:
-        """Scores champion and challenger on the same rows."""
+        """Scores champion and challenger on the same rows, by which no checkpoint was chosen."""
         now, challenger = self._now, self._challenger
         now.connect()
         job = prepare(self._config).job
-        assert job.evaluation is not None
         models = {"challenger": package(now.uri, challenger)}
         if now.champion is not None:
             models["champion"] = now.champion.files
-        rows = sample(job.evaluation.manifest, job.evaluation.manifest.num_rows)
-        [scored] = score_packages(
-            job.task, (job.best_metric, GUARD), [Request(job.evaluation, rows, models, MOST_BLOCKS)], now.config.evaluate
-        )
+        request = gate_request(job, now.config, now.section, now.delivery, models, MOST_BLOCKS)
+        [scored] = score_packages(job.task, (job.best_metric, GUARD), [request], now.config.evaluate)
         found = figures(
             job.task, job.best_metric, job.best_mode, scored["challenger"], scored.get("champion"), now.config.seed, now.section
         )
@@ -167,12 +167,18 @@ class Stages:
         now = self._now
         fields: dict[str, Any] = {"run__name": now.paths.run_name(now.inputs.training_key), "tracking__registered_model": None}
         before = now.champion.delivery if now.champion is not None else None
+        dataset = open_dataset(now.config.data.path)
+        columns = now.task.prepare(dataset.facts).columns()
+        if now.section.gate_path is None:
+            out = Path(
+                str(now.paths.selection(digest_of([sorted(now.delivery.evaluation.items()), columns])))
+            )  # a folder: see check_section
+            held_out = open_dataset(str(now.config.data.eval_path))
+            fields["data__eval_path"] = str(selection_part(held_out, columns, now.delivery.evaluation, out))
         if now.section.data == "new_and_sample" and before is not None:
             old = old_files(now.delivery.train, before.train)
-            dataset = open_dataset(now.config.data.path)
             if set(dataset.manifest.paths) - old and old & set(dataset.manifest.paths):
-                columns = now.task.prepare(dataset.facts).columns()
-                out = Path(str(now.paths.data(now.inputs.training_key)))  # a folder: see check_section
+                out = Path(str(now.paths.data(now.inputs.training_key)))
                 fields["data__path"] = str(put_together(dataset, columns, now.delivery.train, old, now.section.old_fraction, out))
         if now.section.start == "champion" and now.champion is not None:
             fields["train__init_from"] = str(now.champion.export())

@@ -15,9 +15,9 @@ class Agreement:
     Args:
         metric: The metric that decides.
         mode: Whether more (`max`) or less (`min`) of it is better.
-        accepted: Its value on the evaluation data when it was promoted.
+        accepted: Its value on the rows of the gate when it was promoted.
         training: Its value on a sample of the delivered training rows.
-        evaluation: Its value on the delivered evaluation rows.
+        evaluation: Its value on the delivered rows of the gate.
     """
 
     metric: str
@@ -38,35 +38,59 @@ class Known:
 
     Args:
         train: Profile of the training data of the champion; None: there is none that is known, as before the first champion.
-        evaluation: Profile of the evaluation data that it was promoted on.
+        evaluation: Profile of its evaluation data.
+        gate: Profile of the gate's own data that it was promoted on.
     """
 
     train: Profile | None = None
     evaluation: Profile | None = None
+    gate: Profile | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The rows that the gate judges on.
+
+    Args:
+        rows: How many.
+        own: Their profile, if they are a data set of its own (`retrain.gate_path`); None: they are a part of the evaluation data.
+    """
+
+    rows: int
+    own: Profile | None = None
 
 
 def problems(
-    train: Profile, evaluation: Profile, known: Known, agreement: Agreement | None, twice: list[str], section: RetrainSection
+    train: Profile, evaluation: Profile, gate: Gate, known: Known, agreement: Agreement | None, twice: list[str], section: RetrainSection
 ) -> list[str]:
     """Everything that speaks against training on a delivery.
 
     Args:
         train: Profile of the delivered training data.
         evaluation: Profile of the delivered evaluation data.
+        gate: What the gate judges on.
         known: What these are held against.
         agreement: How far the champion agrees with the labels; None without a champion.
         twice: Files that are there twice, as text.
         section: The thresholds.
     """
     found = list(twice)
-    if evaluation.rows < section.min_eval_rows:
+    if gate.rows < section.min_eval_rows:
+        whose = (
+            "the gate's data has"
+            if gate.own is not None
+            else f"the evaluation data has {evaluation.rows:,} rows, and the gate's part of it"
+        )
         found.append(
-            f"the evaluation data has {evaluation.rows} rows; with fewer than retrain.min_eval_rows = {section.min_eval_rows} no gate can"
-            " tell a better model from luck"
+            f"{whose} {gate.rows:,}; with fewer than retrain.min_eval_rows = {section.min_eval_rows} no gate can tell a better model"
+            " from luck"
         )
     found += _against("training data", train, known.train, section)
     found += _against("evaluation data", evaluation, known.evaluation, section)
-    return found + (_disagreements(agreement, section) if agreement is not None else [])
+    if gate.own is not None:
+        found += _against("gate data", gate.own, known.gate, section)
+    judged = "gate" if gate.own is not None else "evaluation"
+    return found + (_disagreements(agreement, judged, section) if agreement is not None else [])
 
 
 def _against(what: str, now: Profile, before: Profile | None, section: RetrainSection) -> list[str]:
@@ -100,9 +124,9 @@ def _against(what: str, now: Profile, before: Profile | None, section: RetrainSe
     return found
 
 
-def _disagreements(agreement: Agreement, section: RetrainSection) -> list[str]:
+def _disagreements(agreement: Agreement, judged: str, section: RetrainSection) -> list[str]:
     found = []
-    for what, value in (("training", agreement.training), ("evaluation", agreement.evaluation)):
+    for what, value in (("training", agreement.training), (judged, agreement.evaluation)):
         loss = agreement.loss(value)
         if not loss <= section.max_disagreement:  # also NaN
             found.append(

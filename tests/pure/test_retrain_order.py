@@ -86,7 +86,7 @@ def test_data_that_is_refused_ends_before_training_and_each_stage_is_recorded_af
     watch = Watch(config)
     outcome = start(config, watch)
     assert outcome.what == "data refused"
-    assert "the evaluation data has 60 rows" in outcome.reason
+    assert "the evaluation data has 60 rows, and the gate" in outcome.reason
     assert watch.seen == {
         "decided": [],
         "validated": ["decided"],
@@ -179,7 +179,7 @@ def test_a_storage_that_is_away_refuses_no_data(
     assert watch.recorded == ["decided"]
     assert entries(watch.paths) == []
     assert main(arguments) == 2
-    assert "the evaluation data has 60 rows" in capsys.readouterr().out
+    assert "the evaluation data has 60 rows, and the gate" in capsys.readouterr().out
 
 
 def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config: Config, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -9,7 +10,7 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from scipy.stats import binomtest
 from torch import nn
+from torchmetrics import MetricCollection
 
 from ray_app import load_config
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config
 from ray_app.data.dataset import contents as contents_module
-from ray_app.data.dataset.arrays import to_column
+from ray_app.data.dataset.arrays import ArraySpec, to_column
 from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.read.reader import Reader, RowSource, fetch_here
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package import make_package
 from ray_app.models.versions import parameters
 from ray_app.plan.manifest import Manifest
+from ray_app.retrain import comparison, gate
 from ray_app.retrain.comparison import Packaged, _load, files_of, run_packaged, sample
 from ray_app.retrain.gate import ClassRecall, Figures, _recalls, draws, figures, judge
 from ray_app.retrain.key import Delivery, delivered, inputs_of
@@ -41,9 +46,9 @@ from ray_app.retrain.paths import RetrainPaths, folder_name
 from ray_app.retrain.profile import Column, Profile, _column, class_shift, profile, psi
 from ray_app.retrain.rounds import Round, audit, entries, open_rounds
 from ray_app.retrain.section import RetrainSection, check_section
-from ray_app.retrain.selection import old_files, put_together
+from ray_app.retrain.selection import gate_rows, old_files, put_together, selection_part
 from ray_app.retrain.triggers import Facts, decide
-from ray_app.retrain.validate import Agreement, Known, problems
+from ray_app.retrain.validate import Agreement, Gate, Known, problems
 from ray_app.task.resampling import resampled
 from ray_app.task.scoring import Chunk, combine, score
 from ray_app.task.tabular import TabularClassification, TabularRegression
@@ -175,8 +180,10 @@ GOOD = Profile(1000, {"x": "double", "label": "int64"}, {"x": 0.0, "label": 0.0}
 AGREES = Agreement("accuracy", "max", 0.9, 0.95, 0.88)
 
 
-def found(train: Profile = GOOD, evaluation: Profile = GOOD, agreement: Agreement | None = AGREES, **fields: Any) -> list[str]:
-    return problems(train, evaluation, Known(GOOD, GOOD), agreement, [], replace(SECTION, **fields))
+def found(
+    train: Profile = GOOD, evaluation: Profile = GOOD, agreement: Agreement | None = AGREES, gate: Gate = Gate(500), **fields: Any
+) -> list[str]:
+    return problems(train, evaluation, gate, Known(GOOD, GOOD, GOOD), agreement, [], replace(SECTION, **fields))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +192,10 @@ def found(train: Profile = GOOD, evaluation: Profile = GOOD, agreement: Agreemen
         ({"train": replace(GOOD, schema={"x": "float"})}, "column 'label' is missing, it was int64"),
         ({"train": replace(GOOD, schema=GOOD.schema | {"x": "string"})}, "column 'x' is string, it was double"),
         ({"train": replace(GOOD, rows=699)}, r"699 rows, 70% of the 1,000 of the champion's; allowed are 70%"),
-        ({"evaluation": replace(GOOD, rows=99)}, "evaluation data has 99 rows; with fewer than retrain.min_eval_rows = 100"),
+        ({"gate": Gate(99)}, "has 1,000 rows, and the gate's part of it 99; with fewer than retrain.min_eval_rows = 100"),
+        ({"gate": Gate(99, replace(GOOD, rows=99))}, "the gate's data has 99; with fewer than retrain.min_eval_rows = 100"),
+        ({"gate": Gate(1000, replace(GOOD, classes={"0": 1000}))}, "gate data: no row of class 1"),
+        ({"gate": Gate(1000, GOOD), "agreement": replace(AGREES, evaluation=0.5)}, "labels of the gate data"),
         ({"train": replace(GOOD, nulls={"x": 0.02, "label": 0.0})}, "2.0% of column 'x' are missing, 0.0% were; allowed are 1.0% more"),
         ({"train": replace(GOOD, classes={"0": 1000})}, "no row of class 1, of which there were 500"),
         ({"train": replace(GOOD, classes={"0": 800, "1": 200})}, r"shifted by 0.30 \(total variation\); allowed are 0.20"),
@@ -202,7 +212,7 @@ def test_each_problem_of_a_delivery_is_named_with_its_figures(given: dict[str, A
 def test_a_sound_delivery_has_no_problem_and_a_bad_one_all_at_once() -> None:
     assert found() == []
     assert found(replace(GOOD, rows=700, classes={"0": 700, "1": 300})) == []
-    assert problems(GOOD, GOOD, Known(), None, [], SECTION) == []
+    assert problems(GOOD, GOOD, Gate(500), Known(), None, [], SECTION) == []
     assert found(agreement=replace(AGREES, training=0.1), max_disagreement=0.9) == []
     bad = replace(GOOD, rows=10, nulls={"x": 0.5, "label": 0.0}, classes={"0": 10})
     assert len(found(bad, agreement=replace(AGREES, training=0.1))) == 5
@@ -319,6 +329,71 @@ def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, bef
         "accuracy", "max", 100, 0.5, 0.5, low + 0.1, low, low + 0.2, {"cat": ClassRecall(50, before, after, before - after - 0.01)}
     )
     assert judge(made, section).promote == (low > min_gain and before - after - 0.01 <= section.max_recall_drop)
+
+
+@pytest.mark.parametrize("checkpoints", [6, 30])
+@pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.rest)])
+def test_the_best_of_several_checkpoints_is_promoted_by_chance_no_more_often_than_one(
+    checkpoints: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All models are equally good: at most 3 % pass the gate, beyond doubt more where it judges on the rows that chose the checkpoint."""
+    monkeypatch.setattr(gate, "draws", cache(draws))  # they and torchmetrics' classes are what takes time
+    monkeypatch.setattr(TASK, "metrics", cache(lambda: MetricCollection({})))
+    rng, rows, promoted = np.random.default_rng(checkpoints), 400, {"apart": 0, "the same rows": 0}
+
+    def blocks(wrong: np.ndarray) -> list[Chunk]:
+        return [Chunk(i, 1, float(one), {}, []) for i, one in enumerate(wrong)]
+
+    for i in range(times):
+        judges = gate_rows(Manifest.from_files([("a", [rows])]), {"a": hashlib.sha256(bytes([i % 16])).hexdigest()})
+        hard = rng.random(rows) * 0.3
+        wrong, champion = rng.random((checkpoints, rows)) < hard, rng.random(rows) < hard
+        for how, chooses, judged in (("apart", ~judges, judges), ("the same rows", judges, judges)):
+            best = wrong[np.argmin(wrong[:, chooses].sum(1))]
+            made = figures(TASK, "loss", "min", blocks(best[judged]), blocks(champion[judged]), i % 16, SECTION)
+            promoted[how] += judge(made, SECTION).promote
+    assert binomtest(promoted["apart"], times, 0.03, "greater").pvalue > 0.01, promoted
+    assert binomtest(promoted["the same rows"], times, 0.03, "greater").pvalue < 1e-3, promoted
+
+
+def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in (("a", 300), ("b/c", 200)):
+        write(tmp_path / "eval" / f"{name}.parquet", rows, seed=rows)
+    (tmp_path / "eval" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
+    config = CONFIG.replace(data__path=str(tmp_path / "eval"), data__eval_path=str(tmp_path / "eval"))
+    dataset, files = open_dataset(str(tmp_path / "eval")), delivered(config).evaluation
+    out = open_dataset(str(selection_part(dataset, ["x", "label"], files, tmp_path / "out")))
+    judges = gate_rows(dataset.manifest, files)
+
+    def x(folder: Path) -> np.ndarray:
+        return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(folder.rglob("*.parquet"))])
+
+    assert np.array_equal(x(tmp_path / "out"), x(tmp_path / "eval")[~judges])
+    assert (200 < judges.sum() < 300, out.manifest.num_rows, out.facts.classes) == (True, 500 - judges.sum(), ("a", "b", "c"))
+    source = RowSource(Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64)
+    monkeypatch.setattr(comparison, "fetch_at_once", fetch_here)
+    scored = comparison._arrays(comparison.Request(source, sample(dataset.manifest, 500), {}, chosen=judges))
+    assert np.array_equal(scored["x"], x(tmp_path / "eval")[judges])
+    (tmp_path / "eval" / "b" / "c.parquet").rename(tmp_path / "eval" / "c.parquet")
+    moved = open_dataset(str(tmp_path / "eval"))
+    assert np.array_equal(gate_rows(moved.manifest, delivered(config).evaluation), judges), "a name counts"
+
+
+def test_a_gate_with_data_of_its_own_counts_by_content_and_trains_nothing_again(tmp_path: Path) -> None:
+    for name in ("train", "eval", "gate"):
+        write(tmp_path / name / "a.parquet", 100, seed=len(name) * 7 + ord(name[0]))
+    config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
+    keys = []
+    for seed in (1, 2):
+        write(tmp_path / "gate" / "a.parquet", 100, seed=seed)
+        files = delivered(config, gate_path=str(tmp_path / "gate"))
+        keys.append(inputs_of(config, SECTION, files, ""))
+        assert files == delivered(config)
+        assert files.twice() == []
+    assert keys[0].training_key == keys[1].training_key
+    assert keys[0].key != keys[1].key
+    again = delivered(config, gate_path=str(tmp_path / "eval")).twice()
+    assert again == ["gate file a.parquet has the content of evaluation file a.parquet"]
 
 
 def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
@@ -585,9 +660,10 @@ def test_what_retraining_cannot_work_with_is_refused_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         check_section(bad, wrong)
     names = ["force is empty", "old_fraction is 2", "confidence is 1.0", "sample_rows is 0", "max_psi is -1", "registered_model is missing"]
-    for text in [*names, "eval_path is missing", "run.name is 'x'", "init_from is given and retrain.start", "written as Parquet below"]:
+    names += ["eval_path is missing", "run.name is 'x'", "init_from is given and retrain.start", "written as Parquet below"]
+    for text in [*names, "gate_path is missing"]:
         assert text in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 11
+    assert len(str(refused.value).splitlines()) == 12
 
 
 def test_a_delivery_is_equal_by_content() -> None:
