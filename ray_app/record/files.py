@@ -6,7 +6,6 @@ Nothing here renames a folder, appends, or needs a folder to exist. A path is a 
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -51,9 +50,11 @@ def in_memory(content: Content) -> bytes:
     """The bytes of a content."""
     if isinstance(content, bytes):
         return content
-    file = io.BytesIO()
-    content(file)
-    return file.getvalue()
+    with open(os.memfd_create("content"), "w+b") as file:  # io.BytesIO copies under Python's lock: 1.7 s for a gigabyte
+        content(file)
+        size = file.tell()
+        file.seek(0)
+        return file.read(size)
 
 
 def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: int = 0o666) -> bool:

@@ -72,8 +72,10 @@ for _name in (
     "all_to_all_single",
     "alltoall_base",
     "broadcast",
+    "recv",
     "reduce_scatter_single",
     "_reduce_scatter_base",
+    "send",
 ):
     setattr(DeviceGroup, _name, lambda self, outputs, *args, _name=_name, **options: self._call(_name, outputs, *args, **options))
 DeviceGroup.barrier = lambda self, *args, **options: self._host.barrier(*args, **options)  # type: ignore[method-assign]

@@ -10,15 +10,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec
-from ray_app.exchange.exchange import World, collective, gather
+from ray_app.exchange.exchange import World, gather
 from ray_app.task.own_code import own_code
 from ray_app.train.state.average import Average
 from ray_app.train.state.eager import without_compiler
@@ -26,6 +25,7 @@ from ray_app.train.state.freeze import freeze
 from ray_app.train.state.initial import begin_with
 from ray_app.train.state.scale import LossScale
 from ray_app.train.state.seeds import seed_init
+from ray_app.train.state.transfer import lacking, transfer
 
 NOTHING = -1
 """The step of a worker that has no state yet."""
@@ -192,7 +192,7 @@ class TrainingState:
         """Makes the model on this rank that of the present step, if it is not; a collective of all ranks."""
 
     def share(self, world: World, restore: Callable[[], None]) -> None:
-        """Gives every rank the state of the highest step; a collective of all ranks, after which all states are equal.
+        """Gives the ranks that lack it the state of the highest step; a collective of all ranks, after which all states are equal.
 
         Args:
             world: The workers of now.
@@ -204,14 +204,12 @@ class TrainingState:
         steps = gather(self.step, world)
         if max(steps) == NOTHING and world.rank == 0:
             restore()
-        if min(steps) == max(steps) != NOTHING or world.size == 1:
-            return
         source = steps.index(max(steps))
-        with collective():
-            held: list[Any] = [pack(self.snapshot()) if world.rank == source else None]
-            dist.broadcast_object_list(held, source)
-        if world.rank != source:
-            self.load(unpack(held[0]))
+        to = lacking(steps, source)
+        received = transfer(self._live() if world.rank == source and to else None, world.rank, source, to)
+        if world.rank in to:
+            assert received is not None
+            self.load(received)
 
 
 def _optimizer(spec: ClassSpec, model: nn.Module, can_fuse: Callable[[Any], bool]) -> Optimizer:

@@ -116,7 +116,7 @@ class CentralState(SpreadState):
     def _collected(self) -> Snapshot:
         if self._holds:
             self._whole = self._own()
-        return self._sent(0)
+        return self._sent(0, range(1, self._world.size))
 
     def _take(self, whole: Snapshot) -> None:
         self._holds = self._world.rank == 0

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
-from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.errors import PeerLostError
 from ray_app.exchange.exchange import World, collective, gather
 from ray_app.task.base import Task
 from ray_app.train.state.state import NOTHING, TrainingState
+from ray_app.train.state.transfer import lacking, transfer
 
 
 class SpreadState(TrainingState):
@@ -71,20 +71,19 @@ class SpreadState(TrainingState):
         source = steps.index(max(steps))
         if world.rank == source:
             self._whole = self._own()
-        self._whole = self._sent(source)
+        self._whole = self._sent(source, lacking(steps, source))
         self.step = self._whole.step
         self._take(self._whole)
 
-    def _sent(self, source: int) -> Snapshot:
-        """The whole copy of one rank; a collective of all ranks."""
-        held: list[Any] = [pack(self._whole) if self._whole is not None and self._world.rank == source else None]
-        if self._world.size > 1:
-            with collective():
-                dist.broadcast_object_list(held, source)
-        if self._world.rank != source:
-            return unpack(held[0])
-        assert self._whole is not None
-        return self._whole
+    def _sent(self, source: int, to: Sequence[int]) -> Snapshot:
+        """The whole copy of one rank, on it and those who get it; a collective of these.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        whole = transfer(self._whole, self._world.rank, source, to)
+        assert whole is not None
+        return whole
 
     def _own(self) -> Snapshot:
         """A whole copy of the state that this rank has alone: that of before the first step if it has none."""
