@@ -38,11 +38,14 @@ class RunSection:
             the usual `AWS_*` variables, on every node, or from the path: `?endpoint_override=host:port&scheme=http&region=...`.
         ray_address: Ray cluster to join (`auto` or an address). Not given: `RAY_ADDRESS` if that is set (as in a Ray job), otherwise
             a local cluster of this machine's own, stopped at the end.
+        changed_code: What to do if the task's, optimizer's or schedule's source files, or versions of libraries that they import, are
+            not as at the run's last start: `warn` says what changed and goes on, `refuse` does not start.
     """
 
     name: str | None = None
     storage_path: str = "runs"
     ray_address: str | None = None
+    changed_code: Literal["warn", "refuse"] = "warn"
 
 
 @dataclass(frozen=True)

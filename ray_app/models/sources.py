@@ -36,6 +36,21 @@ def sources_of(module: str) -> Sources:
     Raises:
         RegistryError: A module is not found, has no source, or needs Ray.
     """
+    found = followed(module)
+    if module not in found.files:
+        raise RegistryError(f"The task's module {module!r} is not a source file of its own that could be shipped with the model.")
+    if "ray" in found.libraries:
+        raise RegistryError(f"The code of {module!r} imports ray, so the model could not be loaded without it; import it elsewhere.")
+    return found
+
+
+def followed(module: str, ours: bool = True) -> Sources:
+    """`sources_of` whatever is found.
+
+    Args:
+        module: Dotted name of an importable module.
+        ours: Whether files of ray_app count as not installed.
+    """
     files: dict[str, Path] = {}
     libraries: set[str] = set()
     todo = _with_packages(module)
@@ -44,7 +59,7 @@ def sources_of(module: str) -> Sources:
         top = name.partition(".")[0]
         if name in files or top in sys.stdlib_module_names:
             continue
-        if not _is_own(top):
+        if not _is_own(top) or (top == "ray_app" and not ours):
             libraries.add(top)
             continue
         found = _origin(name)
@@ -53,10 +68,6 @@ def sources_of(module: str) -> Sources:
         files[name] = found
         for imported in _imports(name, found):
             todo += _with_packages(imported)
-    if module not in files:
-        raise RegistryError(f"The task's module {module!r} is not a source file of its own that could be shipped with the model.")
-    if "ray" in libraries:
-        raise RegistryError(f"The code of {module!r} imports ray, so the model could not be loaded without it; import it elsewhere.")
     return Sources(files, libraries)
 
 
@@ -74,6 +85,8 @@ def _with_packages(module: str) -> list[str]:
 
 def _is_own(top: str) -> bool:
     """Whether a top-level module is the user's or ours, and not an installed library."""
+    if top == "__main__":  # which has no specification
+        return True
     spec = importlib.util.find_spec(top)
     if spec is None or top == "ray_app":
         return spec is not None
@@ -87,7 +100,8 @@ def _origin(module: str) -> Path | None:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
-    return Path(spec.origin).resolve() if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    file = Path(spec.origin).resolve() if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    return file if file is not None and file.is_file() else None  # in a zip there is none
 
 
 def _imports(module: str, file: Path) -> set[str]:

@@ -36,6 +36,11 @@ class RunPaths:
         return self.root / "config.yaml"
 
     @property
+    def code(self) -> Location:
+        """The source files and libraries that it was started with, and which arguments in `config.yaml` were not given."""
+        return self.root / "code.json"
+
+    @property
     def manifest(self) -> Location:
         """The row groups that the run trains on."""
         return self.root / "manifest.json"

@@ -1,18 +1,28 @@
-"""The configuration of a run that exists, for whoever reads its directory."""
+"""The configuration of a run that exists, for whoever reads its directory.
+
+`config.yaml` has all arguments of the classes; those that were not given are named in `code.json`. What is compared, and what digests are
+made of, is what was given: a run whose record was completed by a default is the run that was asked for.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 
-from ray_app.config.config import Config, from_yaml
+from ray_app.config.config import Config, from_dict, from_yaml
 from ray_app.errors import ConfigError
-from ray_app.record.files import folders
+from ray_app.record.files import folders, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 
 
-def read_config(paths: RunPaths) -> Config:
+def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
     """The configuration of a run; its secrets are hidden from then on.
+
+    Args:
+        paths: The run.
+        with_defaults: With the arguments of its classes that were not given, as they were at its first start.
 
     Raises:
         ConfigError: There is none, or not one of this version.
@@ -21,7 +31,7 @@ def read_config(paths: RunPaths) -> Config:
     try:
         config = from_yaml(paths.config.read_text())
         guard(config.to_dict())
-        return config
+        return config if with_defaults else as_given(paths, config)
     except FileNotFoundError:
         near = ", ".join(sorted(folders(paths.root))[:10])
         raise ConfigError(
@@ -35,3 +45,31 @@ def read_config(paths: RunPaths) -> Config:
             f"{paths.config} is no configuration of this version: {error}. Give the directory of a run that this version has made,"
             " or use the version that made it."
         ) from error
+
+
+def as_given(paths: RunPaths, config: Config) -> Config:
+    """A stored configuration without the arguments of its classes that were not given.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    try:
+        names = (read_json(paths.code) or {}).get("defaults", [])
+    except (ValueError, AttributeError):  # damaged
+        names = []
+    values = config.to_dict()
+    for name in names:
+        _remove(values, str(name).split("."))
+    return from_dict(values)
+
+
+def _remove(values: Any, parts: list[str]) -> None:
+    """Removes what a dotted name means from nested dictionaries and lists, if it is there."""
+    *way, last = parts
+    for part in way:
+        if isinstance(values, list) and part.isdigit() and int(part) < len(values):
+            values = values[int(part)]
+        else:
+            values = values.get(part) if isinstance(values, dict) else None
+    if isinstance(values, dict):
+        values.pop(last, None)

@@ -176,7 +176,7 @@ def read_facts(paths: RunPaths) -> Facts:
         ConfigError: It is no run, or not one of this version.
         OSError: The storage does not answer.
     """
-    config = read_config(paths)
+    config = read_config(paths, with_defaults=True)
     reader = MetricsReader(paths)
     reader.poll()
     events, evaluations = read_events(paths), read_evaluations(paths)
@@ -242,7 +242,7 @@ def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, befor
             continue
     for _, _, other, summary in sorted(found, key=lambda item: item[:2]):
         try:
-            differs = _differing(read_config(other), config)
+            differs = _differing(read_config(other, with_defaults=True), config)
             return Earlier(other.name, float(summary["best"]["value"]), int(summary["best"]["step"]), summary, differs, len(found))
         except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("%s is not compared with: %s", other.root, error)

@@ -202,6 +202,7 @@ def described(event: Event) -> str:
         "write_failed": f"checkpoint{step} not written: {details.get('reason')}",
         "fallback": f"checkpoint {details.get('checkpoint')} passed over: {details.get('reason')}",
         "environment_changed": f"another environment{step}: before {details.get('before')}, now {details.get('now')}",
+        "code_changed": f"went on with other code: {', '.join(map(str, details.get('changed') or []))}",
         "stacks": f"worker {details.get('rank')} held the others up{step}, while {details.get('doing')}",
         "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
         "left": f"rank 0 left{step}",

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ray_app.config.config import Config, result_fields
-from ray_app.config.sections import ClassSpec
 from ray_app.data.dataset.below import files_below
 from ray_app.data.dataset.contents import contents, sha256
 from ray_app.data.dataset.files import find, is_folder, relative
-from ray_app.errors import DataError, RegistryError
-from ray_app.models.sources import sources_of
+from ray_app.errors import DataError
 from ray_app.record.files import Location, location
 from ray_app.retrain.section import RetrainSection
+from ray_app.runs.code import classes_in, files_of
 from ray_app.runs.initial import find_beginning
-from ray_app.train.state.state import load_class
 
 _DESCRIPTION = "dataset.json"
 
@@ -147,24 +143,6 @@ def _contents(path: str, memory: Location | None) -> dict[str, str]:
 def _code(config: Config) -> str:
     package = Path(__file__).resolve().parents[1]
     files = {str(file.relative_to(package)): file for file in package.rglob("*.py")}
-    for class_path in sorted(_classes(config.to_dict())):
-        files |= _sources(class_path)
+    for class_path in sorted(classes_in(config.to_dict())):
+        files |= files_of(class_path)
     return digest_of({name: sha256(file) for name, file in sorted(files.items())})
-
-
-def _classes(values: Any) -> Iterator[str]:
-    """Everything that a configuration names as a class, however deep."""
-    for item in values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ():
-        yield from _classes(item)
-    if isinstance(values, dict) and isinstance(values.get("class_path"), str):
-        yield values["class_path"]
-
-
-def _sources(class_path: str) -> dict[str, Path]:
-    """The files of a class, by the names of their modules."""
-    name = load_class(ClassSpec(class_path)).__module__
-    try:
-        return sources_of(name).files
-    except RegistryError:  # it can be trained all the same; then its own file counts
-        file = getattr(importlib.import_module(name), "__file__", None)
-        return {name: Path(file)} if file else {}

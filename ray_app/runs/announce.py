@@ -29,6 +29,14 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
             "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
             " folder that all nodes share."
         )
+    if prepared.changed:
+        console.print(
+            f"Warning: {job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}. Its result will"
+            " be that of neither; run.changed_code: refuse does not start such a run.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
     capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.max_workers else ""
     where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}"

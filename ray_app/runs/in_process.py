@@ -116,6 +116,8 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             announce(console, prepared, max_workers)
+            if prepared.changed:
+                put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
             progress = Console(quiet=True, force_jupyter=False) if background else console
             yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress)
 

@@ -24,6 +24,8 @@ from ray_app.record.evaluations import read_scores
 from ray_app.record.files import location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
+from ray_app.record.stored_config import as_given
+from ray_app.runs.code import Code, changed_code, code_of, completed, put_code
 from ray_app.runs.initial import find_beginning
 from ray_app.runs.plan import classes_of, make_plan, refuse_other_classes
 from ray_app.runs.rehearsal import rehearse
@@ -69,12 +71,16 @@ class Prepared:
         evaluation: What its evaluator gets, if there is evaluation data.
         resumes: Whether the run exists already.
         initial: The parameters to begin with, if they were read.
+        code: What the result depends on besides.
+        changed: What of that is not as at the last start, in words.
     """
 
     job: Job
     evaluation: EvaluationJob | None
     resumes: bool
     initial: dict[str, Tensor] | None = None
+    code: Code | None = None
+    changed: tuple[str, ...] = ()
 
 
 def prepare(config: Config) -> Prepared:
@@ -99,10 +105,12 @@ def prepare(config: Config) -> Prepared:
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
     plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
+    code, changed = code_of(config), list[str]()
     if before is not None:
         stored = Manifest.from_json(paths.manifest.read_text()).digest
         refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
         refuse_other_classes(paths, plan)
+        changed = changed_code(paths, config, code)
     row = training_row(config, dataset, task)
     fields = {name: spec_like(values) for name, values in row.items()}
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
@@ -115,7 +123,7 @@ def prepare(config: Config) -> Prepared:
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data)
-    return Prepared(replace(job, evaluation=data), evaluation, before is not None, initial)
+    return Prepared(replace(job, evaluation=data), evaluation, before is not None, initial, code, tuple(changed))
 
 
 def training_row(config: Config, dataset: Dataset, task: Task) -> Rows:
@@ -135,7 +143,7 @@ def _stored_config(paths: RunPaths) -> Config | None:
         StorageError: The storage does not answer.
     """
     try:
-        config = from_yaml(paths.config.read_text())
+        config = as_given(paths, from_yaml(paths.config.read_text()))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -257,15 +265,19 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
         if job.plan.classes is not None:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
+    if prepared.code is not None and (prepared.changed or not prepared.resumes):
+        put_code(job.paths, prepared.code)
+    if not prepared.resumes:
         _put_config(job)
     evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
-    return Prepared(replace(job, fence=fence), evaluation, prepared.resumes)
+    return replace(prepared, job=replace(job, fence=fence), evaluation=evaluation)
 
 
 def _put_config(job: Job) -> None:
     """Writes `config.yaml` whole, since the run is continued from it; with a secret in it, for its owner alone."""
-    secret = guard(job.config.to_dict())
-    put_atomic(job.paths.config, job.config.to_yaml().encode(), mode=0o600 if secret else 0o666)
+    whole, _ = completed(job.config)
+    secret = guard(whole.to_dict())
+    put_atomic(job.paths.config, whole.to_yaml().encode(), mode=0o600 if secret else 0o666)
     if secret:
         logger.warning(
             "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs and events get it"

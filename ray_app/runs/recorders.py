@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ray
 
+from ray_app.runs.code import completed
 from ray_app.runs.outcome.summary import newest_commit
 from ray_app.track.board import Board
 from ray_app.track.client import DataSet
@@ -21,7 +22,7 @@ def make_tracker(job: Job) -> Tracker | None:
     if job.evaluation is not None:
         held_out = job.evaluation.manifest
         datasets.append(DataSet("evaluation", str(config.data.eval_path), held_out.digest, held_out.num_rows))
-    return Tracker(job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, datasets)
+    return Tracker(job.paths, completed(config)[0], run_tags(config, manifest.digest), config.tracking.every_steps, datasets)
 
 
 def make_board(job: Job) -> Board | None:
