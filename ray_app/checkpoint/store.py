@@ -154,12 +154,13 @@ class CheckpointStore:
             files[name] = data
         return files
 
-    def load_newest(self, on_fallback: Callable[[Fallback], None]) -> tuple[Commit, Snapshot] | None:
+    def load_newest(self, on_fallback: Callable[[Fallback], None], above: int = -1) -> tuple[Commit, Snapshot] | None:
         """The newest checkpoint that is intact, or None if none was ever committed.
 
         Args:
             on_fallback: Told of every checkpoint that is passed over, whoever marked it. One that is damaged is marked and not looked at
                 again; one whose content is refused stays as it is, since another version may read it.
+            above: A step; checkpoints up to it count as if they were not there, and are not read.
 
         Raises:
             CheckpointError: There are checkpoints, but not one can be used; nothing is deleted.
@@ -168,7 +169,7 @@ class CheckpointStore:
         """
         refused = []
         for name, files in sorted(self._folders().items(), key=lambda item: key_of(item[0]), reverse=True):
-            if COMMIT not in files:
+            if COMMIT not in files or key_of(name)[0] <= above:
                 continue
             try:
                 if _BAD in files:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
+from ray_app.task.counting import count_directly
 from ray_app.task.own_code import own_code
 
 MOST_MISTAKES = 12
@@ -95,6 +96,7 @@ def score(
     """
     model.eval()
     metrics = task.metrics().to(device)
+    count_directly()
     fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
     rows, worst = len(next(iter(arrays.values()))), list[float]()
     step = chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
@@ -141,6 +143,7 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.low)
     metrics = kept_metrics(task, ordered)
+    count_directly()
     for name, metric in metrics.items(keep_base=True, copy_state=True):
         for state in metric._defaults:
             setattr(metric, state, _folded(metric, state, [chunk.states[str(name)][state] for chunk in ordered]))

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
+from torch import Tensor, nn
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
@@ -14,14 +15,28 @@ from ray_app.errors import ConfigError, PeerLostError, PreemptedError
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import read_events
+from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state, build_step
 from ray_app.train.environment import set_up_torch
 from ray_app.train.group.messages import Flags
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
+from ray_app.train.strategies import spread
 from tests.support.injector import KillSaving
-from tests.support.local_world import CPU, DieAfter, KilledError, LocalMembership, Pool, cached, feed_of, make_job, result_of, write_images
+from tests.support.local_world import (
+    CPU,
+    DieAfter,
+    KilledError,
+    LocalMembership,
+    Pool,
+    TinyImages,
+    cached,
+    feed_of,
+    make_job,
+    result_of,
+    write_images,
+)
 from tests.support.shifting_world import KillOnce, train_shifting
 
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
@@ -96,22 +111,27 @@ def test_the_holder_has_to_leave_while_it_waits_for_a_lost_worker(pool: Pool, da
 
 
 class LateFailure:
-    """A hook that makes one rank's next whole copy fail after it went through on the others, as gloo does when a peer dies."""
+    """A hook that makes one rank's next whole copy fail after it went through on the others, as gloo does when a peer dies.
 
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
+    Args:
+        proof: A file that says that it did.
+    """
+
+    def __init__(self, rank: int, step: int, proof: Path) -> None:
+        self.rank, self.step, self.proof = rank, step, proof
 
     def __call__(self, rank: int, step: int) -> None:
         if (rank, step) != (self.rank, self.step):
             return
-        send = dist.broadcast_object_list
+        send = spread.transfer
 
-        def fails_once(held: list[Any], source: int) -> None:
-            dist.broadcast_object_list = send
-            send(held, source)
+        def fails_once(*args: Any) -> None:
+            spread.transfer = send
+            send(*args)
+            self.proof.touch()
             raise RuntimeError("Connection closed by peer")
 
-        dist.broadcast_object_list = fails_once
+        spread.transfer = fails_once
 
 
 def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: Pool, data: Path, tmp_path: Path) -> None:
@@ -119,9 +139,10 @@ def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: Pool, data
     job = central_job(tmp_path / "run", data, checkpoint__keep_last=10)
     plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
     kill = KillSaving(str(tmp_path / "killed"), step=6)
-    hooks = Hooks(after_step=LateFailure(rank=1, step=5), before_commit=kill)
+    hooks = Hooks(after_step=LateFailure(1, 5, tmp_path / "failed"), before_commit=kill)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [1, 2]], [], hooks)
     assert kill.happened == 1
+    assert (tmp_path / "failed").exists()
     assert [o.trace for o in outcomes[1:]] == ["", ""]
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(step, "cadence") for step in (6, 12, 18)]
     found = result_of(job)
@@ -194,3 +215,24 @@ def test_only_one_worker_holds_the_optimizers_state_and_no_device(pool: Pool, da
 def test_offload_is_for_shards(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.cpu_offload is set, but only train.strategy: fsdp"):
         central_job(tmp_path / "run", data, train__cpu_offload=True)
+
+
+class SometimesUsed(TinyImages):
+    """A parameter of its model gets a gradient in some steps only."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_parameter("sometimes", nn.Parameter(torch.ones(3)))
+        return model
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        losses = super().training_loss(model, batch)
+        return losses + model.sometimes.sum() if int(batch["id"][0]) % 2 else losses  # type: ignore[operator]
+
+
+def test_a_parameter_without_a_gradient_does_not_move_by_the_one_before(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """With one logical worker it has none, and is left alone; with more it has zeros."""
+    make = dict(logical_workers=1, batch=12, task=SometimesUsed(), train__epochs=2)
+    central = pool.trained(make_job(tmp_path / "run", data, train__strategy="central_storage", **make), 1, cached)
+    plain = pool.trained(make_job(tmp_path / "plain", data, **make), 1, cached)
+    assert central.bits == plain.bits

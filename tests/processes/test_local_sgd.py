@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, PeerLostError
@@ -220,3 +221,15 @@ def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
         local_job(tmp_path / "run", data, train__strategy="ddp")
     with pytest.raises(ConfigError, match="fp16"):
         local_job(tmp_path / "run", data, train__precision="fp16")
+
+
+def test_what_the_workers_tell_each_other_of_an_optimizer_is_on_the_host(data: Path, tmp_path: Path) -> None:
+    """A device's tensor would arrive on a device of that number, which the other worker may not have."""
+    step, *_ = step_of(local_job(tmp_path / "run", data), tmp_path / "store")
+    replica = step._replicas[0]
+    with FakeTensorMode():
+        for p in replica.trained:
+            replica.optimizer.state[p] = {"step": torch.zeros((), device="cuda"), "row": torch.zeros(3, device="cuda"), "lr": 0.1}
+    found = [value for numbers in replica.numbers().values() for value in numbers.values()]
+    assert {str(value.device) for value in found if isinstance(value, Tensor)} == {"cpu"}
+    assert 0.1 in found

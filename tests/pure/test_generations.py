@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ray_app.checkpoint import store as store_module
+from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, PeerLostError, PreemptedError
@@ -187,6 +189,34 @@ def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(new_job: Cal
     train(job, Alone(4, lambda: False), cached, CPU, Hooks(after_step=back), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(6, "snapshot")]
     assert committed(job) == [4, 8]
+
+
+def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some gigabytes it takes a while; a newer one is."""
+    job, memory = new_job(checkpoint__snapshot_every_steps=2, checkpoint__every_steps=3), Memory()
+
+    def die_after(step: int) -> Hooks:
+        def die(rank: int, done: int) -> None:
+            if (rank, done) == (0, step):
+                raise KilledError
+
+        return Hooks(after_step=die)
+
+    read: list[int] = []
+
+    def load(store: CheckpointStore, commit: Commit) -> dict[str, bytes]:
+        read.append(commit.step)
+        return whole(store, commit)
+
+    whole = CheckpointStore.load
+    monkeypatch.setattr(CheckpointStore, "load", load)
+    for step in (5, 7):
+        with pytest.raises(KilledError):
+            train(job, Alone(4, lambda: False), cached, CPU, die_after(step), memory)
+    memory.kept = None if memory.kept is None else (dataclasses.replace(memory.kept[0], step=5), memory.kept[1])
+    train(job, Alone(4, lambda: False), cached, CPU, Hooks(), memory)
+    assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(4, "snapshot"), (6, "checkpoint")]
+    assert read == [6]
 
 
 def test_each_loss_has_a_recovery_of_its_own(new_job: Callable[..., Job]) -> None:

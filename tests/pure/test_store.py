@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ray_app.checkpoint import put as put_module
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack
+from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack, writers
 from ray_app.checkpoint.retention import Hold, removable
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.config.sections import CheckpointSection
@@ -774,3 +774,34 @@ def test_metrics_and_events_of_other_versions_are_read(paths: RunPaths) -> None:
         put_atomic(paths.metrics / f"{fence:010d}-{fence:04d}-{fence}.json", json.dumps(columns | more | {"step": [fence]}).encode())
     reader = MetricsReader(paths)
     assert reader.poll() == [record, replace(record, step=2)]
+
+
+class Slow(io.BytesIO):
+    """A file whose first write waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def write(self, data: Any) -> int:
+        self.begun.set()
+        assert self.may_go_on.wait(20)
+        return super().write(data)
+
+
+def test_a_checkpoint_and_a_snapshot_at_the_same_time_leave_torch_as_it_was() -> None:
+    """torch 2.15 keeps such options per thread."""
+    content = writers(Snapshot(1, {}, {"state": {0: torch.ones(9)}}, None))[TRAINING]
+    assert callable(content)
+    files = [Slow(), Slow()]
+    threads = [threading.Thread(target=content, args=(file,)) for file in files]
+    for thread, file in zip(threads, files, strict=True):
+        thread.start()
+        assert file.begun.wait(20)
+    files[0].may_go_on.set()
+    threads[0].join()
+    assert torch.serialization.get_crc32_options(), "while the other one is still being written"
+    files[1].may_go_on.set()
+    threads[1].join()
+    assert torch.serialization.get_crc32_options()
+    assert files[0].getvalue() == files[1].getvalue()

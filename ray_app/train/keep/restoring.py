@@ -15,7 +15,7 @@ from ray_app.train import environment
 from ray_app.train.job import Job
 from ray_app.train.keep.recorder import Recorder
 from ray_app.train.keep.snapshots import SnapshotSender
-from ray_app.train.state.state import TrainingState
+from ray_app.train.state.state import NOTHING, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,13 @@ def restore(job: Job, state: TrainingState, recorder: Recorder, sender: Snapshot
     """
     kept = sender.newest()
     try:
-        found = CheckpointStore(job.paths).load_newest(partial(note_fallback, job))
+        found = CheckpointStore(job.paths).load_newest(partial(note_fallback, job), above=kept[0].step if kept is not None else NOTHING)
     except (OSError, CheckpointError) as error:
         if kept is None:
             raise
         logger.warning("Going on from the snapshot in memory, since no checkpoint can be read: %s", error)
         found = None
-    if kept is not None and (found is None or kept[0].step > found[0].step):
+    if kept is not None and found is None:
         snapshot, records = kept
         state.load(snapshot)
         recorder.restored(records)

@@ -34,7 +34,7 @@ class CentralState(SpreadState):
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         self._holds = False
         self._refreshed = NOTHING
-        self._gradients: list[Tensor] = []
+        self._gradients: dict[nn.Parameter, Tensor] = {}
         super().__init__(config, task, device, total_steps)
 
     def _master_of(self, model: nn.Module) -> nn.Module:
@@ -55,17 +55,17 @@ class CentralState(SpreadState):
             self.pass_over()
 
     def _fetch_gradients(self) -> None:
-        """Gives the master the gradients of the model; on a GPU through pinned memory."""
-        pairs = [(m, p.grad) for m, p in zip(self.master.parameters(), self.model.parameters(), strict=True) if p.grad is not None]
-        if self._device.type != "cuda":
-            for m, gradient in pairs:
-                m.grad = gradient
-            return
-        if not self._gradients:
-            self._gradients = [torch.empty_like(m, pin_memory=True) for m, _ in pairs]
-        for (m, gradient), memory in zip(pairs, self._gradients, strict=True):
-            m.grad = memory.copy_(gradient, non_blocking=True)
-        torch.cuda.synchronize(self._device)
+        """Gives the master the gradients of the model, or none where there is none; on a GPU through pinned memory."""
+        on_gpu = self._device.type == "cuda"
+        for m, p in zip(self.master.parameters(), self.model.parameters(), strict=True):
+            if not on_gpu or p.grad is None:
+                m.grad = p.grad
+                continue
+            if m not in self._gradients:
+                self._gradients[m] = torch.empty_like(m, pin_memory=True)
+            m.grad = self._gradients[m].copy_(p.grad, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
 
     def refresh(self) -> None:
         """See `TrainingState.refresh`.

@@ -232,6 +232,9 @@ class _Replica(TrainingState):
         return [start - p.detach() for start, p in zip(starts, self.trained, strict=True)]
 
     def numbers(self) -> dict[int, dict[str, Any]]:
-        """The rest of the optimizer's state, such as its number of steps, by the number of the parameter."""
-        averaged = self.averaged()
-        return {i: {k: v for k, v in self.optimizer.state[p].items() if k not in averaged} for i, p in enumerate(self.trained)}
+        """The rest of the optimizer's state, such as its number of steps, by the number of the parameter; on the CPU, since it is sent."""
+        averaged, found = self.averaged(), dict[int, dict[str, Any]]()
+        for i, p in enumerate(self.trained):
+            rest = {name: value for name, value in self.optimizer.state[p].items() if name not in averaged}
+            found[i] = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in rest.items()}
+        return found
