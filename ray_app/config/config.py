@@ -85,7 +85,12 @@ class Config:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """Builds a configuration from nested dictionaries with known names, without checking it."""
+    """Builds a configuration from nested dictionaries, without checking its values.
+
+    Raises:
+        ConfigError: A section or a field is not known.
+    """
+    _refuse_unknown(values)
     made: dict[str, Any] = dict(values)
     for name, section in SECTIONS.items():
         if name in made:
@@ -96,8 +101,26 @@ def from_dict(values: dict[str, Any]) -> Config:
     return Config(**made)
 
 
+def _refuse_unknown(values: dict[str, Any]) -> None:
+    if not isinstance(values, dict):
+        raise ConfigError(f"it is {values!r:.60}; it must be fields by name.")
+    sections = {"": Config, **{f"{name}.": kind for name, kind in SECTIONS.items() if name in values}}
+    problems = []
+    for prefix, kind in sections.items():
+        given = values if not prefix else values[prefix[:-1]]
+        known = [item.name for item in dataclasses.fields(kind)]
+        if not isinstance(given, dict):
+            problems.append(f"{prefix[:-1]} is {given!r}; it must be fields by name.")
+            continue
+        for name in sorted(given.keys() - set(known), key=str):
+            near = difflib.get_close_matches(str(name), known, 1)
+            problems.append(f"{prefix}{name} is no field{f'; the nearest is {prefix}{near[0]}' if near else ''}.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def from_yaml(text: str) -> Config:
-    """Reads what `Config.to_yaml` wrote."""
+    """Reads what `Config.to_yaml` wrote; see `from_dict`."""
     return from_dict(yaml.safe_load(text))
 
 

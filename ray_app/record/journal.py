@@ -11,14 +11,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ray_app.record.files import listing, names, poll_s, put_atomic, put_json, read_all_json, read_json
+from ray_app.record.files import Location, listing, names, poll_s, put_atomic, put_json, read_all_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard_run, redacted
-from ray_app.record.schema import known_fields, versioned
+from ray_app.record.schema import known_fields, understood, versioned
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ class MetricsReader:
         unseen = sorted(set(names(self._paths.metrics)) - self._seen, key=lambda n: n.rsplit("-", 1)[1])
         for name, segment in zip(unseen, read_all_json(self._paths.metrics / name for name in unseen), strict=True):
             self._seen.add(name)
-            for record in _read_segment(segment):
+            for record in _read_segment(self._paths.metrics / name, segment):
                 known = self.records.get(record.step)
                 if known is None:
                     self.records[record.step] = record
@@ -155,13 +154,14 @@ def newest_record(paths: RunPaths) -> StepRecord | None:
         OSError: The storage does not answer.
     """
     name = max(names(paths.metrics), key=lambda n: n.rsplit("-", 1)[1], default=None)
-    return list(_read_segment(read_json(paths.metrics / name)))[-1] if name else None
+    return _read_segment(paths.metrics / name, read_json(paths.metrics / name))[-1] if name else None
 
 
-def _read_segment(columns: dict[str, list[Any]]) -> Iterator[StepRecord]:
-    known = [name for name in _COLUMNS if name in columns]
-    for values in zip(*(columns[name] for name in known), strict=True):
-        yield StepRecord(**dict(zip(known, values, strict=True)))
+def _read_segment(place: Location, columns: dict[str, list[Any]]) -> list[StepRecord]:
+    with understood(place, columns):
+        known = [name for name in _COLUMNS if name in columns]
+        values = zip(*(columns[name] for name in known), strict=True)
+        return [StepRecord(**dict(zip(known, one, strict=True))) for one in values]
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,16 @@ def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
 
 
 def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
-    """The run's events in the order of time, all or those of some kinds."""
+    """The run's events in the order of time, all or those of some kinds.
+
+    Raises:
+        ConfigError: One is damaged, or of a newer version.
+        OSError: The storage does not answer.
+    """
     wanted = [file for name, file in listing(paths.events).items() if not kinds or name.split("-")[1] in kinds]
-    return [known_fields(Event, value) for value in read_all_json(wanted)]
+    return [_event(file, value) for file, value in zip(wanted, read_all_json(wanted), strict=True)]
+
+
+def _event(file: Location, value: Any) -> Event:
+    with understood(file, value):
+        return known_fields(Event, value)

@@ -32,7 +32,7 @@ class RunPaths:
 
     @property
     def config(self) -> Location:
-        """The resolved configuration of the run's first start."""
+        """The resolved configuration of the run's newest start; what decides the result is that of the first."""
         return self.root / "config.yaml"
 
     @property

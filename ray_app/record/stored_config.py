@@ -15,6 +15,7 @@ from ray_app.errors import ConfigError
 from ray_app.record.files import folders, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
+from ray_app.version import __version__
 
 
 def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
@@ -29,8 +30,7 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
         OSError: The storage does not answer.
     """
     try:
-        config = from_yaml(paths.config.read_text())
-        guard(config.to_dict())
+        config = parsed(paths, paths.config.read_text())
         return config if with_defaults else as_given(paths, config)
     except FileNotFoundError:
         near = ", ".join(sorted(folders(paths.root))[:10])
@@ -40,10 +40,32 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
         ) from None
     except NotADirectoryError:
         raise ConfigError(f"{paths.root} is a file; give the directory of a run, <run.storage_path>/<run.name>.") from None
+
+
+def parsed(paths: RunPaths, text: str) -> Config:
+    """The configuration that stands in `config.yaml`; its secrets are hidden from then on.
+
+    Args:
+        paths: The run.
+        text: What the file holds.
+
+    Raises:
+        ConfigError: It is not one of this version; with the file and the fields.
+    """
+    try:
+        config = from_yaml(text)
+        guard(config.to_dict())
+        return config
+    except ConfigError as error:
+        problems = "\n".join(f"  - {line}" for line in str(error).splitlines())
+        raise ConfigError(
+            f"{paths.config} is no configuration of this version ({__version__}):\n{problems}\nUse the version that made the run; its event"
+            " `started` names it. Or, in a copy of the run, rename the field, or remove it if its default is meant."
+        ) from error
     except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{paths.config} is no configuration of this version: {error}. Give the directory of a run that this version has made,"
-            " or use the version that made it."
+            f"{paths.config} is no configuration of this version ({__version__}): {error}. Give the directory of a run that this version"
+            " has made, or use the version that made it."
         ) from error
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from ray_app.record.files import names, put_json, read_all_json
+from ray_app.record.files import Location, names, put_json, read_all_json
 from ray_app.record.paths import RunPaths
-from ray_app.record.schema import known_fields, versioned
+from ray_app.record.schema import known_fields, understood, versioned
 
 
 @dataclass(frozen=True)
@@ -50,4 +51,10 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
         known: Names of others that are not.
     """
     wanted = sorted(name for name in names(paths.system) if name > after and name not in known)
-    return dict(zip(wanted, (known_fields(Look, value) for value in read_all_json(paths.system / name for name in wanted)), strict=True))
+    files = [paths.system / name for name in wanted]
+    return {name: _look(file, value) for name, file, value in zip(wanted, files, read_all_json(files), strict=True)}
+
+
+def _look(file: Location, value: Any) -> Look:
+    with understood(file, value):
+        return known_fields(Look, value)

@@ -44,6 +44,7 @@ from ray_app.train.group.messages import Status as Gathering
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.keep.restoring import note_fallback
+from ray_app.version import __version__
 from ray_app.watch.console import RunConsole, print_end
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,8 @@ class Run:
         """Trains to the end; see `run_training`."""
         job = self.job
         metric, mode = job.best_metric, job.best_mode
-        put_event(job.paths, "started", job.fence, max_workers=self._max_workers, metric=metric, mode=mode, total_steps=job.total_steps)
+        facts = {"max_workers": self._max_workers, "total_steps": job.total_steps, "version": __version__}
+        put_event(job.paths, "started", job.fence, metric=metric, mode=mode, **facts)
         tracker, board = make_tracker(job), make_board(job)
         for recording in (tracker, board):
             if recording is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ray_app.config.checks import check
-from ray_app.config.config import Config, digest, from_yaml, refuse_other_config, result_fields
+from ray_app.config.config import Config, digest, refuse_other_config, result_fields
 from ray_app.data.dataset.arrays import spec_like
 from ray_app.data.dataset.dataset import Dataset, open_dataset
 from ray_app.data.read.reader import Reader, RowSource, first_row, probe, rows_per_task
@@ -24,10 +24,11 @@ from ray_app.record.evaluations import read_scores
 from ray_app.record.files import location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
-from ray_app.record.stored_config import as_given
+from ray_app.record.stored_config import as_given, parsed
 from ray_app.runs.code import Code, changed_code, code_of, completed, put_code
 from ray_app.runs.initial import find_beginning
 from ray_app.runs.plan import classes_of, make_plan, refuse_other_classes
+from ray_app.runs.reconfigured import put_config, reconfigure
 from ray_app.runs.rehearsal import rehearse
 from ray_app.task.base import Rows, Task
 from ray_app.task.scoring import combine, score
@@ -140,10 +141,11 @@ def _stored_config(paths: RunPaths) -> Config | None:
     """The configuration of the run as it is, if it exists.
 
     Raises:
+        ConfigError: It is not one of this version.
         StorageError: The storage does not answer.
     """
     try:
-        config = as_given(paths, from_yaml(paths.config.read_text()))
+        return as_given(paths, parsed(paths, paths.config.read_text()))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -151,8 +153,6 @@ def _stored_config(paths: RunPaths) -> Config | None:
             f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint (AWS_ENDPOINT_URL,"
             " or ?endpoint_override=... in the path), the region and the credentials."
         ) from error
-    guard(config.to_dict())
-    return config
 
 
 def make_task(config: Config) -> Task:
@@ -249,6 +249,8 @@ def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
 def claim(prepared: Prepared, fence: int) -> Prepared:
     """Makes the run this start's. A new run's manifest is written first, its configuration last: with that it exists.
 
+    The configuration of a run that exists becomes that of this start, so that whoever reads it judges by the metric that decides now.
+
     Args:
         prepared: What may start.
         fence: Number of the start, from the lease that it holds.
@@ -268,19 +270,8 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
     if prepared.code is not None and (prepared.changed or not prepared.resumes):
         put_code(job.paths, prepared.code)
     if not prepared.resumes:
-        _put_config(job)
+        put_config(job.paths, completed(job.config)[0])
+    else:
+        reconfigure(replace(job, fence=fence))
     evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
     return replace(prepared, job=replace(job, fence=fence), evaluation=evaluation)
-
-
-def _put_config(job: Job) -> None:
-    """Writes `config.yaml` whole, since the run is continued from it; with a secret in it, for its owner alone."""
-    whole, _ = completed(job.config)
-    secret = guard(whole.to_dict())
-    put_atomic(job.paths.config, whole.to_yaml().encode(), mode=0o600 if secret else 0o666)
-    if secret:
-        logger.warning(
-            "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs and events get it"
-            " without. Secrets are better kept in environment variables.",
-            job.paths.config,
-        )
