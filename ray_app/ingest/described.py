@@ -8,36 +8,33 @@ from typing import Any
 
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.errors import DataError
-from ray_app.ingest.pieces import Record
 from ray_app.ingest.readers.base import Part
 from ray_app.ingest.shards import MAX_COUNTED_LABELS
 
 
-def merged(side: str, part: Part, records: list[Record]) -> dict[str, Any]:
-    """The facts of one side of a part, of which the records are the pieces in their order.
+def merged(part: Part, made: list[dict[str, Any]], refused: int) -> dict[str, Any]:
+    """The facts of one side of a part, of which `made` describes the shards, in their order.
 
     Raises:
-        DataError: Pieces have different columns.
+        DataError: Shards have different columns.
     """
-    made = [record["sides"][side] for record in records]
     shards = [shard for piece in made for shard in piece["shards"]]
-    rows, refused = sum(shard["rows"] for shard in shards), sum(len(piece["refused"]) for piece in made)
+    rows = sum(shard["rows"] for shard in shards)
     return {
         "rows": rows,
         "rows_in": rows + refused,
         "refused": refused,
         "classes": part.classes,
         "class_counts": _class_counts(part, made),
-        "columns": _columns(made),
+        "columns": columns_of(made, "shards"),
         "shards": shards,
         "skipped_files": part.skipped_files,
     }
 
 
-def refused_lines(side: str, records: list[Record]) -> bytes:
-    """The refused rows of a side, one JSON object a line."""
-    rows = [row for record in records for row in record["sides"][side]["refused"]]
-    return "".join(json.dumps({"row_id": row_id, "reason": reason}) + "\n" for row_id, reason in rows).encode()
+def refused_lines(refused: list[tuple[str, str]]) -> bytes:
+    """Refused rows with the reasons, one JSON object a line."""
+    return "".join(json.dumps({"row_id": row_id, "reason": reason}) + "\n" for row_id, reason in refused).encode()
 
 
 def _class_counts(part: Part, made: list[dict[str, Any]]) -> dict[str, int] | None:
@@ -51,17 +48,22 @@ def _class_counts(part: Part, made: list[dict[str, Any]]) -> dict[str, int] | No
     return {str(label): rows for label, rows in sorted(labels.items())} if 0 < len(labels) <= MAX_COUNTED_LABELS else None
 
 
-def _columns(made: list[dict[str, Any]]) -> dict[str, Any]:
+def columns_of(made: list[dict[str, Any]], files: str) -> dict[str, Any]:
+    """The columns of pieces, missing values counted over all of them; `files`: the name of what they list.
+
+    Raises:
+        DataError: They are not the same in all.
+    """
     found: dict[str, Any] = {}
     for piece in made:
-        if not piece["shards"]:
+        if not piece[files]:
             continue
         facts = piece["columns"]
         same = {name: {**column, "nulls": 0} for name, column in facts.items()}
         if found and same != {name: {**column, "nulls": 0} for name, column in found.items()}:
             raise DataError(
-                f"{piece['shards'][0]['path']} would have the columns {same}, {made[0]['shards'][0]['path']} has {found}; all files of a"
-                " data set have the same. Correct the input."
+                f"A part of the input gives the columns {same}, another one {found}; all files of a data set have the same. Correct the"
+                " input."
             )
         for name, column in facts.items():
             found.setdefault(name, {**column, "nulls": 0})["nulls"] += column["nulls"]

@@ -1,10 +1,11 @@
 """Raw data -> Parquet shards: the raw format's reader, tasks that write shards of their own, and `dataset.json` last.
 
 a. a reader (`readers/`) cuts the source into pieces, by what is in it and not by who will read them
-b. each piece is a task (`pieces.py`), in threads or on a cluster (`tasks.py`): it streams tables with a `row_id`, renames columns, holds
+b. each piece is a task (`pieces.py`), in threads or on a cluster (`runners.py`): it streams tables with a `row_id`, renames columns, holds
    `label` to int64 without gaps, refuses rows with a reason, and lets a keyed hash of the row's id choose `train` or `eval`
-c. `Shards` cuts the stream into row groups and files bounded in rows and bytes
-d. what the pieces say of themselves is put together (`described.py`), and the folder becomes the target (`output.py`)
+c. the rows of all pieces are put into the order of a hash of their ids, in two stages of tasks (`mixing.py`), unless the source mixes them
+   itself; `Shards` cuts them into row groups and files bounded in rows and bytes
+d. what the pieces say of themselves is put together (`described.py`), and the folder becomes the target (`target.py`)
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from ray_app.data.dataset.files import is_within, relative
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest import options as checks
 from ray_app.ingest import target as output
-from ray_app.ingest.described import describe_parquet, merged, refused_lines
+from ray_app.ingest.described import columns_of, describe_parquet, merged, refused_lines
+from ray_app.ingest.mixing import buckets, write_bucket
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.pieces import PieceTask, Record, check_count, side_folder, write_piece
+from ray_app.ingest.pieces import PieceTask, check_count, write_piece
+from ray_app.ingest.places import side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.cifar import Cifar
@@ -35,7 +38,7 @@ from ray_app.record.files import Location, location, put_atomic, put_json
 __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"]
 
 FORMAT_VERSION = 1
-LAYOUT = 2
+LAYOUT = 3
 """Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has begun."""
 DIGITS_EVAL_FRACTION = 0.2
 
@@ -123,6 +126,8 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         try:
             _write_all(parts, sides, options, made_from, folder, run)
         except (StorageError, OSError) as error:
+            if found := output.existing(out, made_from):  # on S3, where two may write the same, the other one has finished it
+                return _summary(str(out), found, reused=True)
             raise StorageError(f"{str(error).rstrip('.')}. Once that is mended, start the same again: it does what is left.") from error
         except (ConfigError, DataError):
             output.discard(folder)
@@ -150,6 +155,7 @@ def _path(out: str, side: str) -> str:
 def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
     """What decides the output: the options without paths, a digest of the files' names, sizes and times, and how this version writes."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
+    chosen["row_group_rows"] = options.limits[1]
     if options.source == "digits" and options.eval_fraction is None:
         chosen["eval_fraction"] = DIGITS_EVAL_FRACTION
     sha = hashlib.sha256()
@@ -184,27 +190,59 @@ def _write_all(
     run: base.Run,
 ) -> None:
     """Writes the shards of all parts, then each `dataset.json`."""
-    tasks = [
-        PieceTask(part.name, number, piece, sides[part.name], options, folder) for part in parts for number, piece in enumerate(part.pieces)
-    ]
-    records: dict[str, list[Record]] = {part.name: [] for part in parts}
-    refused = 0
-    for task, record in zip(tasks, run(write_piece, tasks), strict=True):
-        records[task.part].append(record)
-        for side in record["sides"].values():
-            refused += len(side["refused"])
-            if side["refused"]:
-                check_count(refused, options, *side["refused"][-1])
-    names = sorted(side for part in parts for side in sides[part.name])
-    described = {side: (part, merged(side, part, records[part.name])) for part in parts for side in sides[part.name]}
-    for side, (part, facts) in described.items():
-        if not facts["rows"]:
-            rows = sum(record["rows"] for record in records[part.name])
-            where = f"the side {side!r} of the split gets" if len(sides[part.name]) > 1 and rows else f"source {options.source!r} has"
+    made = _write_pieces(parts, sides, options, folder, run)
+    part_of = {side: part for part in parts for side in sides[part.name]}
+    refused = {side: [row for piece in made[side] for row in piece["refused"]] for side in made}
+    for side, part in part_of.items():
+        files = "shards" if part.keeps_order else "runs"
+        columns_of(made[side], files)
+        if not any(piece[files] for piece in made[side]):
+            rows = sum(file["rows"] for other in sides[part.name] for piece in made[other] for file in piece[files])
+            where = f"the side {side!r} of the split gets" if rows else f"source {options.source!r} has"
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
-    for side, (part, facts) in described.items():
+    mixed = _mix({side: made[side] for side, part in part_of.items() if not part.keeps_order}, options, folder, run)
+    for side, part in part_of.items():
+        facts = merged(part, mixed.get(side, made[side]), len(refused[side]))
         place = side_folder(folder, side)
-        if facts["refused"]:
-            put_atomic(place / "refused.jsonl", refused_lines(side, records[part.name]))
-        about = {"format_version": FORMAT_VERSION, "source": options.source, **facts, "parts": names, "made_from": made_from}
+        if refused[side]:
+            put_atomic(place / "refused.jsonl", refused_lines(refused[side]))
+        about = {"format_version": FORMAT_VERSION, "source": options.source, **facts, "parts": sorted(part_of), "made_from": made_from}
         put_json(place / "dataset.json", about)
+
+
+def _write_pieces(
+    parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
+) -> dict[str, list[dict[str, Any]]]:
+    """Reads the source; returns what each side's pieces have written, in their order."""
+    tasks = [
+        PieceTask(part.name, number, piece, sides[part.name], options, folder, part.keeps_order)
+        for part in parts
+        for number, piece in enumerate(part.pieces)
+    ]
+    made: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
+    refused = 0
+    for record in run(write_piece, tasks):
+        for side, piece in record["sides"].items():
+            made[side].append(piece)
+            refused += len(piece["refused"])
+            if piece["refused"]:
+                check_count(refused, options, *piece["refused"][-1])
+    return made
+
+
+def _mix(made: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run) -> dict[str, list[dict[str, Any]]]:
+    """Makes shards of the runs of sides; returns what each side's shards are, in their order.
+
+    Raises:
+        StorageError: Not all rows came back.
+    """
+    tasks = [task for side, pieces in made.items() for task in buckets(side, pieces, options, folder)]
+    mixed: dict[str, list[dict[str, Any]]] = {side: [] for side in made}
+    for task, shards in zip(tasks, run(write_bucket, tasks), strict=True):
+        mixed[task.side].append(shards)
+    for side, pieces in made.items():
+        put = sum(run["rows"] for piece in pieces for run in piece["runs"])
+        got = sum(shard["rows"] for bucket in mixed[side] for shard in bucket["shards"])
+        if put != got:
+            raise StorageError(f"{folder}: of {put} rows that were written to be mixed {got} came back. Remove it and start again.")
+    return mixed

@@ -10,6 +10,7 @@ from ray_app.errors import ConfigError
 from ray_app.record.files import location
 
 Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "hf", "parquet", "digits"]
+_GROUP_ROWS, _DIGITS_GROUP_ROWS = 500, 5_000
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class IngestOptions:
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in `refused.jsonl`.
         max_bad_rows: Most rows that skip may leave out.
         shard_rows: Most rows of one Parquet file.
-        row_group_rows: Most rows of one row group.
+        row_group_rows: Most rows of one row group. Not given: 500, few against a shuffle window, which reads whole row groups; 5,000 for
+            digits.
         row_group_bytes: Most bytes of one row group before compression; a larger single row has one of its own.
         piece_bytes: Most bytes of input that one task reads; a larger single file is read by one. Decides where files begin, like
             shard_rows, and not how many tasks there are.
@@ -55,9 +57,18 @@ class IngestOptions:
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_bad_rows: int = 100
     shard_rows: int = 100_000
-    row_group_rows: int = 5_000
+    row_group_rows: int | None = None
     row_group_bytes: int = 32 << 20
     piece_bytes: int = 256 << 20
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """Most rows of a file, most rows of a row group, most bytes of a row group."""
+        return (
+            self.shard_rows,
+            self.row_group_rows or (_DIGITS_GROUP_ROWS if self.source == "digits" else _GROUP_ROWS),
+            self.row_group_bytes,
+        )
 
 
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
@@ -102,5 +113,5 @@ def check(options: IngestOptions, sources: list[str]) -> None:
             f"on_bad_row is {options.on_bad_row!r}, max_bad_rows {options.max_bad_rows}; allowed are fail or skip, and 0 or more."
         )
     for name, most in _AT_LEAST_ONE.items():
-        if (value := getattr(options, name)) < 1 or (most and value > most):
+        if (value := getattr(options, name)) is not None and (value < 1 or (most and value > most)):
             raise ConfigError(f"{name} is {value}; allowed is 1 or more{f', up to {most}' if most else ''}.")

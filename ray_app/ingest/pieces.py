@@ -1,4 +1,4 @@
-"""One task of an ingest: a piece of the source becomes shards of its own, and a record that says that they are complete.
+"""One task of an ingest: a piece of the source becomes shards, or runs to be mixed, and a record that says that they are complete.
 
 The record is written last, so a piece that has one is never done again, and one that has none is done from its beginning: it gives the
 same bytes under the same names. Nothing that is shared by pieces is written.
@@ -7,7 +7,6 @@ same bytes under the same names. Nothing that is shared by pieces is written.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,15 @@ import pyarrow.compute as pc
 
 from ray_app.data.dataset.files import find
 from ray_app.errors import ConfigError, DataError
+from ray_app.ingest.mixing import Runs
 from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.places import RECORDS, RUNS, scratch, side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards
 from ray_app.record.files import Location, put_json, read_json
 
-RECORDS = "_pieces"
-"""Folder of the records in the folder that is written."""
-
-SCRATCH = ".writing-"
-"""Beginning of the names of folders for files that are being written."""
-
 Record = dict[str, Any]
-"""Of a piece: `rows` (of the source), and by side of the split `shards`, `columns`, `labels` and `refused`; plain JSON."""
+"""Of a piece: `rows` (of the source), and by side of the split `refused` and what `Shards` or `Runs` describe; plain JSON."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,7 @@ class PieceTask:
         sides: Data sets that its rows go to: the part alone, or `train` and `eval`.
         options: Of the ingest.
         folder: Where to write.
+        keeps_order: Whether its rows stay as they come; otherwise they are mixed with those of the other pieces.
     """
 
     part: str
@@ -51,6 +47,7 @@ class PieceTask:
     sides: tuple[str, ...]
     options: IngestOptions
     folder: Location
+    keeps_order: bool
 
     @property
     def record(self) -> Location:
@@ -106,22 +103,18 @@ def write_piece(task: PieceTask) -> Record:
     if (done := finished_before(task)) is not None:
         return done
     options, refusals = task.options, Refusals(task.options)
-    limits = (options.shard_rows, options.row_group_rows, options.row_group_bytes)
-    with _scratch(task.folder) as scratch:
-        shards = {
-            side: Shards(side_folder(task.folder, side), f"part-{task.number:05d}", Path(scratch) / f"side-{side}", *limits)
-            for side in task.sides
-        }
+    with scratch(task.folder) as own:
+        sinks = {side: _sink(task, side, Path(own) / f"side-{side}") for side in task.sides}
         for table in task.piece.tables(refusals):
             usable = _finished(table, options.rename, refusals)
             for side, rows in _by_side(usable, task).items():
-                shards[side].write(rows)
-        for made in shards.values():
+                sinks[side].write(rows)
+        for made in sinks.values():
             made.close()
-    rows = sum(made.rows for made in shards.values()) + len(refusals.rows)
+    rows = sum(made.rows for made in sinks.values()) + len(refusals.rows)
     if task.piece.rows is not None and rows != task.piece.rows:
         raise DataError(f"{options.input}: {task.piece.rows} rows expected, {rows} read. The files changed meanwhile: start again.")
-    sides = {side: made.description() | {"refused": []} for side, made in shards.items()}
+    sides = {side: made.description() | {"refused": []} for side, made in sinks.items()}
     for row in refusals.rows:
         sides[_side_of(row[0], task)]["refused"].append(row)
     record = {"rows": rows, "sides": sides}
@@ -129,27 +122,25 @@ def write_piece(task: PieceTask) -> Record:
     return record
 
 
+def _sink(task: PieceTask, side: str, own: Path) -> Shards | Runs:
+    """What takes the rows of a side; `own` is a folder for files that are being written."""
+    if not task.keeps_order:
+        return Runs(task.folder / RUNS, f"{side}-{task.number:05d}", own)
+    return Shards(side_folder(task.folder, side), f"part-{task.number:05d}", own, *task.options.limits)
+
+
 def finished_before(task: PieceTask) -> Record | None:
-    """The record of a piece, if it was written before and its shards are there."""
+    """The record of a piece, if it was written before and its files are there."""
     record: Record | None = read_json(task.record)
     if record is None:
         return None
     for side, made in record["sides"].items():
-        for shard in made["shards"]:
-            found = find(side_folder(task.folder, side) / shard["path"])
-            if found is None or found.size != shard["bytes"]:
+        folder = side_folder(task.folder, side) if task.keeps_order else task.folder / RUNS
+        for file in made["shards" if task.keeps_order else "runs"]:
+            found = find(folder / file["path"])
+            if found is None or found.size != file["bytes"]:
                 return None
     return record
-
-
-def side_folder(folder: Location, side: str) -> Location:
-    """Where a data set goes: a folder of its own, or the folder itself for the side ""."""
-    return folder / side if side else folder
-
-
-def _scratch(folder: Location) -> tempfile.TemporaryDirectory[str]:
-    """A folder for files that are being written, on the disk where they are to stay if it is one."""
-    return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder if isinstance(folder, Path) else None)
 
 
 def _finished(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> pa.Table:

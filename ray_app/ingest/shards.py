@@ -56,7 +56,7 @@ class Shards:
     def write(self, table: pa.Table) -> None:
         """Adds rows; a row group is written as soon as the next row does not fit into it."""
         self._describe(table)
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(_row_bytes(table))])
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(row_bytes(table))])
         start = 0
         while start < table.num_rows:
             count = self._fitting(before, start)
@@ -123,7 +123,7 @@ class Shards:
     def _describe(self, table: pa.Table) -> None:
         """Counts labels (up to a bound) and missing values."""
         for column in table.schema:
-            self._columns.setdefault(column.name, _column_facts(column))["nulls"] += table[column.name].null_count
+            self._columns.setdefault(column.name, column_facts(column))["nulls"] += table[column.name].null_count
         if "label" in table.column_names and len(self._labels) <= MAX_COUNTED_LABELS:
             values, counts = np.unique(table["label"].to_numpy(), return_counts=True)
             self._labels.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
@@ -134,7 +134,7 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_string(kind))
 
 
-def _row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
+def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
     """Bytes of each row before compression, shape (rows,)."""
     total = np.zeros(table.num_rows, np.int64)
     for column in table.columns:
@@ -145,7 +145,7 @@ def _row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
     return total
 
 
-def _column_facts(column: pa.Field) -> dict[str, Any]:
+def column_facts(column: pa.Field) -> dict[str, Any]:
     """Type, shape of one row and NumPy dtype of a column; the last two are None where a row is no array of numbers."""
     if spec := spec_of(column):
         return {"type": "array", "shape": list(spec.shape), "dtype": np.dtype(spec.dtype).name, "nulls": 0}

@@ -23,7 +23,7 @@ from ray_app.data.dataset.dataset import UNFINISHED
 from ray_app.data.dataset.files import find
 from ray_app.errors import ConfigError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.pieces import RECORDS, SCRATCH, side_folder
+from ray_app.ingest.places import RECORDS, RUNS, SCRATCH, side_folder
 from ray_app.record.files import Location, folders, names, put_json, read_json, remove_temporary, remove_tree
 from ray_app.record.s3 import S3Path
 
@@ -141,6 +141,7 @@ def discard(folder: Location) -> None:
 def finish(folder: Location, out: Location, sides: list[str]) -> None:
     """Makes the written folder the target; each data set in it has its `dataset.json`."""
     remove_tree(folder / RECORDS)
+    remove_tree(folder / RUNS)
     remove_temporary(folder)
     if isinstance(folder, Path):
         for left in folder.glob(f"{SCRATCH}*"):

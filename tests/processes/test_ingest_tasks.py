@@ -25,8 +25,10 @@ from PIL import Image
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.read.reader import Reader, fetch_here, probe, whole
 from ray_app.errors import DataError, StorageError
+from ray_app.ingest import mixing
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.pieces import RECORDS, write_piece
+from ray_app.ingest.pieces import write_piece
+from ray_app.ingest.places import RECORDS, RUNS
 from ray_app.ingest.runners import run_in_threads
 from ray_app.record.files import listing, names, put_atomic, read_all
 from ray_app.record.s3 import S3Path
@@ -53,7 +55,8 @@ def content(folder: Path | S3Path) -> dict[str, bytes]:
     return dict(zip(found, read_all(found.values()), strict=True))
 
 
-def test_the_files_do_not_depend_on_the_number_of_tasks(tmp_path: Path) -> None:
+def test_the_files_do_not_depend_on_the_number_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixing, "BUCKET_BYTES", 1000)
     folder = write_csvs(tmp_path / "in")
     made = []
     for threads in (1, 3, 7):
@@ -64,30 +67,34 @@ def test_the_files_do_not_depend_on_the_number_of_tasks(tmp_path: Path) -> None:
     rows = [row for side in ("train", "eval") for row in read(tmp_path / "out-1" / side)["a"]]
     assert Counter(rows) == Counter(range(240))
     shards = json.loads(made[0]["train/dataset.json"])["shards"]
-    assert [shard["path"] for shard in shards] == [f"part-0000{i}.parquet" for i in range(6)]
+    assert [shard["path"] for shard in shards] == [f"part-0000{i}.parquet" for i in range(len(shards))]
+    assert len(shards) > 2
 
 
 KILLED = """
 import os, signal, sys
 from functools import partial
 from ray_app.ingest import ingest
-from ray_app.ingest import pieces
+from ray_app.ingest import mixing, pieces
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.runners import run_in_threads
+
+write = {"write_piece": pieces.write_piece, "write_bucket": mixing.write_bucket}[sys.argv[3]]
 
 def deadly(task):
     if task.number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return pieces.write_piece(task)
+    return write(task)
 
-ingest.write_piece = deadly
+mixing.BUCKET_BYTES = 1000
+setattr(ingest, sys.argv[3], deadly)
 ingest.ingest(IngestOptions("csv", sys.argv[2], sys.argv[1], label="y", piece_bytes=1), partial(run_in_threads, threads=1))
 """
 
 
-def kill_midway(folder: Path, out: Any) -> None:
-    """Runs an ingest in a process that is killed when its fourth piece begins."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(out)], cwd=ROOT, check=False, timeout=120)
+def kill_midway(folder: Path, out: Any, at: str = "write_piece") -> None:
+    """Runs an ingest in a process that is killed when its fourth piece (or bucket) begins."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(out), at], cwd=ROOT, check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL
 
 
@@ -97,18 +104,40 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     assert not out.exists()
     [left] = tmp_path.glob("out.partial-*")
     assert len(names(left / RECORDS)) == 3
-    before = {path.name: path.stat().st_mtime_ns for path in left.glob("*.parquet")}
-    assert sorted(before) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    before = {path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()}
+    assert sorted(before) == ["-00000-000.arrow", "-00001-000.arrow", "-00002-000.arrow"]
     (left / ".dataset.json.0123.tmp").write_bytes(b"half")  # as a kill while it is written leaves it
-    (left / "part-00001.parquet").write_bytes(b"damaged")  # a finished piece whose file is not as it was is done again
-    ingest(options_for(folder, out))
-    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    (left / RUNS / "-00001-000.arrow").write_bytes(b"damaged")  # a finished piece whose file is not as it was is done again
+    after: dict[str, int] = {}
+
+    def run(work: Any, tasks: Any) -> Any:
+        if work is mixing.write_bucket:
+            after.update({path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()})
+        return run_in_threads(work, tasks)
+
+    ingest(options_for(folder, out), run)
     assert len(after) == 6
-    assert sorted(name for name in before if before[name] == after[name]) == ["part-00000.parquet", "part-00002.parquet"]
+    assert sorted(name for name in before if before[name] == after[name]) == ["-00000-000.arrow", "-00002-000.arrow"]
     ingest(options_for(folder, tmp_path / "undisturbed"))
     assert content(out) == content(tmp_path / "undisturbed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "undisturbed"]
     assert [path for path in out.rglob(".*")] == []
+
+
+def test_after_a_kill_the_finished_buckets_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixing, "BUCKET_BYTES", 1000)
+    folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
+    kill_midway(folder, out, "write_bucket")
+    [left] = tmp_path.glob("out.partial-*")
+    before = {path.name: path.stat().st_mtime_ns for path in left.glob("*.parquet")}
+    assert sorted(before) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    (left / "part-00001.parquet").write_bytes(b"damaged")
+    ingest(options_for(folder, out))
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    assert sorted(name for name in before if before[name] == after[name]) == ["part-00000.parquet", "part-00002.parquet"]
+    ingest(options_for(folder, tmp_path / "undisturbed"))
+    assert content(out) == content(tmp_path / "undisturbed")
+    assert Counter(read(out)["a"]) == Counter(range(240))
 
 
 def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +154,7 @@ def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monk
         return run_in_threads(work, tasks)
 
     ingest(options_for(folder, out), run)
-    assert begun[-1] == [], "the pieces are written anew"
+    assert begun[-2] == [], "the pieces are written anew"
     assert content(out) == content(tmp_path / "undisturbed")
     monkeypatch.undo()
     assert ingest(options_for(folder, out)).reused, "what is complete is the same data set"
@@ -269,8 +298,8 @@ def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(tmp_path: Path, 
         open_dataset(str(out))
     s3_server.reset()
     ingest(options_for(folder, out))
-    written = {re.sub(r".*/|\?.*", "", request) for request in s3_server.requests(r"^(PUT|POST) .*\.parquet")}
-    assert written == {f"part-0000{i}.parquet" for i in (3, 4, 5)}
+    written = {re.sub(r".*/|\?.*", "", request) for request in s3_server.requests(r"^(PUT|POST) .*\.arrow")}
+    assert written == {f"-0000{i}-000.arrow" for i in (3, 4, 5)}
     ingest(options_for(folder, tmp_path / "out"))
     assert content(out) == content(tmp_path / "out")
 
@@ -290,17 +319,17 @@ def test_what_is_finished_outlives_an_error_of_the_storage(tmp_path: Path, s3_fo
         ingest(options, run)
     [left] = tmp_path.glob("out.partial-*") if target == "disk" else [out]
     assert len(names(left / RECORDS)) == 5
-    before = {name: data for name, data in content(left).items() if name.endswith("parquet")}
     s3_server.reset()
     ingest(options)
     reads = [len(s3_server.requests(rf"GET .*/in/{i}\.csv")) for i in range(6)]
     assert reads == [*[reads[0]] * 5, 2 * reads[0]], "the first pass reads all files, the second only what is left"
-    assert before.items() <= content(out).items()
+    ingest(options_for(tmp_path / "in", tmp_path / "undisturbed"))
+    assert read_all([out / "part-00000.parquet"]) == read_all([tmp_path / "undisturbed" / "part-00000.parquet"])
 
 
 def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) -> None:
     folder = write_csvs(tmp_path / "in")
-    ingest(options_for(folder, tmp_path / "out", row_group_rows=7))
+    ingest(options_for(folder, tmp_path / "out", row_group_rows=7, shard_rows=40))
     upload(tmp_path / "out", s3_folder / "data")
     for hidden in ("._part-00000.parquet", ".ipynb_checkpoints/part-00000.parquet", "_temporary/0/part-00000.parquet", "_part.parquet"):
         put_atomic(tmp_path / "out" / hidden, b"no Parquet")
@@ -315,7 +344,7 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
         for d in (here, there)
     ]
     assert local == remote
-    one = open_dataset(str(s3_folder / "data" / "part-00002.parquet"))
+    one = open_dataset(str(s3_folder / "data" / "part-00000_002.parquet"))
     assert (one.manifest.num_rows, one.facts.classes) == (40, ("u", "v", "w"))
     for name, expected in (
         ("absent", "does not exist"),

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -389,7 +390,7 @@ def sample(i: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("given", ["", "train-{000..001}.tar{,.gz}", "train-*"])
-def test_webdataset_tars_are_read_in_order(tmp_path: Path, given: str) -> None:
+def test_webdataset_tars_are_read(tmp_path: Path, given: str) -> None:
     folder = tmp_path / "in"
     write_tar(folder / "train-000.tar", sample(0) | sample(1))
     write_tar(folder / "train-001.tar.gz", sample(2), "w:gz")
@@ -397,11 +398,11 @@ def test_webdataset_tars_are_read_in_order(tmp_path: Path, given: str) -> None:
         write_tar(folder / name, sample(3), "w:gz" if name.endswith("gz") else "w")
     got = done(tmp_path, "webdataset", f"{folder}/{given}", piece_bytes=1)
     order = [0, 1, 3, 3, 2] if "{" in given else [0, 1, 2]
-    assert got["image"] == [png(i) for i in order]
-    assert (got["label"], got["text"]) == ([i % 2 for i in order], [f"row {i}" for i in order])
-    assert [json.loads(value)["kind"] for value in got["json"]] == order
-    np.testing.assert_array_equal(got["features"][:, 1, 1], order)
-    assert got["row_id"][:2] == ["train-000.tar:a/0000", "train-000.tar:a/0001"]
+    kinds = [json.loads(value)["kind"] for value in got["json"]]
+    found = Counter(zip(kinds, got["image"], got["label"], got["text"], strict=True))
+    assert found == Counter((i, png(i), i % 2, f"row {i}") for i in order)
+    np.testing.assert_array_equal(got["features"][:, 1, 1], kinds)
+    assert {"train-000.tar:a/0000", "train-000.tar:a/0001"} < set(got["row_id"])
 
 
 def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:

@@ -283,4 +283,5 @@ class Digits:
             columns = {"image": data.images[rows].astype(np.uint8), "label": data.target[rows].astype(np.int64)}
             yield base.table([str(i) for i in rows], columns)
 
-        return [base.Part(side, [base.Piece(len(rows), partial(tables, rows))], tuple("0123456789")) for side, rows in sides.items()]
+        pieces = {side: [base.Piece(len(rows), partial(tables, rows))] for side, rows in sides.items()}
+        return [base.Part(side, made, tuple("0123456789"), keeps_order=True) for side, made in pieces.items()]

@@ -48,12 +48,14 @@ class Part:
         pieces: Its rows, in order.
         classes: Name of each class by its index in `label`; None where labels have no names.
         skipped_files: Files of the input that are not data of this format.
+        keeps_order: Whether the rows are mixed as they come, and so stay.
     """
 
     name: str
     pieces: list[Piece]
     classes: tuple[str, ...] | None = None
     skipped_files: int = 0
+    keeps_order: bool = False
 
 
 @dataclass(frozen=True)

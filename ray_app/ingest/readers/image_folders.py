@@ -54,7 +54,8 @@ class Images:
             base.Piece(len(some), partial(_tables, self.root, self.check, some))
             for some in base.groups(rows, lambda row: row[0].size, self.limits)
         ]
-        return [base.Part("", pieces, tuple(text(folder.name) for folder in self._classes), self._visible - len(rows))]
+        classes = tuple(text(folder.name) for folder in self._classes)
+        return [base.Part("", pieces, classes, self._visible - len(rows), keeps_order=True)]
 
     @property
     def _visible(self) -> int:
