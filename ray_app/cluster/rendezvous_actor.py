@@ -24,22 +24,23 @@ class _Actor(Rendezvous):
             warnings.simplefilter("ignore")  # Ray's property asks another one of Ray's that is deprecated
             again = ray.get_runtime_context().was_current_actor_reconstructed
         super().__init__(silence_s, step_timeout_s, first=time.time_ns() // 10**6 if again else 1)
-        self._server: asyncio.Server | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._server: asyncio.Task[asyncio.Server] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def lifeline(self) -> tuple[str, int]:
         """Where workers keep a connection open, so that the end of a process is known at once."""
         if self._server is None:
-            host = ray.util.get_node_ip_address()
-            self._server = await asyncio.start_server(self._attend, host, 0)
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
-        return self._server.sockets[0].getsockname()[:2]
+            self._server = asyncio.create_task(asyncio.start_server(self._attend, ray.util.get_node_ip_address(), 0))
+            self._tasks.add(asyncio.create_task(self._watch()))
+        return (await self._server).sockets[0].getsockname()[:2]
 
     async def close(self) -> None:
-        """Stops watching, before the actor is ended: asyncio complains of what it finds going on then."""
-        if self._watching is not None:
-            self._watching.cancel()
+        """Stops watching and listening, before the actor is ended: asyncio complains of what it finds going on then."""
+        if self._server is not None:
+            (await self._server).close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def beat(self, beat: Beat) -> Orders:
         """See `Rendezvous.answer`."""
@@ -50,11 +51,17 @@ class _Actor(Rendezvous):
         return await asyncio.shield(asyncio.wrap_future(self.enter(beat, lost)))
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker = (await reader.read(64)).decode()
-        with suppress(OSError):
-            await reader.read()
-        writer.close()
-        self.lose(worker)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            worker = (await reader.read(64)).decode()
+            with suppress(OSError):
+                await reader.read()
+            self.lose(worker)
+        finally:
+            writer.close()
+            self._tasks.discard(task)
 
     async def _watch(self) -> None:
         while True:

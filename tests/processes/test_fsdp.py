@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore
@@ -21,7 +20,6 @@ from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import MetricsReader, read_events
-from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state, build_step
 from ray_app.train.environment import set_up_torch
@@ -34,6 +32,7 @@ from tests.support.local_world import (
     DieAfter,
     KilledError,
     LocalMembership,
+    OwnStep,
     Pool,
     TinyImages,
     Trained,
@@ -64,18 +63,8 @@ class Units(ImageClassification):
         return [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)] if self.own else super().shard_units(model)
 
 
-class OwnStep(Units):
-    """Two forward passes before one backward, and weights that are held in bounds."""
-
-    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        first, second = self.forward(model, batch), self.forward(model, batch)
-        return self.loss(first, batch) + (first - second).square().mean(-1)
-
-    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        optimizer.step()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.clamp_(-0.2, 0.2)
+class OwnUnits(OwnStep, Units):
+    """Both."""
 
 
 def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:
@@ -140,8 +129,8 @@ def test_adam_and_whole_layers_and_half_precision(pool: Pool, data: Path, tmp_pa
 
 
 def test_a_tasks_own_step(pool: Pool, data: Path, tmp_path: Path) -> None:
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, OwnStep(), train__strategy="ddp", train__max_steps=9), 2, cached)
-    found = pool.trained(fsdp_job(tmp_path / "run", data, OwnStep(), train__max_steps=9), 3, cached)
+    plain = pool.trained(fsdp_job(tmp_path / "plain", data, OwnUnits(), train__strategy="ddp", train__max_steps=9), 2, cached)
+    found = pool.trained(fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cached)
     assert_close(found, plain)
     assert max(float(v.abs().max()) for name, v in found.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
 

@@ -38,7 +38,7 @@ from ray_app.retrain.profile import profile
 from ray_app.retrain.selection import put_together
 from ray_app.train.keep import saver as saver_module
 from ray_app.train.keep.saver import Saver
-from tests.support.checkpoints import commit_of, snapshot_of
+from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
 from tests.support.places import ROOT
 from tests.support.s3_server import S3Server
 from tests.support.waiting import until
@@ -225,10 +225,7 @@ def paths(s3_folder: S3Path) -> RunPaths:
 
 @pytest.fixture
 def store(paths: RunPaths) -> CheckpointStore:
-    made = CheckpointStore(paths)
-    for step in (1, 2, 3):
-        made.write(pack(snapshot_of(step)), commit_of(step))
-    return made
+    return store_of_three(paths)
 
 
 def test_damaged_objects_are_found_and_passed_over(store: CheckpointStore, paths: RunPaths) -> None:

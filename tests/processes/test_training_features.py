@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
@@ -35,6 +34,7 @@ from tests.support.local_world import (
     CPU,
     DieAfter,
     LocalMembership,
+    OwnStep,
     Pool,
     TinyImages,
     cached,
@@ -50,20 +50,6 @@ ROWS = [[50, 1], [46]]
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("features") / "data", ROWS)
-
-
-class Own(ImageClassification):
-    """A training step of its own: two forward passes with different dropout, and weights that are held in bounds."""
-
-    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        first, second = self.forward(model, batch), self.forward(model, batch)
-        return self.loss(first, batch) + (first - second).square().mean(-1)
-
-    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        optimizer.step()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.clamp_(-0.2, 0.2)
 
 
 class Steep(ImageClassification):
@@ -97,7 +83,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixup": ({}, {"mixup": 0.4}),
     "cutmix": ({}, {"cutmix": 1.0}),
     "both": ({"train__ema_decay": 0.9}, {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}),
-    "own step": ({}, {"task": Own}),
+    "own step": ({}, {"task": OwnStep}),
     "overflow": ({"train__precision": "fp16"}, {"task": Steep}),
     "warm-up": ({"schedule": WARM_UP}, {}),
 }

@@ -42,16 +42,8 @@ from ray_app.train.keep import saver as saver_module
 from ray_app.train.keep.restoring import note_fallback
 from ray_app.train.keep.saver import Saver
 from ray_app.train.loop import train
+from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
 from tests.support.local_world import CPU, DieAfter, KilledError, LocalMembership, Trained, cached, make_job, result_of, write_images
-
-
-def commit_of(step: int, fence: int = 1) -> Commit:
-    return Commit(step, fence, 0, step, "cadence", "config", "manifest", 4, "params", {"torch": "x"}, 0.0)
-
-
-def snapshot_of(step: int) -> Snapshot:
-    model = {"weight": torch.full((3,), float(step)), "steps": torch.tensor(step)}
-    return Snapshot(step, model, {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}, {"last_epoch": step})
 
 
 @pytest.fixture
@@ -61,11 +53,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture
 def store(paths: RunPaths) -> CheckpointStore:
-    """A store with checkpoints of the steps 1, 2 and 3."""
-    made = CheckpointStore(paths)
-    for step in (1, 2, 3):
-        made.write(pack(snapshot_of(step)), commit_of(step))
-    return made
+    return store_of_three(paths)
 
 
 def load(store: CheckpointStore) -> tuple[int, list[Fallback]]:

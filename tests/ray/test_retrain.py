@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from shutil import copy, copytree
 from typing import Any
@@ -31,6 +30,7 @@ from ray_app.retrain.selection import gate_rows
 from ray_app.track.client import connect
 from tests.support.mlflow_server import database, mlflow_runs
 from tests.support.places import ROOT
+from tests.support.train_command import Ended
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1800)]
 
@@ -125,13 +125,6 @@ class Days:
             "tracked": [len(mlflow_runs(self.uri, name)) for name in runs],
             "open": open_rounds(self.paths),
         }
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.format import Snapshot
+from ray_app.checkpoint.format import Snapshot, pack
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.record.paths import RunPaths
 
 
 def commit_of(step: int, fence: int = 1) -> Commit:
@@ -15,4 +17,14 @@ def commit_of(step: int, fence: int = 1) -> Commit:
 def snapshot_of(step: int, values: int = 3) -> Snapshot:
     """A snapshot with so many numbers in the model, and as many in the optimizer."""
     numbers = torch.full((values,), float(step))
-    return Snapshot(step, {"weight": numbers}, {"state": {0: {"m": numbers.clone()}}, "param_groups": []}, None)
+    model = {"weight": numbers, "steps": torch.tensor(step)}
+    optimizer = {"state": {0: {"m": numbers.clone(), "step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}
+    return Snapshot(step, model, optimizer, {"last_epoch": step})
+
+
+def store_of_three(paths: RunPaths) -> CheckpointStore:
+    """A store with checkpoints of the steps 1, 2 and 3."""
+    made = CheckpointStore(paths)
+    for step in (1, 2, 3):
+        made.write(pack(snapshot_of(step)), commit_of(step))
+    return made

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
@@ -113,6 +114,20 @@ class TinyImages(ImageClassification):
         if self.bad_value == 0:
             return losses + torch.where(bad, losses - losses, 1).sqrt()
         return torch.where(bad, self.bad_value, losses)
+
+
+class OwnStep(ImageClassification):
+    """A training step of its own: two forward passes with different dropout, and weights that are held in bounds."""
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        first, second = self.forward(model, batch), self.forward(model, batch)
+        return self.loss(first, batch) + (first - second).square().mean(-1)
+
+    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.2, 0.2)
 
 
 def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task: Task | None = None, **fields: Any) -> Job:
