@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -20,6 +21,7 @@ from ray_app.config.checks import check
 from ray_app.config.config import SECTIONS, Config, from_dict
 from ray_app.errors import ConfigError
 from ray_app.record.redact import guard, redact
+from ray_app.runs.refusals import explained
 from ray_app.runs.yaml_files import refuse_bad_files
 from ray_app.task.base import Task
 
@@ -80,7 +82,7 @@ def parse_more(
         # A default of the parser's would hand all its arguments on to whatever class is named instead.
         parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *given])
     except ArgumentError as error:
-        raise ConfigError(f"The configuration is refused:\n{error}") from error
+        raise ConfigError(f"The configuration is refused: {explained(str(error), _fields(SECTIONS | more))}") from error
     values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False)) or {}
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
@@ -103,6 +105,8 @@ class Parser(ArgumentParser):
     jsonargparse makes parsers of this class for nested classes, too.
     """
 
+    fields: Sequence[str] = ()
+
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
         """See `ArgumentParser.parse_args`."""
         _guard_given(sys.argv[1:] if args is None else args)
@@ -110,7 +114,8 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """See `ArgumentParser.error`."""
-        super().error(redact(message), ex)
+        told = explained(message, self.fields) if self.exit_on_error else message  # what a nested one says the outer one reads
+        super().error(redact(told), ex)
         raise AssertionError("it has ended")
 
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
@@ -142,6 +147,7 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
         exit_on_error=exit_on_error,
         allow_abbrev=False,
     )
+    parser.fields = _fields(sections)
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below; later ones win.")
     parser.add_subclass_arguments(
         Task, "task", instantiate=False, required=True, help="What is trained: class_path and init_args of a subclass of Task."
@@ -156,6 +162,10 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
     for name, section in sections.items():
         parser.add_class_arguments(section, name)
     return parser
+
+
+def _fields(sections: dict[str, type]) -> list[str]:
+    return ["seed", *(f"{name}.{field.name}" for name, section in sections.items() for field in dataclasses.fields(section))]
 
 
 def _as_set(value: Any) -> Any:

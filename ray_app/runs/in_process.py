@@ -37,6 +37,7 @@ from ray_app.runs.outcome.summary import Status, newest_commit, summarize
 from ray_app.runs.prepare import Prepared, claim, prepare
 from ray_app.runs.recorders import make_board, make_sampler, make_tracker
 from ray_app.runs.signals import stopping_at_signals
+from ray_app.runs.storage import check_storage
 from ray_app.track.board import Board, check_board
 from ray_app.track.runs import Tracker, check_available
 from ray_app.train.group.messages import Flags
@@ -99,13 +100,13 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
 
     Args:
         config: The run.
-        console: Where it says what happens.
-        faults: For tests.
+        console, faults: See `run_training`.
         background: Leaves signals, and showing the steps, to whoever is in front.
     """
     if config.tracking.enabled:
         check_available(config)
     check_board(config)
+    check_storage(config)
     prepared = prepare(config)
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)

@@ -151,7 +151,7 @@ def test_a_schedule_may_be_made_of_others(tmp_path: Path) -> None:
     file.write_text(load_config(file).to_yaml())
     assert load_config(file).schedule == found
     file.write_text(rest % WARM_UP.replace("T_max", "T_min"))
-    with pytest.raises(ConfigError, match=r"(?s)CosineAnnealingLR.*'T_min' is not accepted"):
+    with pytest.raises(ConfigError, match=r"CosineAnnealingLR has no argument 'T_min'. Did you mean "):
         load_config(file)
 
 

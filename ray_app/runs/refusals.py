@@ -1,0 +1,161 @@
+"""What jsonargparse refuses, in a line: the field, what was given, the nearest valid names. Its own text buries these."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ray_app.task.base import Task
+
+_BASES: dict[str, type] = {"task": Task, "optimizer": Optimizer, "schedule": LRScheduler}
+_LIKE = {
+    "task": "my_project.task.MyTask",
+    "optimizer": "torch.optim.Adam",
+    "schedule": "torch.optim.lr_scheduler.OneCycleLR",
+}
+_FIELD = re.compile(r'Parser key "(task|optimizer|schedule)"')
+_CLASS = re.compile(r"Problem with given class_path '([^']+)'")
+_OPTION = re.compile(r"Option '([^']+)' is not accepted")
+_NO_SUBCLASS = re.compile(r"Import path (\S+) does not correspond to a subclass of (\w+)")
+_NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
+_VALUE = re.compile(r"""Parser key "(?!task"|optimizer"|schedule")([\w.]+)".*?Given value: ([^\n]*)""", re.DOTALL)
+_IN_A_FILE = re.compile(r"^\s*(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?\s*$")
+_UNKNOWN = re.compile(r"unrecognized arguments: --([\w.]+)")
+_MOST_NAMED = 12
+
+
+def explained(message: str, fields: Iterable[str]) -> str:
+    """A refusal of jsonargparse's in the house's words, or as it is if it is of no kind that is known.
+
+    Args:
+        message: What it says.
+        fields: The dotted names that a configuration has.
+    """
+    names = sorted(fields)
+    if not names:
+        return message
+    if found := _UNKNOWN.search(message):
+        return _of_field(f"--{found[1]}", found[1], names)
+    if found := _IN_A_FILE.search(message):
+        place = ".".join(filter(None, found.groups()))
+        return _of_field(place, place, names)
+    field = _FIELD.search(message)
+    return (_of_class(field[1], message) if field is not None else None) or message
+
+
+def _of_class(field: str, message: str) -> str | None:
+    """What is wrong with a class or its arguments; None if that is not known."""
+    named, wanted = _CLASS.findall(message), f"{_BASES[field].__module__}.{_BASES[field].__qualname__}"
+    told: str | None = None
+    if named and (option := _OPTION.search(message)):
+        told = _of_argument(field, named[-1], option[1])
+    elif found := _NO_SUBCLASS.search(message):
+        told = f"{field}.class_path is {found[1]!r}, which is no subclass of {wanted}. Derive it from that, or name one."
+    elif "Not a valid subclass of" in message:
+        told = f"{field} has class_path and init_args, and nothing else; look at the names of its keys."
+    elif named and (why := _missing(named[-1], _BASES[field])):
+        told = f"{field}.{why}"
+    elif named and (value := _VALUE.search(message)):
+        told = _of_value(named[-1], value[1], value[2])
+    elif (found := _NO_PATH.search(message)) and not named:
+        told = f"{field}.class_path is {found[1]!r}, which is no import path of a class. Give module and class, such as {_LIKE[field]}."
+    return told
+
+
+def _of_value(class_path: str, name: str, given: str) -> str | None:
+    try:
+        wanted = inspect.signature(_get(class_path)).parameters[name].annotation
+    except Exception:  # it cannot be looked into
+        return None
+    return f"{class_path} got {name} = {given!r}; it must be {wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)}."
+
+
+def _of_field(shown: str, given: str, fields: list[str]) -> str:
+    section = given.rpartition(".")[0]
+    top = given.partition(".")[0]
+    if top in _BASES:
+        return f"{shown} is no field; {top} has class_path and init_args."
+    near = _near(given, fields)
+    own = [field.removeprefix(f"{section}.") for field in fields if section and field.startswith(f"{section}.")]
+    sections = dict.fromkeys([*_BASES, *(field.partition(".")[0] for field in fields)])
+    has = f"{section} has {', '.join(own)}." if own else f"Sections are {', '.join(sections)}."
+    return f"{shown} is no field.{f' Did you mean {near}?' if near else ''} {has}"
+
+
+def _of_argument(field: str, class_path: str, given: str) -> str:
+    if given in ("clas_path", "classpath", "class", "init_arg", "args", "kwargs"):
+        return f"{field} has a key {given!r}; it has class_path and init_args."
+    try:
+        parameters = inspect.signature(_get(class_path)).parameters.values()
+    except Exception:  # it cannot be looked into
+        return f"{class_path} has no argument {given!r}."
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in ("params", "optimizer")]
+    near = _near(given, names)
+    return f"{class_path} has no argument {given!r}.{f' Did you mean {near}?' if near else ''} It has {', '.join(names) or 'none'}."
+
+
+def _missing(class_path: str, base: type) -> str | None:
+    """Which part of an import path is not there, and what is like it; None if all of it is."""
+    there: Any = None
+    parts = class_path.split(".")
+    for i, part in enumerate(parts):
+        before = ".".join(parts[:i])
+        try:
+            there = _part(there, ".".join(parts[: i + 1]), part)
+        except AttributeError:
+            return _told(class_path, before, part, _names(there, base, i == len(parts) - 1), parts[i + 1 :])
+        except Exception as error:
+            return f"class_path is {class_path!r}, and {'.'.join(parts[: i + 1])} cannot be imported: {type(error).__name__}: {error}."
+    return None
+
+
+def _part(there: Any, path: str, name: str) -> Any:
+    """The next part of an import path: a module, or what a module has.
+
+    Raises:
+        AttributeError: There is none.
+    """
+    if there is None or isinstance(there, ModuleType):
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
+                raise  # of another module, which this one imports
+            if there is None or not hasattr(there, name):
+                raise AttributeError(name) from error
+    return getattr(there, name)
+
+
+def _names(there: Any, base: type, is_last: bool) -> list[str]:
+    if there is None:
+        return [module.name for module in pkgutil.iter_modules()]
+    classes = [name for name, value in vars(there).items() if isinstance(value, type) and issubclass(value, base) and value is not base]
+    modules = [module.name for module in pkgutil.iter_modules(getattr(there, "__path__", []))]
+    return sorted(classes if is_last and classes else [*classes, *modules])
+
+
+def _told(class_path: str, before: str, part: str, names: list[str], after: list[str]) -> str:
+    where = f"{before} has no {part!r}" if before else f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
+    near = difflib.get_close_matches(part, names, 1, 0.6)
+    if near:
+        return f"class_path is {class_path!r}, but {where}. Did you mean {'.'.join([*([before] if before else []), near[0], *after])}?"
+    has = f" It has {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}." if before and names else ""
+    return f"class_path is {class_path!r}, but {where}.{has}"
+
+
+def _near(given: str, names: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(given, names, 1, 0.6)), None)
+
+
+def _get(class_path: str) -> Any:
+    module, _, name = class_path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
