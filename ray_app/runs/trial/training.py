@@ -136,7 +136,7 @@ class Trained:
     Args:
         error: What one of them raised.
         params: Digest of the parameters after the last step.
-        scores: The metrics of every evaluation, by step.
+        scores: The metrics of every evaluation, by step, as text with all their digits.
     """
 
     error: RayAppError | None
@@ -155,7 +155,9 @@ def outcome(job: Job, ended: Sequence[Ended]) -> Trained:
     errors.sort(key=lambda error: isinstance(error, PeerLostError))  # what a peer met comes first
     if errors:
         return Trained(errors[0])
-    scores = tuple(sorted((e.step, repr(sorted(e.metrics.items()))) for e in read_scores(job.paths)))
+    scores = tuple(
+        sorted((e.step, ", ".join(f"{name} {value!r}" for name, value in sorted(e.metrics.items()))) for e in read_scores(job.paths))
+    )
     return Trained(None, CheckpointStore(job.paths).commits()[-1].params_digest, scores)
 
 
