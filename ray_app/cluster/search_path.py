@@ -28,7 +28,7 @@ def search_path() -> list[str]:
 @functools.cache
 def _installed() -> frozenset[str]:
     """Where every process of this Python looks; that stays behind the standard library, where `PYTHONPATH` would put it before."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: os.environ.get(name, "") for name in os.environ if name != "PYTHONPATH"}
     told = [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"]
     return frozenset(subprocess.run(told, env=environment, capture_output=True, text=True, check=True).stdout.splitlines())
 

@@ -126,7 +126,8 @@ def _in_fields(values: Any, name: str = "") -> Iterator[str]:
 
 
 def _in_environment(environment: Mapping[str, str]) -> set[str]:
-    return {value for name, value in environment.items() if len(value) >= _LEAST_ENVIRONMENT_CHARS and _NAME.search(name)}
+    secret = [environment.get(name, "") for name in environment if _NAME.search(name)]  # other threads change it: MLflow's does
+    return {value for value in secret if len(value) >= _LEAST_ENVIRONMENT_CHARS}
 
 
 @lru_cache(maxsize=8)

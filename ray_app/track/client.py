@@ -31,8 +31,10 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself."""
+"""MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself. Its telemetry
+removes a variable from the environment in a thread, where it reaches nobody, too: who copies that just then fails with a `KeyError`."""
 
 
 @dataclass(frozen=True)

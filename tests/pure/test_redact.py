@@ -9,6 +9,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -169,6 +170,27 @@ def test_a_configuration_is_shown_without_secrets_and_stays_yaml() -> None:
     values: dict[str, Any] = {"task": {"init_args": {"token": "it's: canary", "size": 3}}, "run": {"name": "x", "path": "s3://a:b@c/d"}}
     shown = redacted_yaml(yaml.safe_dump(values))
     assert yaml.safe_load(shown) == {"task": {"init_args": {"token": "***", "size": 3}}, "run": {"name": "x", "path": "s3://***@c/d"}}
+
+
+def test_variables_may_go_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's telemetry removes one from a thread of its own."""
+    ended = threading.Event()
+
+    def change() -> None:
+        while not ended.is_set():
+            os.environ["_OF_ANOTHER_THREAD"] = "1"
+            os.environ.pop("_OF_ANOTHER_THREAD")
+
+    monkeypatch.setenv("MY_TOKEN", "a-canary-of-mine")
+    thread, switching_s = threading.Thread(target=change), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        assert {redact("it is a-canary-of-mine") for _ in range(1000)} == {"it is ***"}
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(switching_s)
 
 
 def test_a_file_for_its_owner_alone(tmp_path: Path) -> None:
