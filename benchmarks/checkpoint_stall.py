@@ -35,7 +35,8 @@ import torch
 from benchmarks.harness import ROOT, ingest_rows
 from ray_app.config.config import Config
 from ray_app.exchange.exchange import World
-from ray_app.record.journal import MetricsReader, StepRecord, read_events
+from ray_app.record.journal import MetricsReader, read_events
+from ray_app.record.segments import StepRecord
 from ray_app.train.group.messages import Flags, Formed, Phase
 from ray_app.train.job import Job
 

@@ -7,7 +7,6 @@ leaves the old champion serving, and doing the same again completes it.
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 from ray_app.errors import RegistryError
 from ray_app.models.package import Package
+from ray_app.models.upload import upload
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 RUN_UUID, PARAMS_DIGEST = "ray_app.run_uuid", "ray_app.params_digest"
@@ -85,7 +85,7 @@ def register(
         tags = {RUN_UUID: run_uuid, PARAMS_DIGEST: params_digest, **tags}
         with tempfile.TemporaryDirectory() as temporary:
             made = package(Path(temporary) / "package")
-            source = _upload(client, run_id, f"models/{params_digest[:16]}-{uuid.uuid4().hex[:8]}", made.folder)
+            source = upload(client, run_id, f"models/{params_digest[:16]}-{uuid.uuid4().hex[:8]}", made.folder)
             tags |= {"ray_app.format": made.format, "ray_app.outputs": made.outputs}
             tags |= {"ray_app.refused": "; ".join(made.refused)} if made.refused else {}
         _make_model(client, name)
@@ -199,28 +199,6 @@ def rollbacks(client: Any, name: str) -> list[Rollback]:
         if _BACK_AT in v.tags and str(v.version) != serves
     ]
     return sorted(found, key=lambda one: one.at)
-
-
-def _upload(client: Any, run_id: str, place: str, folder: Path) -> str:
-    """Logs a folder as artifacts and reads it back; returns its URI.
-
-    Raises:
-        RegistryError: What was stored differs.
-    """
-    from mlflow.utils.uri import append_to_uri_path
-
-    client.log_artifacts(run_id, str(folder), place)
-    with tempfile.TemporaryDirectory() as temporary:
-        stored = Path(client.download_artifacts(run_id, place, temporary))
-        wanted, got = _digests(folder), _digests(stored)
-    wrong = [name for name, digest in wanted.items() if got.get(name) != digest]
-    if wrong:
-        raise RegistryError(f"MLflow stored other files than were uploaded to {place} of its run {run_id}: {', '.join(wrong)}.")
-    return str(append_to_uri_path(client.get_run(run_id).info.artifact_uri, place))
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 def _make_model(client: Any, name: str) -> None:

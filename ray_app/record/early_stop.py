@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ray_app.config.sections import EvaluateSection
-from ray_app.record.evaluations import Evaluation, ranked, read_scores
+from ray_app.record.evaluations import Evaluation, evaluated_steps, ranked, read_scores
 from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
 from ray_app.record.verdict import Verdict, verdict
@@ -26,10 +26,12 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
     """
     if section.patience is None:
         return None
+    there = evaluated_steps(paths)  # looked at first: one that is there by now, and is not among those that were read, is damaged for good
     evaluations = read_scores(paths)
-    last = max((e.step for e in evaluations), default=0)
+    last = max((*there, *(e.step for e in evaluations)), default=0)
     never = read_events(paths, "evaluation_skipped", "write_failed")
-    values: dict[int, float | None] = {e.details["step"]: None for e in never if "by" not in e.details}
+    values: dict[int, float | None] = dict.fromkeys(there)
+    values |= {e.details["step"]: None for e in never if "by" not in e.details}
     values |= {e.step: e.metrics.get(metric, float("nan")) for e in evaluations}
     return verdict(values, planned(last), section.patience, section.min_delta, mode)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -72,17 +73,27 @@ def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
     Raises:
         OSError: The storage does not answer.
     """
-    places = [place for file, place in listing(paths.evaluations_of(name)).items() if _is_evaluation(file)]
+    folder = paths.evaluations_of(name)
+    places = [place for file, place in listing(folder).items() if _is_evaluation(file)]
     keys = [(str(place), _version(place)) for place in places]
-    new = [(key, place) for key, place in zip(keys, places, strict=True) if key not in _scores]
+    known = _scores.get(str(folder), {})
+    found = {key: known[key] for key in keys if key in known}
+    new = [(key, place) for key, place in zip(keys, places, strict=True) if key not in found]
     for (key, place), data in zip(new, read_all(place for _, place in new), strict=True):
         made = _parsed(place, data)
-        _scores[key] = replace(made, tables={}, classes=[], examples=[]) if made is not None else None
-    return [made for key in keys if (made := _scores[key]) is not None]
+        found[key] = replace(made, tables={}, classes=[], examples=[]) if made is not None else None
+    with _lock:
+        _scores.pop(str(folder), None)
+        _scores[str(folder)] = found
+        while len(_scores) > _MOST_FOLDERS:
+            del _scores[next(iter(_scores))]
+    return [made for key in keys if (made := found[key]) is not None]
 
 
-_scores: dict[tuple[str, str], Evaluation | None] = {}
-"""What was read, by file and version of it: a run's folder may be removed and made again."""
+_MOST_FOLDERS = 16
+_scores: dict[str, dict[tuple[str, str], Evaluation | None]] = {}
+"""What was read of the folders that were looked at last, by file and version of it: a run's folder may be removed and made again."""
+_lock = threading.Lock()
 
 
 def _version(place: Location) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from ray_app.config.sections import FailureSection
-from ray_app.record.journal import Event, StepRecord
+from ray_app.record.journal import Event
+from ray_app.record.segments import StepRecord
 
 SETTLING_S = 3.0
 """Seconds after a change of the workers whose steps do not count as undisturbed."""
@@ -34,10 +38,10 @@ def restarts(events: list[Event]) -> dict[str, int]:
 
 def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
     """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next finished step."""
-    times = sorted(record.time_s for record in records)
+    times = array("d", sorted(record.time_s for record in records))
     noticed = [e.time_s for e in events if e.kind in ("failed", "preempted") and not e.details["left"]]
     noticed += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
-    return [round(later - t, 3) for t in sorted(noticed) for later in [next((done for done in times if done > t), None)] if later]
+    return [round(times[next_] - t, 3) for t in sorted(noticed) if (next_ := bisect_right(times, t)) < len(times)]
 
 
 def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> float | None:
@@ -49,7 +53,7 @@ def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> fl
     """
     if len(records) < 2:
         return None
-    wall_s = max(r.time_s for r in [*records, *repeated]) - records[0].time_s
+    wall_s = max(r.time_s for r in chain(records, repeated)) - records[0].time_s
     rows = sum(sum(r.rows) for r in records[1:])
     return round(min(1.0, rows * undisturbed_row_s(records) / wall_s), 4) if wall_s > 0 else None
 
@@ -64,15 +68,19 @@ def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
         records: At least two steps, in order; the first only sets the clock.
     """
     full = max(r.workers for r in records[1:])
-    settled: list[StepRecord] = []
     start, began_s = None, 0.0
-    for record in records:
+    settled_ms = settled_rows = all_ms = all_rows = 0.0
+    for number, record in enumerate(records):
         if start != (record.generation, record.workers):
             start, began_s = (record.generation, record.workers), record.time_s
-        if record.workers == full and record.time_s > began_s + SETTLING_S:
-            settled.append(record)
-    counted = settled or [r for r in records[1:] if r.workers == full]
-    return sum(r.step_ms for r in counted) / 1e3 / max(1, sum(sum(r.rows) for r in counted))
+        if record.workers != full:
+            continue
+        if number:
+            all_ms, all_rows = all_ms + record.step_ms, all_rows + sum(record.rows)
+        if record.time_s > began_s + SETTLING_S:
+            settled_ms, settled_rows = settled_ms + record.step_ms, settled_rows + sum(record.rows)
+    ms, rows = (settled_ms, settled_rows) if settled_rows else (all_ms, all_rows)
+    return ms / 1e3 / max(1, rows)
 
 
 def disturbances(events: list[Event], limits: FailureSection) -> str:

@@ -6,59 +6,23 @@ first record of a step for its timings (so that replays to MLflow repeat the ori
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
-from ray_app.record.files import Location, listing, names, poll_s, put_atomic, put_json, read_all_json, read_json
+from ray_app.errors import ConfigError
+from ray_app.record.files import Location, listing, poll_s, put_json, read_all, read_all_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard_run, redacted
 from ray_app.record.schema import known_fields, understood, versioned
+from ray_app.record.segments import MOST_SMALL, Segments, StepRecord, in_order, join, put_segment, read_segment
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What rank 0 knows of one finished step.
-
-    Args:
-        step: Finished steps of the run, this one included.
-        epoch: Epoch of the step, from 0.
-        time_s: When it finished, seconds since 1970 (UTC).
-        loss: Mean loss per row over the global batch.
-        lr: Learning rate that the step used.
-        grad_norm: L2 norm of the global gradient, before clipping.
-        step_ms: Milliseconds since the previous step finished.
-        data_wait_ms: Of these, milliseconds of waiting for data.
-        workers: World size.
-        rows: Rows of every logical worker.
-        row_hash: For every logical worker, the sum of its rows' 64-bit hashes, modulo 2**64.
-        generation: Which set of workers did it: number of the driver's start, a dot, number of the generation. When rank 0 is lost
-            another rank may write the same execution of a step; it is told by this from one that was done again.
-        skipped: Rows that were planned for the step and cannot be decoded; the planned rows are these and `rows`.
-    """
-
-    step: int
-    epoch: int
-    time_s: float
-    loss: float
-    lr: float
-    grad_norm: float
-    step_ms: float
-    data_wait_ms: float
-    workers: int
-    rows: list[int]
-    row_hash: list[int]
-    generation: str
-    skipped: int = 0
-
-
-_COLUMNS = [field.name for field in fields(StepRecord)]
 
 
 class MetricsWriter:
@@ -93,9 +57,7 @@ class MetricsWriter:
             records = self._pending[:]
             if not records:
                 return
-            columns = {name: [getattr(record, name) for record in records] for name in _COLUMNS}
-            name = f"{records[0].step:010d}-{self._fence:04d}-{time.time_ns()}.json"
-            put_atomic(self._paths.metrics / name, json.dumps(versioned(columns)).encode())
+            put_segment(self._paths, self._fence, records)
             del self._pending[: len(records)]
             self.written_step = max(self.written_step, records[-1].step)
 
@@ -106,8 +68,18 @@ class MetricsWriter:
         self._try_flush()
 
     def _run(self) -> None:
+        flushed = 0
         while not self._closed.wait(self._flush_s):
             self._try_flush()
+            if flushed % MOST_SMALL == 0:
+                self._try_join()
+            flushed += 1
+
+    def _try_join(self) -> None:
+        try:
+            join(self._paths)
+        except (OSError, ConfigError) as error:
+            logger.warning("The segments of metrics could not be joined, will try again: %s", error)
 
     def _try_flush(self) -> None:
         try:
@@ -116,8 +88,35 @@ class MetricsWriter:
             logger.warning("The metrics of %d steps could not be written, will try again: %s", len(self._pending), error)
 
 
+class FirstRecords:
+    """The first record of each step of a run, also while they are written; remembers which there were, not what was in them.
+
+    Args:
+        paths: The run.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._segments = Segments(paths)
+        self._known = bytearray()
+
+    def poll(self) -> Iterator[StepRecord]:
+        """Those that are new, in the order of their segments.
+
+        Raises:
+            ConfigError: A segment is damaged, or of a newer version.
+            OSError: The storage does not answer.
+        """
+        for records in self._segments.unread():
+            for record in records:
+                if record.step >= len(self._known):
+                    self._known.extend(bytes(record.step + 1 - len(self._known)))
+                if not self._known[record.step]:
+                    self._known[record.step] = 1
+                    yield record
+
+
 class MetricsReader:
-    """Reads a run's step records, also while they are written.
+    """Reads a run's step records whole, also while they are written; for a long run see `read_steps`.
 
     `records` holds the first record of each step, `repeated` those of steps that were done again.
 
@@ -126,24 +125,27 @@ class MetricsReader:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
-        self._seen: set[str] = set()
+        self._segments = Segments(paths)
+        self._again: set[tuple[int, str]] = set()
         self.records: dict[int, StepRecord] = {}
         self.repeated: list[StepRecord] = []
 
     def poll(self) -> list[StepRecord]:
-        """Reads what is new; returns the steps that were not known before, in the order of their segments."""
+        """Reads what is new; returns the steps that were not known before, in the order of their segments.
+
+        Raises:
+            ConfigError: A segment is damaged, or of a newer version.
+            OSError: The storage does not answer.
+        """
         new = []
-        unseen = sorted(set(names(self._paths.metrics)) - self._seen, key=lambda n: n.rsplit("-", 1)[1])
-        for name, segment in zip(unseen, read_all_json(self._paths.metrics / name for name in unseen), strict=True):
-            self._seen.add(name)
-            for record in _read_segment(self._paths.metrics / name, segment):
-                known = self.records.get(record.step)
-                if known is None:
-                    self.records[record.step] = record
-                    new.append(record)
-                elif known.generation != record.generation:
-                    self.repeated.append(record)
+        for record in chain.from_iterable(self._segments.unread()):
+            known, this = self.records.get(record.step), (record.step, record.generation)
+            if known is None:
+                self.records[record.step] = record
+                new.append(record)
+            elif known.generation != record.generation and this not in self._again:
+                self._again.add(this)
+                self.repeated.append(record)
         return new
 
 
@@ -151,17 +153,14 @@ def newest_record(paths: RunPaths) -> StepRecord | None:
     """The step that was recorded last; None before the first.
 
     Raises:
+        ConfigError: The segment is damaged, or of a newer version.
         OSError: The storage does not answer.
     """
-    name = max(names(paths.metrics), key=lambda n: n.rsplit("-", 1)[1], default=None)
-    return _read_segment(paths.metrics / name, read_json(paths.metrics / name))[-1] if name else None
-
-
-def _read_segment(place: Location, columns: dict[str, list[Any]]) -> list[StepRecord]:
-    with understood(place, columns):
-        known = [name for name in _COLUMNS if name in columns]
-        values = zip(*(columns[name] for name in known), strict=True)
-        return [StepRecord(**dict(zip(known, one, strict=True))) for one in values]
+    for name in reversed(in_order(paths)):
+        [data] = read_all([paths.metrics / name], missing=b"")
+        if data:  # else it was joined meanwhile, and what it is in has another name
+            return read_segment(paths.metrics / name, data)[-1]
+    return None
 
 
 @dataclass(frozen=True)

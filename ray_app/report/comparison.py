@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class Comparison:
             figures += self._figure(f"Evaluation: {name.replace('_', ' ')}", name, "on held-out rows", points, "dots")
         return figures
 
-    def _figure(self, title: str, name: str, unit: str, curves: list[list[Point]], kind: Any) -> list[Figure]:
+    def _figure(self, title: str, name: str, unit: str, curves: Sequence[Sequence[Point]], kind: Any) -> list[Figure]:
         """One figure; none without points."""
         tones = _tones(len(curves))
         lines = [Line(f.paths.name, t, points, kind) for f, t, points in zip(self.facts, tones, curves, strict=True) if points]

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,10 +18,12 @@ from ray_app.errors import ConfigError
 from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
 from ray_app.record.files import folders, read_all, read_json
 from ray_app.record.history import goodput, world_sizes
-from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
+from ray_app.record.journal import Event, read_events
 from ray_app.record.lease import is_held
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redacted
+from ray_app.record.segments import StepRecord
+from ray_app.record.steps import Course, read_steps
 from ray_app.record.stored_config import read_config
 from ray_app.report.rows import BadRows, read_bad_rows
 from ray_app.report.series import Clock, starts_of
@@ -65,8 +68,7 @@ class Facts:
         paths: The run.
         config: Its configuration.
         status: `running`, `finished`, `stopped early`, `interrupted`, `failed`, or `vanished`: no driver lives, and none said how it ended.
-        records: Its steps, in order, the first record of each.
-        repeated: Records of steps that were done again.
+        course: Its steps.
         events: In the order of time.
         evaluations: Those of the run's own evaluator, by step.
         others: Those of other evaluators, by their name.
@@ -82,8 +84,7 @@ class Facts:
     paths: RunPaths
     config: Config
     status: str
-    records: list[StepRecord]
-    repeated: list[StepRecord]
+    course: Course
     events: list[Event]
     evaluations: list[Evaluation]
     others: dict[str, list[Evaluation]]
@@ -94,6 +95,21 @@ class Facts:
     bad_rows: BadRows
     earlier: Earlier | None
     made_s: float
+
+    @property
+    def records(self) -> Sequence[StepRecord]:
+        """Its steps, in order, the first record of each; with the sum of the rows of all logical workers."""
+        return self.course.records
+
+    @property
+    def repeated(self) -> Sequence[StepRecord]:
+        """Records of steps that were done again."""
+        return self.course.repeated
+
+    @property
+    def in_time(self) -> Sequence[StepRecord]:
+        """All records in the order of time, also of steps that were done again."""
+        return self.course.in_time
 
     @property
     def best(self) -> Evaluation | None:
@@ -111,7 +127,7 @@ class Facts:
     @property
     def story(self) -> str:
         """What happened to the cluster, in one line."""
-        return what_happened(self.events, self.records, self.repeated, self.config.failure)
+        return what_happened(self.events, self.course, self.config.failure)
 
     @property
     def reason(self) -> str | None:
@@ -123,11 +139,6 @@ class Facts:
     def total_steps(self) -> int | None:
         """Steps of the whole run, if its start said so."""
         return _detail(self.events, "total_steps")
-
-    @cached_property
-    def in_time(self) -> list[StepRecord]:
-        """All records in the order of time, also of steps that were done again."""
-        return sorted([*self.records, *self.repeated], key=lambda record: record.time_s)
 
     @cached_property
     def clock(self) -> Clock:
@@ -151,12 +162,12 @@ class Facts:
     @property
     def rows(self) -> int:
         """Rows of all recorded steps."""
-        return sum(sum(record.rows) for record in self.records)
+        return sum(self.course.rows)
 
     @property
     def skipped(self) -> int:
         """Uses of rows that cannot be decoded, in all recorded steps."""
-        return sum(record.skipped for record in self.records)
+        return self.course.skipped
 
     @property
     def wall_s(self) -> float:
@@ -169,16 +180,18 @@ class Facts:
         return world_sizes(self.records)
 
 
-def read_facts(paths: RunPaths) -> Facts:
+def read_facts(paths: RunPaths, with_earlier: bool = True) -> Facts:
     """Reads a run.
+
+    Args:
+        paths: The run.
+        with_earlier: Look also at the runs beside it, for the best that ended before it began.
 
     Raises:
         ConfigError: It is no run, or not one of this version.
         OSError: The storage does not answer.
     """
     config = read_config(paths, with_defaults=True)
-    reader = MetricsReader(paths)
-    reader.poll()
     events, evaluations = read_events(paths), read_evaluations(paths)
     commits = CheckpointStore(paths).commits()
     metric = config.evaluate.metric or _detail(events, "metric") or "loss"
@@ -188,8 +201,7 @@ def read_facts(paths: RunPaths) -> Facts:
         paths,
         config,
         status,
-        [reader.records[step] for step in sorted(reader.records)],
-        reader.repeated,
+        read_steps(paths),
         events,
         evaluations,
         {name: read_evaluations(paths, name) for name in evaluator_names(paths)},
@@ -198,7 +210,7 @@ def read_facts(paths: RunPaths) -> Facts:
         metric,
         mode,
         read_bad_rows(paths),
-        _best_earlier(paths, config, metric, mode, _started_s(events)),
+        _best_earlier(paths, config, metric, mode, _started_s(events)) if with_earlier else None,
         time.time(),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from markupsafe import Markup
@@ -100,8 +100,7 @@ def cluster_figures(facts: Facts) -> list[Figure]:
 
 
 def _loss(facts: Facts) -> Figure | None:
-    raw = [(float(r.step), r.loss) for r in facts.records]
-    points = finite(raw)
+    points = finite((float(r.step), r.loss) for r in facts.records)
     if not points:
         return None
     lines = _with_mean("training", "blue", points)
@@ -111,13 +110,13 @@ def _loss(facts: Facts) -> Figure | None:
         lines.append(Line("evaluation", "orange", evaluated, "dots"))
         legend.append(("orange", "evaluation"))
     log = spans_powers([y for line in lines for _, y in line.points])
-    left_out = len(raw) - len(points)
+    left_out = len(facts.records) - len(points)
     note = f"{left_out:,} steps whose loss was NaN or infinite are left out." if left_out else ""
     wide, narrow = (line_chart(lines, Axis("loss"), Frame(width), height=250, log=log) for width in (WIDE, NARROW))
     return Figure("Loss", f"mean per row{', logarithmic' if log else ''}", wide, narrow, legend, note)
 
 
-def _with_mean(name: str, tone: Tone, points: list[Point]) -> list[Line]:
+def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
     """A curve; one of many points stands behind its mean."""
     means = smoothed(points)
     return [Line(name, tone, points, "faint"), Line(f"{name}, mean", tone, means)] if means else [Line(name, tone, points)]

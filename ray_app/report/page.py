@@ -51,7 +51,7 @@ def render(facts: Facts) -> str:
             learning=learning_figures(facts),
             cluster=cluster_figures(facts),
             happenings=happenings(facts),
-            shares=shares(facts.records),
+            shares=shares(facts.course.rows),
             by_class=by_class(facts),
             budgets=budgets(facts),
             counters=counters(facts),

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 
 from ray_app.record.files import names, read_all
-from ray_app.record.journal import StepRecord
 from ray_app.record.paths import RunPaths
 
 _MOST_SHOWN = 20
@@ -44,9 +43,8 @@ class Shares:
     most: int
 
 
-def shares(records: list[StepRecord]) -> Shares | None:
+def shares(used: list[int]) -> Shares | None:
     """The rows of every logical worker; None if there is only one, or no step."""
-    used = [sum(column) for column in zip(*(record.rows for record in records), strict=True)]
     if len(used) < 2:
         return None
     most = max(used)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
-from ray_app.record.journal import Event, StepRecord
+from ray_app.record.journal import Event
+from ray_app.record.segments import StepRecord
 
 MOST_POINTS = 1000
 """Most points of one curve."""
@@ -35,9 +38,46 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     return kept
 
 
-def finite(points: Iterable[Point]) -> list[Point]:
+class Curve(Sequence[Point]):
+    """Points in two columns: of a million steps they take a sixth of the memory of tuples.
+
+    Args:
+        x: Where they are.
+        y: Their values, as many.
+    """
+
+    def __init__(self, x: array[float], y: array[float]) -> None:
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __iter__(self) -> Iterator[Point]:
+        return zip(self._x, self._y, strict=True)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> Curve: ...
+    def __getitem__(self, index: int | slice) -> Point | Curve:
+        if isinstance(index, slice):
+            return Curve(self._x[index], self._y[index])
+        return self._x[index], self._y[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def finite(points: Iterable[Point]) -> Curve:
     """The points that are neither NaN nor infinite."""
-    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    x, y = array("d"), array("d")
+    for at, value in points:
+        if math.isfinite(at) and math.isfinite(value):
+            x.append(at)
+            y.append(value)
+    return Curve(x, y)
 
 
 def smoothed(points: Sequence[Point], most: int = 120) -> list[Point]:

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ray_app.config.sections import FailureSection
 from ray_app.record.history import counted_word, disturbances, recoveries, world_sizes
-from ray_app.record.journal import Event, StepRecord
+from ray_app.record.journal import Event
+from ray_app.record.steps import Course
 from ray_app.report.axes import seconds
 
 _MOST_SIZES = 8
 
 
-def what_happened(events: list[Event], records: Sequence[StepRecord], repeated: Sequence[StepRecord], limits: FailureSection) -> str:
+def what_happened(events: list[Event], course: Course, limits: FailureSection) -> str:
     """One line: disturbances against their budgets, numbers of workers, steps done again, and seconds until the next step.
 
     Args:
         events: The run's, in the order of time.
-        records: Its steps, in order.
-        repeated: Steps that were done again.
+        course: Its steps.
         limits: The budgets.
     """
     happened = disturbances(events, limits)
     parts = [happened or "nothing went wrong"]
-    sizes = [workers for _, workers in world_sizes(records)]
+    sizes = [workers for _, workers in world_sizes(course.records)]
     if len(sizes) == 1:
         parts.append(f"{counted_word(sizes[0], 'worker')} throughout")
     elif len(sizes) > _MOST_SIZES:
         parts.append(f"{len(sizes) - 1} changes between {min(sizes)} and {counted_word(max(sizes), 'worker')}")
     elif sizes:
         parts.append(f"workers {' → '.join(map(str, sizes))}")
-    if repeated:
-        parts.append(f"{counted_word(len(repeated), 'step')} redone")
+    if course.repeated:
+        parts.append(f"{counted_word(len(course.repeated), 'step')} redone")
     elif happened:
         parts.append("nothing lost: 0 steps redone")
-    waits = recoveries(events, [*records, *repeated])
+    waits = recoveries(events, course.in_time)
     if waits:
         low, high = seconds(min(waits)), seconds(max(waits))
         parts.append(f"back after {low}" if low == high else f"back after {low} to {high}")

@@ -10,16 +10,16 @@ import math
 import statistics
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ray_app.record.evaluations import Evaluation, evaluator_names, read_evaluations
+from ray_app.record.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.record.files import Location, names
-from ray_app.record.journal import MetricsReader, StepRecord, read_events
+from ray_app.record.journal import FirstRecords, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.segments import StepRecord
 from ray_app.record.system import Look, read_looks
 
 _LOST_AFTER_S = 60.0
-_TAKEN = StepRecord(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, [], [], "")
 
 
 OWN = ""
@@ -86,7 +86,7 @@ class Backlog:
 
     def rewind(self) -> None:
         """Reads the record from its beginning at the next `read`."""
-        self._reader = MetricsReader(self._paths)
+        self._reader = FirstRecords(self._paths)
         self._steps: dict[int, StepRecord] = {}
         self._forgotten = self.newest_step = 0
         self._looks: dict[str, Look] = {}
@@ -100,21 +100,19 @@ class Backlog:
         Raises:
             OSError: The run directory cannot be read for now; the next call starts over and misses nothing.
         """
+        self._forgotten = max(self._forgotten, sent.sent_step)
         try:
-            records = self._reader.poll()
+            for record in self._reader.poll():
+                self.newest_step = max(self.newest_step, record.step)
+                if record.step > sent.sent_step:
+                    self._steps[record.step] = replace(record, rows=[sum(record.rows)], row_hash=[])  # all that points are made of
         except Exception:
             self.rewind()
             raise
-        self._forgotten = max(self._forgotten, sent.sent_step)
-        for record in records:
-            self._reader.records[record.step] = _TAKEN
-            self.newest_step = max(self.newest_step, record.step)
-            if record.step > sent.sent_step:
-                self._steps[record.step] = record
         for name in (OWN, *evaluator_names(self._paths)):
             with self._change(self._paths.evaluations_of(name or None)) as is_new:
                 if is_new:
-                    self._evaluations[name] = read_evaluations(self._paths, name or None)
+                    self._evaluations[name] = read_scores(self._paths, name or None)
         with self._change(self._paths.events) as is_new:
             if is_new:
                 self._failed_at_s = [event.time_s for event in read_events(self._paths, "failed")]

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.register import main
 from ray_app.errors import ConfigError, RegistryError, RunExistsError
 from ray_app.models import loader
+from ray_app.models import upload as upload_module
 from ray_app.models.package import make_package
 from ray_app.models.package_files import read_fields
 from ray_app.models.packaged import fetch_package
@@ -497,6 +499,44 @@ def test_files_that_arrived_otherwise_make_no_version(server: str, packaged: Any
     with pytest.raises(RegistryError, match=r"stored other files .* MLmodel"):
         register(Damaging(client, 0, False), "damaged", new_run(client), "uuid", "p" * 64, {}, packaged, "me")
     assert champion_of(client, "damaged") is None
+
+
+@pytest.mark.rest
+def test_files_that_take_longer_than_a_call_may_and_a_server_that_comes_back(
+    packaged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server is frozen for longer than other calls wait, then killed in the middle of an upload."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setattr(upload_module, "_PAUSES_S", (0.1, 20.0))
+    server = Server(tmp_path)
+    server.start()
+    client = connect(server.uri)
+    run_id = new_run(client)
+
+    class Disturbed(FailingClient):
+        def log_artifacts(self, *args: Any) -> None:
+            if self.calls.count("log_artifacts") == 0:
+                server.freeze()
+                threading.Timer(3.0, server.thaw).start()
+            self.calls.append("log_artifacts")
+            client.log_artifacts(*args)
+
+        def download_artifacts(self, *args: Any) -> str:
+            if self.calls.count("download_artifacts") == 0:
+                server.kill()
+                threading.Thread(target=server.start).start()
+            self.calls.append("download_artifacts")
+            return client.download_artifacts(*args)
+
+    disturbed = Disturbed(client, 0, False)
+    try:
+        done = register(disturbed, "patient", run_id, "uuid", "p" * 64, {}, packaged, "me")
+    finally:
+        server.kill()
+    assert done.version == "1"
+    assert (disturbed.calls.count("log_artifacts"), disturbed.calls.count("download_artifacts") > 1) == (1, True)
+    assert "will try again" in caplog.text
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "1"
 
 
 def test_an_outage_at_the_end_of_a_run_is_a_warning(

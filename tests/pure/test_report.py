@@ -16,8 +16,10 @@ from ray_app.cli.report import main
 from ray_app.config.sections import FailureSection
 from ray_app.errors import TaskError
 from ray_app.record.files import put_json
-from ray_app.record.journal import Event, StepRecord
+from ray_app.record.journal import Event
 from ray_app.record.paths import RunPaths
+from ray_app.record.segments import StepRecord
+from ray_app.record.steps import Course
 from ray_app.report.axes import log_ticks, number, seconds, ticks, time_ticks, whole_ticks
 from ray_app.report.classes import by_class
 from ray_app.report.facts import read_facts
@@ -131,7 +133,7 @@ def test_rows_of_every_logical_worker_and_rows_that_were_skipped(tmp_path: Path)
 
 def test_many_logical_workers_are_summed_up() -> None:
     records = [StepRecord(1, 0, 0.0, 1.0, 0.1, 1.0, 1.0, 0.0, 2, list(range(30)), [0] * 30, "1.1")] * 2
-    found = shares(records)
+    found = shares([sum(column) for column in zip(*(record.rows for record in records), strict=True)])
     assert found is not None
     assert (found.logical_workers, found.least, found.most, len(found.shown)) == (30, 0, 58, 20)
     assert (found.shown[19].rows, found.shown[19].part) == (38, 38 / 58)
@@ -141,7 +143,7 @@ def test_nothing_is_said_of_rows_where_there_is_nothing_to_say(tmp_path: Path) -
     run = MadeRun(tmp_path)
     run.start()
     assert "rows" not in page_of(run).ids
-    assert shares([StepRecord(1, 0, 0.0, 1.0, 0.1, 1.0, 1.0, 0.0, 2, [32], [0], "1.1")]) is None, "one logical worker"
+    assert shares([32]) is None, "one logical worker"
 
 
 def test_a_running_run_is_told_from_one_whose_driver_vanished(tmp_path: Path) -> None:
@@ -319,15 +321,15 @@ def step(number_: int, workers: int) -> StepRecord:
 def test_one_line_says_what_happened() -> None:
     limits = FailureSection()
     calm = [step(1, 2), step(2, 2)]
-    assert what_happened([], [], [], limits) == "nothing went wrong"
-    assert what_happened([], calm, [], limits) == "nothing went wrong; 2 workers throughout"
+    assert what_happened([], Course([], [], []), limits) == "nothing went wrong"
+    assert what_happened([], Course(calm, [], calm), limits) == "nothing went wrong; 2 workers throughout"
     events = [Event("formed", 2.1, 1, {"lost_s": 2.05}), Event("failed", 2.2, 1, {"left": 1}), Event("resized", 3.0, 1, {})]
     records = [*calm, step(3, 1), step(4, 2)]
     said = "1 of 5 failures, 1 resize; workers 2 → 1 → 2; nothing lost: 0 steps redone; back after 950 ms"
-    assert what_happened(events, records, [], limits) == said
-    assert "1 step redone" in what_happened(events, records, [step(2, 2)], limits)
+    assert what_happened(events, Course(records, [], records), limits) == said
+    assert "1 step redone" in what_happened(events, Course(records, [step(2, 2)], records), limits)
     many = [step(i, 1 + i % 3) for i in range(1, 20)]
-    assert what_happened([], many, [], limits) == "nothing went wrong; 18 changes between 1 and 3 workers"
+    assert what_happened([], Course(many, [], many), limits) == "nothing went wrong; 18 changes between 1 and 3 workers"
 
 
 def test_the_clock_leaves_out_pauses() -> None:

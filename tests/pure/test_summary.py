@@ -16,8 +16,9 @@ from ray_app.errors import ConfigError
 from ray_app.record.evaluations import Evaluation, ranked
 from ray_app.record.files import put_json
 from ray_app.record.history import goodput, recoveries, restarts, world_sizes
-from ray_app.record.journal import Event, StepRecord, put_event, read_events
+from ray_app.record.journal import Event, put_event, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.segments import StepRecord
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from ray_app.runs.announce import announce

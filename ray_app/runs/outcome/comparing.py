@@ -25,4 +25,5 @@ def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
     """
     if isinstance(runs, str) or not runs:
         raise ConfigError(f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second]).")
-    return Comparison(tuple(read_facts(RunPaths(run.path if isinstance(run, Result) else location(os.fspath(run)))) for run in runs))
+    roots = [run.path if isinstance(run, Result) else location(os.fspath(run)) for run in runs]
+    return Comparison(tuple(read_facts(RunPaths(root), with_earlier=False) for root in roots))

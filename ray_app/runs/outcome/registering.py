@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.format import MODEL
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.checks import check
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.read.reader import first_rows
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.package import make_package
 from ray_app.models.registry import Registered, find, promote, register
+from ray_app.models.upload import seconds_for
 from ray_app.record.evaluations import Evaluation
 from ray_app.record.files import Location, location, put_json, read_json
 from ray_app.record.journal import put_event
@@ -91,13 +94,15 @@ def register_best(job: Job, name: str, uri: str, tags: dict[str, str] | None = N
     return done
 
 
-def try_to_register(job: Job, limit_s: float = _LIMIT_S) -> Registered | None:
+def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None:
     """`register_best` at the end of a run, bounded in time; whatever goes wrong is a warning that says how to do it later.
 
     Args:
         job: The run, with `tracking.registered_model` set.
-        limit_s: Seconds to wait.
+        limit_s: Seconds to wait; not given: two minutes, and what uploading the model and reading it back may take.
     """
+    if limit_s is None:
+        limit_s = _LIMIT_S + 2 * seconds_for(_model_bytes(job))
     name, uri = str(job.config.tracking.registered_model), default_tracking_uri(job.config)
     result: list[Registered | Exception] = []
 
@@ -120,6 +125,12 @@ def try_to_register(job: Job, limit_s: float = _LIMIT_S) -> Registered | None:
         shlex.join(["ray-app", "register", "--run", str(job.paths.root), "--name", name]),
     )
     return None
+
+
+def _model_bytes(job: Job) -> int:
+    """Bytes of the newest checkpoint's parameters."""
+    commits = CheckpointStore(job.paths).commits()
+    return int(commits[-1].files.get(MODEL, {}).get("bytes", 0)) if commits else 0
 
 
 def tags_of(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]:

@@ -11,8 +11,9 @@ from ray_app.errors import CheckpointError
 from ray_app.models.exported import read_rows
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import Location
-from ray_app.record.journal import MetricsReader, StepRecord
+from ray_app.record.journal import MetricsReader
 from ray_app.record.paths import RunPaths
+from ray_app.record.segments import StepRecord
 from ray_app.report.cells import run_cell
 from ray_app.report.facts import read_facts
 from ray_app.runs.outcome.closing import stored_job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal
 
@@ -10,7 +11,9 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import names, read_json
 from ray_app.record.history import count, goodput, recoveries, restarts, world_sizes
-from ray_app.record.journal import Event, MetricsReader, StepRecord, read_events
+from ray_app.record.journal import Event, read_events
+from ray_app.record.segments import StepRecord
+from ray_app.record.steps import read_steps
 from ray_app.train.job import Job
 
 Status = Literal["finished", "stopped_early", "interrupted", "failed"]
@@ -18,12 +21,11 @@ Status = Literal["finished", "stopped_early", "interrupted", "failed"]
 
 def summarize(job: Job, status: Status) -> dict[str, Any]:
     """Makes the content of `summary.json`, a public interface; see docs/architecture.md for its fields."""
-    reader = MetricsReader(job.paths)
-    reader.poll()
     stop = job.early_stop()
     newest = newest_commit(job)
     last_step = stop.stop_step if stop else newest.step if newest else 0
-    records = [record for step, record in sorted(reader.records.items()) if step <= last_step]
+    course = read_steps(job.paths, last_step)
+    records = course.records
     events = read_events(job.paths)
     evaluations = [e for e in read_scores(job.paths) if e.step <= last_step]
     best = job.best_first()[:1]
@@ -35,15 +37,15 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "ended_s": events[-1].time_s if events else None,
         "epochs": last_step // job.steps_per_epoch,
         "steps": last_step,
-        "rows": sum(sum(record.rows) for record in records),
-        "rows_by_logical_worker": [sum(column) for column in zip(*(record.rows for record in records), strict=True)],
-        "bad_rows": {"skipped": sum(record.skipped for record in records), "distinct": len(names(job.paths.bad_rows))},
+        "rows": sum(course.rows),
+        "rows_by_logical_worker": course.rows,
+        "bad_rows": {"skipped": course.skipped, "distinct": len(names(job.paths.bad_rows))},
         "logical_workers": job.plan.logical_workers,
         "world_sizes": world_sizes(records),
         "restarts": restarts(events),
-        "redone_steps": len(reader.repeated),
-        "recovery_s": recoveries(events, [*reader.records.values(), *reader.repeated]),
-        "goodput": goodput(records, reader.repeated),
+        "redone_steps": len(course.repeated),
+        "recovery_s": recoveries(events, course.in_time),
+        "goodput": goodput(records, course.repeated),
         "params_digest": _digest_at(job, stop.best_step) if stop else newest.params_digest if newest else None,
         "metrics": evaluations[-1].metrics if evaluations else {},
         "best": {"step": best[0].step, "metric": job.best_metric, "value": best[0].metrics[job.best_metric]} if best else None,
@@ -75,7 +77,7 @@ def newest_commit(job: Job) -> Commit | None:
     return commits[-1] if commits else None
 
 
-def _timing(records: list[StepRecord], events: list[Event]) -> dict[str, float | None]:
+def _timing(records: Sequence[StepRecord], events: list[Event]) -> dict[str, float | None]:
     events = [e for e in events if e.kind != "driver_lost"]  # that was when it was noticed
     started = [e.time_s for e in events if e.kind == "started"]
     stalls = [s for e in events if e.kind == "left" for s in e.details["stalls_ms"]]

@@ -1,0 +1,138 @@
+"""The steps of a run in little memory: numbers in columns, so that a million steps take a hundred megabytes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import overload
+
+from ray_app.record.paths import RunPaths
+from ray_app.record.segments import Segments, StepRecord
+
+_WHOLE = ("step", "epoch", "workers", "skipped")
+_REAL = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms")
+
+
+class _Columns:
+    """Records by the row that they are in."""
+
+    def __init__(self) -> None:
+        self.whole = {name: array("q") for name in _WHOLE}
+        self.real = {name: array("d") for name in _REAL}
+        self.rows, self.generation = array("q"), array("i")
+        self.numbers: dict[str, int] = {}
+        self.names: list[str] = []
+
+    def add(self, record: StepRecord) -> int:
+        """Takes a record; returns its row."""
+        for name, numbers in self.whole.items():
+            numbers.append(getattr(record, name))
+        for name, values in self.real.items():
+            values.append(getattr(record, name))
+        number = self.numbers.setdefault(record.generation, len(self.names))
+        if number == len(self.names):
+            self.names.append(record.generation)
+        self.rows.append(sum(record.rows))
+        self.generation.append(number)
+        return len(self.rows) - 1
+
+    def at(self, row: int) -> StepRecord:
+        """The record in a row."""
+        whole, real = self.whole, self.real
+        return StepRecord(
+            whole["step"][row],
+            whole["epoch"][row],
+            real["time_s"][row],
+            real["loss"][row],
+            real["lr"][row],
+            real["grad_norm"][row],
+            real["step_ms"][row],
+            real["data_wait_ms"][row],
+            whole["workers"][row],
+            [self.rows[row]],
+            [],
+            self.names[self.generation[row]],
+            whole["skipped"][row],
+        )
+
+
+class Steps(Sequence[StepRecord]):
+    """Records in an order, made when they are asked for; `rows` is one number, their sum over the logical workers, `row_hash` is empty.
+
+    Args:
+        columns: Where they are.
+        order: The rows in which they are.
+    """
+
+    def __init__(self, columns: _Columns, order: array[int]) -> None:
+        self._columns, self._order = columns, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return map(self._columns.at, self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> Steps: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | Steps:
+        if isinstance(index, slice):
+            return Steps(self._columns, self._order[index])
+        return self._columns.at(self._order[index])
+
+
+@dataclass(frozen=True)
+class Course:
+    """All steps of a run.
+
+    Args:
+        records: The first record of each step, in the order of the steps.
+        repeated: The records of steps that were done again, in the order in which they were written.
+        in_time: All of them, in the order of time.
+        rows: Rows of the first records, of each logical worker.
+        skipped: Rows that cannot be decoded, in the first records.
+    """
+
+    records: Sequence[StepRecord]
+    repeated: Sequence[StepRecord]
+    in_time: Sequence[StepRecord]
+    rows: list[int] = field(default_factory=list)
+    skipped: int = 0
+
+
+def read_steps(paths: RunPaths, last_step: int | None = None) -> Course:
+    """Reads the steps of a run.
+
+    Args:
+        paths: The run.
+        last_step: Of first records only those up to here; not given: all.
+
+    Raises:
+        ConfigError: A segment is damaged, or of a newer version.
+        OSError: The storage does not answer.
+    """
+    columns, place, again = _Columns(), array("q"), dict[tuple[int, str], int]()
+    rows, skipped = list[int](), 0
+    for record in chain.from_iterable(Segments(paths).unread()):
+        if record.step >= len(place):
+            place.extend([-1] * (record.step + 1 - len(place)))
+        known = place[record.step]
+        if known < 0:
+            place[record.step] = columns.add(record)
+            if last_step is None or record.step <= last_step:
+                rows.extend([0] * (len(record.rows) - len(rows)))
+                for v, each in enumerate(record.rows):
+                    rows[v] += each
+                skipped += record.skipped
+        elif columns.names[columns.generation[known]] != record.generation and (record.step, record.generation) not in again:
+            again[record.step, record.generation] = columns.add(record)
+    first = array("q", (row for row in place if row >= 0))
+    times = columns.real["time_s"]
+    in_time = array("q", sorted(range(len(times)), key=times.__getitem__))
+    if last_step is not None:
+        first = array("q", (row for row in place[: last_step + 1] if row >= 0))
+    return Course(Steps(columns, first), Steps(columns, array("q", again.values())), Steps(columns, in_time), rows, skipped)
