@@ -121,13 +121,14 @@ def _workers_on(config: Config, nodes: list[Node]) -> int:
     return sum(int(min(node["Resources"].get(name, 0.0) // each for name, each in needs)) for node in carrying)
 
 
-def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[Node]) -> int:
+def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[Node], most: dict[str, float] | None = None) -> int:
     """How many workers the cluster has room for besides the evaluator and one CPU for reading, at most `max_workers`.
 
     Args:
         config: What each part reserves.
         resources: All resources of the cluster by Ray's names.
         nodes: Its nodes; looked at with `scaling.label_selector` only.
+        most: What an autoscaler may make of the resources; then the run waits for that, and nodes that are still to come have any label.
 
     Raises:
         ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
@@ -135,14 +136,14 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
     if config.train.strategy == "single":
         return 1
     scaling = config.scaling
-    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    cpus, gpus = (max(resources.get(name, 0.0), (most or {}).get(name, 0.0)) for name in ("CPU", "GPU"))
     room = [float(scaling.max_workers)]
     free_cpus = cpus - reserved_cpus(config)
     evaluator_gpus = config.evaluate.num_gpus if _has_evaluator(config) else 0
     for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
         room.append(0 if free < 0 else free // each if each else float("inf"))
     workers = int(min(room))
-    if scaling.label_selector:
+    if scaling.label_selector and most is None:
         on_labelled = _workers_on(config, nodes)
         if on_labelled < scaling.min_workers:
             raise ConfigError(
@@ -152,12 +153,13 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
             )
         workers = min(workers, on_labelled)
     if workers < scaling.min_workers:
+        has = "has" if most is None else "grows to at most"
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"
             f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus:g} GPU), parameter servers"
             f" ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
             f" {_wanted_cpus(config, scaling.min_workers):g} CPU and"
-            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus:g} GPU; the cluster has {cpus:g} CPU and {gpus:g} GPU. Add"
-            " nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
+            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus:g} GPU; the cluster {has} {cpus:g} CPU and {gpus:g} GPU."
+            " Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
         )
     return workers

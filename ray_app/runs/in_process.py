@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.trainer import Start, fit
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import LeaseLostError, own_error
@@ -111,7 +112,7 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
     with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
-        there = (ray.cluster_resources(), ray.nodes()) if ray.is_initialized() else ({}, [])
+        there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
         max_workers = workers_that_fit(config, *there)
         if needed := shared_bytes(prepared.job):
             fits_object_stores(needed, there[1])

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import ray
 
+from ray_app.cluster.autoscaler import most_resources
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import ScalingSection
 from ray_app.data.dataset.dataset import open_dataset
@@ -108,12 +109,18 @@ def _data(path: str) -> str:
 
 
 def _resources(config: Config) -> str | Finding:
-    workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes())
-    _refuse_small_nodes(config.scaling)
+    most = most_resources()
+    workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), most)
+    if most is None:
+        _refuse_small_nodes(config.scaling)
     try:
         workers_that_fit(config, ray.available_resources(), ray.nodes())
     except ConfigError:
-        return Finding("warning", "resources", "The cluster is big enough, but others use it now; the run waits until enough is free.")
+        return Finding(
+            "warning",
+            "resources",
+            f"The cluster is {'' if most is None else 'or grows '}big enough, but has no room now; the run waits for it.",
+        )
     if workers < config.scaling.max_workers:
         text = f"{workers} of {config.scaling.max_workers} workers fit; the result is the same, and more join when there is room."
         return Finding("warning", "resources", text)

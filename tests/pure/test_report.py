@@ -396,7 +396,8 @@ def test_a_report_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytes
     run = full_run(tmp_path)
     next(iter(run.paths.metrics.iterdir())).write_text(json.dumps({"step": [1]}))
     assert report_end(run.paths) is None
-    assert "The report could not be made: TypeError" in caplog.text
+    assert "The report could not be made: ConfigError" in caplog.text
+    assert ".json is damaged: " in caplog.text
     assert report_end(RunPaths(tmp_path / "nowhere")) is None
 
 

@@ -138,6 +138,10 @@ def test_workers_leave_room_for_reading_and_evaluation() -> None:
     assert workers_that_fit(config, {"CPU": 5.0}, []) == 3
     with pytest.raises(ConfigError, match=r"need 4 CPU and 0 GPU; the cluster has 3 CPU and 0 GPU"):
         workers_that_fit(config, {"CPU": 3.0}, [])
+    assert workers_that_fit(config, {"CPU": 1.0}, [], {"CPU": 6.0, "memory": 1.0}) == 4, "an autoscaler adds nodes"
+    assert workers_that_fit(config.replace(scaling__label_selector={"pool": "a"}), {"CPU": 1.0}, [], {"CPU": 6.0}) == 4
+    with pytest.raises(ConfigError, match="the cluster grows to at most 3 CPU"):
+        workers_that_fit(config, {"CPU": 1.0}, [], {"CPU": 3.0})
     assert workers_that_fit(config.replace(evaluate__where="workers"), {"CPU": 3.0}, []) == 2, "there is no evaluator"
     with pytest.raises(ConfigError, match=r"2 GPU; the cluster has 16 CPU and 1 GPU"):
         workers_that_fit(config.replace(scaling__gpus_per_worker=1), {"CPU": 16.0, "GPU": 1.0}, [])
