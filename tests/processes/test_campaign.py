@@ -1,0 +1,83 @@
+"""A thousand workers killed, in every phase and at any moment: what is promised holds for each run. See `tests/support/campaign.py`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.train.job import Job
+from tests.support.campaign import PHASES, Campaign
+from tests.support.local_world import TinyImages, cached, make_job, result_of, streamed, write_images
+
+AVERAGED = {
+    "train__ema_decay": 0.9,
+    "train__grad_clip_norm": 0.5,
+    "schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.9}},
+}
+DILOCO = {"train__local_steps": 3, "train__outer_lr": 0.7, "train__outer_momentum": 0.9}
+CASES = {  # deaths, strategy, workers, where the data comes from, settings
+    "ddp": (300, "ddp", 3, cached, {}),
+    "ddp, streamed, averaged": (200, "ddp", 3, streamed, AVERAGED),
+    "central_storage": (200, "central_storage", 3, cached, {}),
+    "local_sgd": (150, "local_sgd", 3, cached, DILOCO),
+    "fsdp": (100, "fsdp", 3, cached, {}),
+    "single": (100, "single", 1, cached, {}),
+}
+
+
+def rows_of(job: Job) -> dict[int, Any]:
+    """What rows every step had; those of a step that was done again are the same."""
+    found: dict[int, Any] = {}
+    for path in sorted(job.paths.metrics.glob("*.json")):
+        columns = json.loads(path.read_bytes())
+        for step, rows, row_hash in zip(columns["step"], columns["rows"], columns["row_hash"], strict=True):
+            assert found.setdefault(step, (rows, row_hash)) == (rows, row_hash)
+    assert sorted(found) == list(range(1, job.total_steps + 1)), "a step has no record"
+    return found
+
+
+def injected(case: str, folder: Path, deaths: int) -> Counter[str]:
+    """Kills so many workers in one run after the other; returns in which phases."""
+    _, strategy, workers, windows, settings = CASES[case]
+    data = write_images(folder / "data", [[50, 1], [46]])
+
+    def run(name: str, seed: int, faults: int) -> tuple[Job, Counter[str]]:
+        fields = {"train__epochs": 12, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3, "train__strategy": strategy}
+        job = make_job(folder / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields, **settings)
+        campaign = Campaign(folder / f"{name}-groups", seed, job, workers, windows)
+        campaign.run(faults)
+        return job, campaign.fired
+
+    undisturbed, none = run("undisturbed", 0, 0)
+    assert not none
+    fired, runs = Counter[str](), 0
+    while fired.total() < deaths:
+        runs += 1
+        job, found = run(f"run-{runs}", runs, deaths - fired.total())
+        assert found, "nothing happened"
+        fired += found
+        assert rows_of(job) == rows_of(undisturbed)
+        if strategy != "fsdp":  # which promises the rows, not the bits
+            assert result_of(job).bits == result_of(undisturbed).bits, f"seed {runs}"
+            assert result_of(job).steps == result_of(undisturbed).steps, f"seed {runs}"
+    return fired
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("case", CASES)
+def test_whoever_is_killed_whenever_the_result_is_that_of_the_undisturbed_run(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deaths = CASES[case][0]
+    fired = injected(case, tmp_path, deaths)
+    assert set(fired) == set(PHASES), "a phase in which nobody was killed"
+    with capsys.disabled():
+        print(f" {fired.total()} workers killed: {dict(fired)}")
+
+
+def test_a_thousand() -> None:
+    assert sum(deaths for deaths, *_ in CASES.values()) >= 1000
