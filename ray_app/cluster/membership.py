@@ -150,6 +150,16 @@ class RayMembership:
         """See `Membership.report`."""
         self._step, self._record, self._recorded = step, record, recorded
 
+    @property
+    def place(self) -> str:
+        """Who this is and how far, in words."""
+        return f"rank {self._rank}, step {max(0, self._step)}"
+
+    @property
+    def who(self) -> str:
+        """This process, in the name of a file."""
+        return f"worker-{self._me.host.replace(':', '-')}-{os.getpid()}"
+
     def recorded(self) -> int:
         """See `Membership.recorded`."""
         return self._orders.recorded

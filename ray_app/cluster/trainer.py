@@ -28,6 +28,7 @@ from ray_app.data.read.ray_tasks import fetch_ray
 from ray_app.data.read.reader import Fetch
 from ray_app.errors import PreemptedError, own_error
 from ray_app.plan.cursor import Cursor
+from ray_app.record.output import copied_output
 from ray_app.record.redact import guard
 from ray_app.task.own_code import own_code
 from ray_app.train.group.messages import Flags
@@ -140,7 +141,8 @@ def _work(arguments: dict[str, Any]) -> None:
     over = False
     try:
         load = (lambda: from_memory_cache(start.evaluation).arrays) if start.evaluation is not None else None
-        with own_code(lambda: "a worker"):  # whatever else is raised
+        printed = copied_output(job.paths, job.fence, membership.who, lambda: membership.place)
+        with printed, own_code(lambda: "a worker"):  # whatever else is raised
             if start.parameters is not None:
                 _ask_for_units(start, membership, device)
             else:

@@ -30,6 +30,7 @@ from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluati
 from ray_app.record.files import poll_s
 from ray_app.record.journal import put_event
 from ray_app.record.lease import LIFE_S, Observer, is_taken_over
+from ray_app.record.output import Output
 from ray_app.record.redact import guard_run
 from ray_app.task.scoring import combine, score
 
@@ -66,7 +67,8 @@ class Evaluator:
         self._stopped, self._hurry = threading.Event(), threading.Event()
         self._driver = "held"
         self._error: str | None = None
-        self._itself = _this_actor()
+        self._itself, name = _this_actor(), job.name or "evaluator"
+        self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
         torch.set_num_threads(job.section.threads)
         self._device = torch.device("cuda" if job.section.num_gpus else "cpu")
         self._model = job.task.build_model().to(self._device)
@@ -91,6 +93,8 @@ class Evaluator:
         self._hurry.set()
         for thread in self._threads:
             thread.join()
+        if self._output is not None:
+            self._output.close()
 
     def _follow(self) -> None:
         look_s = wait_s = poll_s(self._job.paths.root)
@@ -156,6 +160,8 @@ class Evaluator:
     def _leave(self) -> None:
         """Ends this actor for good: a detached actor has nobody else to end it."""
         self._stopped.set()
+        if self._output is not None:
+            self._output.close()
         if self._itself is not None:
             ray.kill(self._itself, no_restart=True)
 
@@ -198,6 +204,8 @@ class Evaluator:
         if self._arrays is None:
             self._arrays = load_all(self._fetch, job.data).arrays
         scores = combine(job.task, score(job.task, self._model, self._arrays, job.section.batch_size, self._device))
+        if self._output is not None:
+            self._output.copy()  # who waits for this evaluation may end this process
         now_s = time.time()
         made = Evaluation(
             step=commit.step,

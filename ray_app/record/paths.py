@@ -96,6 +96,15 @@ class RunPaths:
         return self.root / "system"
 
     @property
+    def outputs(self) -> Location:
+        """Folder with what the processes of a task print."""
+        return self.root / "output"
+
+    def output(self, fence: int, who: str, kind: str) -> Location:
+        """The file of a kind (`out`, `err`) of somebody's output during a start."""
+        return self.outputs / f"{fence:04d}-{who}.{kind}"
+
+    @property
     def summary(self) -> Location:
         """What came of the run."""
         return self.root / "summary.json"

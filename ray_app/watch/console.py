@@ -20,6 +20,7 @@ from ray_app.cluster.budget import spent
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import poll_s
 from ray_app.record.journal import newest_record
+from ray_app.record.output import NewLines
 from ray_app.record.segments import StepRecord
 from ray_app.report.facts import Facts
 from ray_app.report.series import sparkline
@@ -76,6 +77,7 @@ class RunConsole:
         self._bar: TaskID | None = None
         self._epoch = -1
         self._told_phase = ""
+        self._printed = NewLines(job.paths, job.fence)
 
     def __enter__(self) -> RunConsole:
         if self._live:
@@ -107,12 +109,18 @@ class RunConsole:
     def show_last(self) -> None:
         """Shows the last step, as it was recorded: what rank 0 told of before may be older."""
         try:
+            self._show_printed()
             newest = newest_record(self._job.paths)
         except OSError as error:
             logger.warning("The record could not be read: %s", error)
             return
         if newest is not None:
             self.show(newest, "")
+
+    def _show_printed(self) -> None:
+        """Shows what workers and evaluator have printed."""
+        for line in self._printed.look():
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _is_line_due(self) -> bool:
         if time.monotonic() - self._line_s < _PLAIN_EVERY_S:
@@ -125,6 +133,7 @@ class RunConsole:
             return
         self._looked_s = time.monotonic()
         try:
+            self._show_printed()
             evaluations = read_scores(self._job.paths)
             self._spent = spent(self._job.paths, self._job.config.failure)
             waiting = self._waiting()
