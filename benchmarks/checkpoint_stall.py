@@ -169,7 +169,7 @@ def saving(job: Job, folder: Path) -> Callable[[], None]:
 def side(name: str, folder: Path) -> Cost:
     """Runs one side in this process."""
     from ray_app.data.feed.windows import CachedWindows
-    from ray_app.data.read.reader import fetch_here
+    from ray_app.data.read.slices import fetch_here
     from ray_app.data.read.whole import load_all
     from ray_app.record.lease import acquire
     from ray_app.runs.prepare import claim, prepare

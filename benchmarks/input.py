@@ -30,7 +30,8 @@ from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.feed.disk_cache_folder import cached_fetch
 from ray_app.data.feed.windows import CachedWindows, Windows
 from ray_app.data.read.ray_tasks import fetch_ray
-from ray_app.data.read.reader import Fetch, RowSource, fetch_here, whole
+from ray_app.data.read.reader import Fetch, RowSource, whole
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.ingest.ingest import IngestOptions, ingest
 

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.read.reader import Reader, RowSource, fetch_here, probe, rows_per_task
+from ray_app.data.read.reader import Reader, RowSource, probe, rows_per_task
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader

@@ -18,6 +18,8 @@ class ColumnFacts:
         minimum: Least value of a number column, if the files say.
         maximum: Greatest value of a number column, if the files say.
         nulls: Missing values, if the files say.
+        group_span: Values from the least to the greatest in a row group of a column of integers, on an average over the rows, if the
+            files say.
     """
 
     kind: Literal["number", "integer", "text", "bytes", "array", "other"]
@@ -26,6 +28,7 @@ class ColumnFacts:
     minimum: float | None = None
     maximum: float | None = None
     nulls: int | None = None
+    group_span: float | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from ray_app.config.config import Config
 from ray_app.data.dataset.contents import contents
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.read.reader import Reader, ReadSpec, probe, rows_per_task, specs_of
+from ray_app.data.read.reader import Reader, ReadSpec, cut_specs, probe, rows_per_task
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package_files import class_path
 from ray_app.plan.manifest import Manifest
@@ -189,7 +189,7 @@ def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
             room = most_rows
         groups[-1].append(Segment(i, 0, rows))
         room -= rows
-    return [spec for group in groups for spec in specs_of(manifest, group, most_rows)]
+    return [spec for group in groups for spec in cut_specs(manifest, group, most_rows)]
 
 
 def _refuse_other(prepared: Prepared) -> None:

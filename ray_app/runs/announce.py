@@ -37,6 +37,8 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    for doubt in prepared.doubts:
+        console.print(f"Warning: {doubt}", markup=False, highlight=False, soft_wrap=True)
     passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
     capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.max_workers else ""
     where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}"

@@ -45,6 +45,31 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
     return plan
 
 
+def mixing_doubts(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
+    """What the footers say against the mixing of the rows, for people, each a sentence or two with its figures."""
+    rows = dataset.manifest.rows[dataset.manifest.rows > 0]
+    window, name = plan.window_rows, config.data.balance_by
+    if window >= plan.manifest.num_rows:
+        return []
+    doubts = []
+    facts = dataset.facts.columns.get(name)
+    if facts is not None and facts.group_span is not None and facts.minimum is not None and facts.maximum is not None:
+        values, groups = facts.maximum - facts.minimum + 1, window / float(rows.mean()) + 1
+        if groups * facts.group_span < 0.5 * min(values, window):
+            doubts.append(
+                f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of {values:,.0f} values on an"
+                f" average, and a shuffle window of {window:,} rows mixes about {groups:.1f} row groups, so at most about"
+                f" {groups * facts.group_span:,.0f} values. Ingest it again (ray-app ingest mixes), or raise data.shuffle_window_rows."
+            )
+    if (largest := int(rows.max())) > window:
+        doubts.append(
+            f"{config.data.path} has row groups of up to {largest:,} rows, more than a shuffle window of {window:,} rows, which then mixes"
+            " the rows of one or two. Where rows that are near each other are alike, ingest it (ray-app ingest mixes), or raise"
+            " data.shuffle_window_rows."
+        )
+    return doubts
+
+
 def classes_of(config: Config, dataset: Dataset) -> Classes | None:
     """The classes of all rows, if they are to be balanced.
 

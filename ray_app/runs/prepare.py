@@ -27,7 +27,7 @@ from ray_app.record.redact import guard
 from ray_app.record.stored_config import as_given, parsed
 from ray_app.runs.code import Code, changed_code, code_of, completed, put_code
 from ray_app.runs.initial import find_beginning
-from ray_app.runs.plan import classes_of, make_plan, refuse_other_classes
+from ray_app.runs.plan import classes_of, make_plan, mixing_doubts, refuse_other_classes
 from ray_app.runs.reconfigured import put_config, reconfigure
 from ray_app.runs.rehearsal import rehearse
 from ray_app.task.base import Rows, Task
@@ -74,6 +74,7 @@ class Prepared:
         initial: The parameters to begin with, if they were read.
         code: What the result depends on besides.
         changed: What of that is not as at the last start, in words.
+        doubts: What speaks against the mixing of the data, in words.
     """
 
     job: Job
@@ -82,6 +83,7 @@ class Prepared:
     initial: dict[str, Tensor] | None = None
     code: Code | None = None
     changed: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 def prepare(config: Config) -> Prepared:
@@ -124,7 +126,15 @@ def prepare(config: Config) -> Prepared:
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data)
-    return Prepared(replace(job, evaluation=data), evaluation, before is not None, initial, code, tuple(changed))
+    return Prepared(
+        replace(job, evaluation=data),
+        evaluation,
+        before is not None,
+        initial,
+        code,
+        tuple(changed),
+        tuple(mixing_doubts(config, dataset, plan)),
+    )
 
 
 def training_row(config: Config, dataset: Dataset, task: Task) -> Rows:

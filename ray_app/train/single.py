@@ -6,7 +6,7 @@ import torch
 
 from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import CachedWindows, Windows
-from ray_app.data.read.reader import fetch_here
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.plan.cursor import Cursor
 from ray_app.train.environment import use_deterministic_algorithms

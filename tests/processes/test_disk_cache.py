@@ -20,7 +20,8 @@ from ray_app.data.feed.disk_cache import SUMS, DiskCache
 from ray_app.data.feed.disk_cache_folder import cached_fetch, identity, open_cache
 from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import MicroBatch
-from ray_app.data.read.reader import Reader, ReadSpec, fetch_here
+from ray_app.data.read.reader import Reader, ReadSpec
+from ray_app.data.read.slices import fetch_here
 from ray_app.plan.cursor import Cursor
 from ray_app.record.files import put_atomic
 from ray_app.record.s3 import S3Path

@@ -23,7 +23,8 @@ import pytest
 from PIL import Image
 
 from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.read.reader import Reader, fetch_here, probe, whole
+from ray_app.data.read.reader import Reader, probe, whole
+from ray_app.data.read.slices import fetch_here
 from ray_app.errors import DataError, StorageError
 from ray_app.ingest import mixing
 from ray_app.ingest.ingest import IngestOptions, ingest

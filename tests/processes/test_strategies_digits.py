@@ -10,7 +10,7 @@ import pytest
 
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.read.reader import fetch_here
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.drill.faults import Several
 from ray_app.record.journal import read_events

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_app.data.read.reader import fetch_here
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.record.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.record.journal import put_event, read_events

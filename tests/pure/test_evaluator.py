@@ -17,7 +17,7 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.sections import EvaluateSection
-from ray_app.data.read.reader import fetch_here
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import actor

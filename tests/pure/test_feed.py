@@ -25,7 +25,8 @@ from ray_app.data.feed.feed import Feed
 from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import CachedWindows, MicroBatch, Window, Windows
 from ray_app.data.read.bad_rows import Decode
-from ray_app.data.read.reader import Fetch, Reader, ReadSpec, RowSource, fetch_here, probe
+from ray_app.data.read.reader import Fetch, Reader, ReadSpec, RowSource, probe
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assign import logical_workers_of
@@ -122,6 +123,7 @@ def plan_of(dataset: Dataset, *, logical_workers: int = 4, batch: int = 12, wind
 
 SHAPES: dict[str, list[list[int]]] = {
     "prime and ragged": [[40, 1, 13], [29, 0], [20]],
+    "small row groups": [[3] * 40],
     "a group of one row": [[1], [30, 1, 30], [1]],
     "files and groups without rows": [[], [0, 17, 0], [], [0], [24]],
     "fewer rows than a step": [[3], [4]],
@@ -397,7 +399,7 @@ def test_the_next_execution_is_started_before_the_last_windows_of_one_are_taken(
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streamed_module, "_TASKS_PER_EXECUTION", 8)
-    dataset = datasets["prime and ragged"]
+    dataset = datasets["small row groups"]
     plan = plan_of(dataset, logical_workers=1, batch=3, window=3)  # a window per step, a read task per window
     second = threading.Event()
     executions: list[int] = []
@@ -422,7 +424,7 @@ def test_it_closes_while_the_next_execution_waits_for_the_cpu_of_the_present_one
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streamed_module, "_TASKS_PER_EXECUTION", 8)
-    dataset = datasets["prime and ragged"]
+    dataset = datasets["small row groups"]
     plan = plan_of(dataset, logical_workers=1, batch=3, window=3)
     cpu, waits = threading.Semaphore(), threading.Event()
 

@@ -33,7 +33,8 @@ from ray_app.config.config import Config
 from ray_app.data.dataset import contents as contents_module
 from ray_app.data.dataset.arrays import ArraySpec, to_column
 from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.read.reader import Reader, RowSource, fetch_here
+from ray_app.data.read.reader import Reader, RowSource
+from ray_app.data.read.slices import fetch_here
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package import make_package
 from ray_app.models.versions import parameters

@@ -35,7 +35,8 @@ from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.feed.feed import Feed
 from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import CachedWindows, Windows
-from ray_app.data.read.reader import fetch_here, probe
+from ray_app.data.read.reader import probe
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.exchange.exchange import World, collective
 from ray_app.plan.cursor import Cursor

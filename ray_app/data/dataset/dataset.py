@@ -111,8 +111,9 @@ def _column_facts(field: pa.Field, footers: list[_Placed]) -> ColumnFacts:
     return ColumnFacts("other", str(kind))
 
 
-def _range(name: str, footers: list[_Placed]) -> tuple[float | None, float | None, int | None]:
-    """Least and greatest value and missing values of a column from the row groups' statistics; None where one does not say."""
+def _range(name: str, footers: list[_Placed]) -> tuple[float | None, float | None, int | None, float | None]:
+    """Least and greatest value, missing values and span of a column from the row groups' statistics; None where one does not say."""
+    rows: list[int] = []
     low: list[float | None] = []
     high: list[float | None] = []
     nulls = 0
@@ -124,9 +125,13 @@ def _range(name: str, footers: list[_Placed]) -> tuple[float | None, float | Non
                 continue
             if statistics is not None:
                 nulls += statistics.null_count or 0
+            rows.append(group.num_rows)
             least, most = (statistics.min, statistics.max) if statistics is not None and statistics.has_min_max else (None, None)
             low.append(float(least) if isinstance(least, int | float) else None)  # of half precision pyarrow gives the bytes
             high.append(float(most) if isinstance(most, int | float) else None)
     lows, highs = [v for v in low if v is not None], [v for v in high if v is not None]
     complete = bool(lows) and len(lows) == len(low)
-    return (min(lows), max(highs), nulls) if complete else (None, None, nulls)
+    if not complete:
+        return None, None, nulls, None
+    spans = sum((high - low + 1) * held for low, high, held in zip(lows, highs, rows, strict=True))
+    return min(lows), max(highs), nulls, spans / sum(rows)

@@ -168,11 +168,11 @@ def opened(place: Location) -> IO[bytes]:
     return cast(IO[bytes], filesystem.open_input_file(path))
 
 
-def parquet(place: Location) -> pq.ParquetFile:
-    """Opens a Parquet file; on S3 the pieces of a row group are fetched together."""
+def parquet(place: Location, buffer_bytes: int = 0) -> pq.ParquetFile:
+    """Opens a Parquet file, whose row groups are read as a whole (on S3 their pieces together), or in buffers of a size."""
     if isinstance(place, Path):
-        return pq.ParquetFile(place)
-    return pq.ParquetFile(opened(place), pre_buffer=True)
+        return pq.ParquetFile(place, buffer_size=buffer_bytes, pre_buffer=False)
+    return pq.ParquetFile(opened(place), buffer_size=buffer_bytes, pre_buffer=not buffer_bytes)
 
 
 def publish(finished: Path, target: Location) -> None:

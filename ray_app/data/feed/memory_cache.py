@@ -10,14 +10,15 @@ import pyarrow as pa
 import ray
 
 from ray_app.data.read.ray_tasks import fetch_ray
-from ray_app.data.read.reader import Reader, ReadSpec, RowSource, fetch_here, whole
+from ray_app.data.read.reader import Reader, ReadSpec, RowSource
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import Decoded, load_all
 from ray_app.errors import own_error
 
 
 def is_small(source: RowSource) -> bool:
     """Whether one read task reads all of a data set."""
-    return len(whole(source.manifest, source.task_rows)) < 2
+    return source.manifest.num_rows <= source.task_rows
 
 
 def fetch_at_once(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:

@@ -125,17 +125,22 @@ class StreamedWindows:
     def _executions(self) -> Iterator[list[_Wanted]]:
         """All windows from the cursor to the end of the run, in groups that are read by one execution each, across epochs."""
         group: list[_Wanted] = []
-        tasks = 0
+        tasks, is_sliced = 0, False
         for epoch in range(self._cursor.epoch, self._epochs):
             order = self._plan.epoch(epoch)
             first = self._cursor.step // self._plan.steps_per_window if epoch == self._cursor.epoch else 0
             for window, v in product(range(first, self._plan.windows_per_epoch), self._played):
-                specs = specs_of(self._plan.manifest, order.window_segments(v, window), self._source.task_rows)
+                segments = order.window_segments(v, window)
+                specs = specs_of(self._plan.manifest, segments, self._source.task_rows, self._plan.window_rows)
                 group.append(_Wanted(order, v, window, specs))
                 tasks += len(specs)
-                if tasks >= _TASKS_PER_EXECUTION:
+                is_sliced = is_sliced or any(span.of for spec in specs for span in spec)
+                if tasks >= _TASKS_PER_EXECUTION and not is_sliced:
                     yield group
                     group, tasks = [], 0
+            if is_sliced:  # another execution would begin its row groups anew
+                yield group
+                group, tasks, is_sliced = [], 0, False
         if group:
             yield group
 

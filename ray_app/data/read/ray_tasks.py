@@ -6,8 +6,9 @@ import logging
 import pickle
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +21,13 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 
 from ray_app.data.read.reader import AT_ONCE, Reader, ReadSpec
+from ray_app.data.read.slices import Slices
 from ray_app.errors import own_error
 
 logger = logging.getLogger(__name__)
+
+_AHEAD = 8
+"""Tasks that decode slices while others are consumed."""
 
 
 class PlannedSource(Datasource):
@@ -88,6 +93,9 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     """Reads as Ray Data read tasks on any CPU of the cluster; blocks arrive in order through the object store."""
     if not specs:
         return
+    if any(span.of for spec in specs for span in spec):
+        yield from _fetch_sliced(reader, specs)
+        return
     quieten().execution_options.preserve_order = True
     dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
     dataset.context.target_max_block_size = AT_ONCE
@@ -95,6 +103,34 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
     except Exception as error:
         raise own_error(error) from error
+
+
+def _fetch_sliced(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    """The same where row groups are read in slices: those are read here, and decoded by tasks on any CPU of the cluster."""
+    packed = ray.put(cloudpickle.dumps(reader))
+    task = ray.remote(_decoded).options(num_cpus=1)
+    waiting: deque[Any] = deque()
+    try:
+        with closing(Slices(reader.root, reader.columns)) as slices:
+            for spec in specs:
+                waiting.append(task.remote(packed, spec, [slices.take(span) for span in spec if span.of]))
+                if len(waiting) > _AHEAD:
+                    yield from ray.get(waiting.popleft())
+            while waiting:
+                yield from ray.get(waiting.popleft())
+    except Exception as error:
+        raise own_error(error) from error
+    finally:
+        for left in waiting:
+            ray.cancel(left)
+
+
+def _decoded(packed: bytes, spec: ReadSpec, sliced: list[pa.Table]) -> list[pa.Table]:
+    """Reads what is not read in slices, and decodes all."""
+    with _uninterrupted():
+        reader: Reader = pickle.loads(packed)
+        given = iter(sliced)
+        return list(reader.read(spec, lambda _: next(given)))
 
 
 @dataclass(frozen=True)

@@ -36,17 +36,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [first, first + rows) of a row group of a file; `position` is the manifest position of the first."""
+    """Rows [first, first + rows) of a row group of a file.
+
+    Args:
+        path: The file.
+        row_group: Its row group.
+        first: First row in that.
+        rows: How many rows.
+        position: Manifest position of the first one.
+        of: Rows of the row group, if it is so large that it is read in slices (`slices.py`), otherwise 0.
+    """
 
     path: str
     row_group: int
     first: int
     rows: int
     position: int
+    of: int = 0
 
 
 ReadSpec = tuple[Span, ...]
 """What one read task reads, in order."""
+Sliced = Callable[[Span], pa.Table]
+_SMALL_TASKS = 4
+"""Read tasks' worth of rows in a row group up to which one task reads all of it that is needed."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,12 @@ class Reader:
     fields: dict[str, ArraySpec]
     skips: bool = False
 
-    def read(self, spec: ReadSpec) -> Iterator[pa.Table]:
+    def read(self, spec: ReadSpec, sliced: Sliced | None = None) -> Iterator[pa.Table]:
         """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh memory costs more.
+
+        Args:
+            spec: Which rows.
+            sliced: Gives the rows of spans of large row groups as they are stored.
 
         Yields:
             Tables with an array column per field, the column of positions and, with `skips`, that of reasons.
@@ -80,9 +97,12 @@ class Reader:
         files: dict[str, pq.ParquetFile] = {}
         step = rows_per_task(self.fields, AT_ONCE / 1e6)
         for span in spec:
-            if span.path not in files:
-                files[span.path] = parquet(location(self.root) / span.path)
-            rows = rows_of(_stored(files[span.path], span, self.columns))
+            if span.of and sliced is not None:
+                rows = rows_of(sliced(span))
+            else:
+                if span.path not in files:
+                    files[span.path] = parquet(location(self.root) / span.path)
+                rows = rows_of(_stored(files[span.path], span, self.columns))
             for low in range(0, span.rows, step):
                 few = replace(span, first=span.first + low, rows=min(step, span.rows - low), position=span.position + low)
                 yield self._decoded(few, {name: values[low : low + step] for name, values in rows.items()})
@@ -129,8 +149,27 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
     return rows
 
 
-def specs_of(manifest: Manifest, segments: list[Segment], max_rows: int) -> list[ReadSpec]:
-    """Cuts segments into read tasks of at most `max_rows` rows, keeping their order."""
+def specs_of(manifest: Manifest, segments: list[Segment], max_rows: int, window_rows: int | None = None) -> list[ReadSpec]:
+    """Puts segments into read tasks of about `max_rows` rows, keeping their order; what is needed of a row group is read by one task.
+
+    Only row groups of more than `window_rows` (if given) or of several times `max_rows` are cut, and read in slices.
+    """
+    specs: list[list[Span]] = [[]]
+    room = max_rows
+    for segment in segments:
+        of = int(manifest.rows[segment.row_group])
+        is_large = of > _SMALL_TASKS * max_rows or (window_rows is not None and of > window_rows)
+        for (span,) in cut_specs(manifest, [segment], max_rows if is_large else segment.rows):
+            if span.rows > room and specs[-1]:
+                specs.append([])
+                room = max_rows
+            specs[-1].append(replace(span, of=of) if is_large else span)
+            room -= span.rows
+    return [tuple(spec) for spec in specs if spec]
+
+
+def cut_specs(manifest: Manifest, segments: list[Segment], max_rows: int) -> list[ReadSpec]:
+    """Cuts segments into reads of exactly `max_rows` rows, the last of fewer, keeping their order."""
     specs: list[list[Span]] = [[]]
     room = max_rows
     for segment in segments:
@@ -152,7 +191,7 @@ def _span(manifest: Manifest, row_group: int, first: int, rows: int) -> Span:
 
 
 def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
-    """The whole data set in manifest order, in read tasks of at most `max_rows` rows."""
+    """The whole data set in manifest order, in read tasks of about `max_rows` rows."""
     segments = [Segment(i, 0, int(rows)) for i, rows in enumerate(manifest.rows) if rows]
     return specs_of(manifest, segments, max_rows)
 
@@ -218,12 +257,6 @@ def rows_per_task(fields: dict[str, ArraySpec], read_task_mb: float) -> int:
 
 Fetch = Callable[[Reader, Sequence[ReadSpec]], Iterator[pa.Table]]
 """Runs read tasks and yields their decoded rows in order, in tables of any size."""
-
-
-def fetch_here(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """Reads in this process, one task after the other."""
-    for spec in specs:
-        yield from reader.read(spec)
 
 
 @dataclass(frozen=True)

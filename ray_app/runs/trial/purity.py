@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ray_app.data.read.reader import fetch_here
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.plan.keyed import hash_array
 from ray_app.runs.trial.generators import TORCH, Draw, generators, same, watched

@@ -18,7 +18,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.feed.windows import CachedWindows
-from ray_app.data.read.reader import RowSource, fetch_here
+from ray_app.data.read.reader import RowSource
+from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.errors import PeerLostError, RayAppError
 from ray_app.exchange.exchange import World, collective
