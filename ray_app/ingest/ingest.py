@@ -197,8 +197,9 @@ def _write_all(
         files = "shards" if part.keeps_order else "runs"
         columns_of(made[side], files)
         if not any(piece[files] for piece in made[side]):
-            rows = sum(file["rows"] for other in sides[part.name] for piece in made[other] for file in piece[files])
-            where = f"the side {side!r} of the split gets" if rows else f"source {options.source!r} has"
+            kept = sum(file["rows"] for other in sides[part.name] for piece in made[other] for file in piece[files])
+            rows = kept + sum(len(refused[other]) for other in sides[part.name])
+            where = f"the side {side!r} of the split gets" if len(sides[part.name]) > 1 and rows else f"source {options.source!r} has"
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
     mixed = _mix({side: made[side] for side, part in part_of.items() if not part.keeps_order}, options, folder, run)
     for side, part in part_of.items():

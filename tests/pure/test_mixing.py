@@ -103,7 +103,7 @@ def test_a_large_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.Monk
     ("group_rows", "is_sorted", "expected"),
     [
         (5_000, True, ["looks sorted by 'label': a row group spans 17.3 of 100 values on an average, and a shuffle window of 1,024 rows"]),
-        (500, True, ["mixes about 3.0 row groups, so at most about 8 values. Ingest it again"]),
+        (500, True, ["mixes about 3.0 row groups, so at most about 7 values. Ingest it again"]),
         (5_000, False, ["has row groups of up to 5,000 rows, more than a shuffle window of 1,024 rows"]),
         (500, False, []),
     ],

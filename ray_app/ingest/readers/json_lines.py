@@ -244,12 +244,13 @@ def _parsed(block: _Block, schema: pa.Schema | None) -> tuple[pa.Table, list[tup
     """
     try:
         return _read(block.lines, schema), []
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, UnicodeDecodeError):
         bad = [(i, reason) for i, line in enumerate(block.lines) if (reason := _fault(line, schema))]
-        if not bad:
-            raise DataError(f"{block.file}: {error}. Each key needs values of one type; correct them.") from error
-        wrong = {i for i, _ in bad}
+    wrong = {i for i, _ in bad}
+    try:
         return _read([line for i, line in enumerate(block.lines) if i not in wrong], schema), bad
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{block.file}: {error}. Each key needs values of one type; correct them.") from error
 
 
 def _read(lines: list[bytes], schema: pa.Schema | None) -> pa.Table:
@@ -260,6 +261,7 @@ def _read(lines: list[bytes], schema: pa.Schema | None) -> pa.Table:
     data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer")
     table = pj.read_json(io.BytesIO(data), pj.ReadOptions(use_threads=False, block_size=len(data) + 1), options)
+    table.column_names  # noqa: B018 - a key that is no text is found here, where the lines are known
     if len(table) != len(lines):
         raise pa.ArrowInvalid("a line holds more than one value")
     return table.select(schema.names) if schema else table
@@ -291,6 +293,6 @@ def _fault(line: bytes, schema: pa.Schema | None) -> str | None:
         return f"a JSON {type(value).__name__} where an object is expected"
     try:
         _read([line], schema)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         return str(error).splitlines()[0]
     return None

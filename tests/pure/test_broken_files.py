@@ -1,0 +1,63 @@
+"""Files that parsers meet with errors of other kinds than usual: still refused (exit code 2) by name."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ray_app.errors import is_refusal
+from ray_app.ingest.ingest import IngestOptions, ingest
+
+
+def encrypted(path: Path) -> None:
+    """An .npz whose members say that a password is needed (a flag in both headers of each)."""
+    file = io.BytesIO()
+    np.savez(file, x=np.zeros((3, 2)))
+    data = bytearray(file.getvalue())
+    for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(mark) + offset] |= 1
+    path.write_bytes(data)
+
+
+def sparse(path: Path) -> None:
+    """A tar whose first member has a map of its holes that holds no numbers."""
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("0.txt")
+        member.size, member.pax_headers = 1, {"GNU.sparse.map": "a,b", "GNU.sparse.size": "1"}
+        archive.addfile(member, io.BytesIO(b"x"))
+
+
+def text(content: bytes) -> Any:
+    return lambda path: path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "write", "expected"),
+    [
+        ("numpy", "a.npz", encrypted, "encrypted"),
+        ("webdataset", "a.tar", sparse, "invalid literal"),
+        ("jsonl", "a.jsonl", text(b'{"a": 1}\n{"a": "\xff\xfe"}\n'), ""),
+        ("jsonl", "a.jsonl", text(b'{"a": 1}\n{"a": "\\ud800"}\n'), ""),
+        ("jsonl", "a.jsonl", text(b'{"a": 1, "a": 2}\n'), ""),
+        ("jsonl", "a.jsonl", text(b'{"a": 1}\n{"a": 1e999}\n'), "too big"),
+        ("jsonl", "a.jsonl", text(b'{"a": [1, {"b": 2}]}\n'), ""),
+        ("jsonl", "a.jsonl", text(b'{"a": 1}\n{"a": 1} {"a": 2}\n'), ""),
+        ("jsonl", "a.jsonl", text(b'\x00\x00{"a": 1}\n'), ""),
+        ("jsonl", "a.jsonl", text(b'{"\xff": 1}\n'), ""),
+        ("jsonl", "a.jsonl", text(b'oops\n{"a": 1}\n{"a": "x"}\n'), "values of one type"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name(tmp_path: Path, source: Any, name: str, write: Any, expected: str) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / name)
+    skip: Any = "skip" if "one type" in expected else "fail"
+    options = IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "in" / (name if source == "numpy" else "")), on_bad_row=skip)
+    with pytest.raises(Exception, match=name.partition(".")[0] + r"\.") as caught:
+        ingest(options)
+    assert is_refusal(caught.value)
+    assert expected in str(caught.value)
