@@ -71,6 +71,8 @@ class BadRowError(DataError):
 class StorageError(DataError):
     """A disk, the network or S3 failed while data was read or written; it may work the next time."""
 
+    retryable = True
+
 
 class CheckpointError(RayAppError):
     """No checkpoint can be loaded; the message names each one that was tried and why it was refused."""

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from ray_app.config.sections import FailureSection
-from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, RepeatedFailureError, TaskError
+from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, RepeatedFailureError, StorageError, TaskError
 from ray_app.record.files import location
 from ray_app.record.history import disturbances
 from ray_app.record.journal import put_event, read_events
@@ -20,6 +20,8 @@ _MOST_CHARS = 8000
 _SAME = 3
 """Times that the same error may follow one another at the same step before the run gives up; where others go on, as often as all are lost
 one after the other, and once more, if the budget allows so many."""
+_STORAGE_SAME = 20
+"""Times that workers may find the storage failing at the same step, each after trying for about half a minute."""
 
 
 class Budget:
@@ -36,6 +38,7 @@ class Budget:
         self._failures = self._preemptions = 0
         self._last: tuple[int, str] | None = None
         self._repeated = self._most_repeated = 0
+        self._without = 0, -1
 
     @property
     def paths(self) -> RunPaths:
@@ -57,6 +60,8 @@ class Budget:
         reasons = {str(rank): _brief(e) for rank, e in errors.items()}
         if all(isinstance(e, PreemptedError) for e in errors.values()):
             return self.preempted(len(errors), step, left)
+        if all(isinstance(e, StorageError) for e in errors.values()):
+            return self._without_storage(reasons, step, left)
         self._failures += 1
         final = next((e for e in errors.values() if isinstance(e, RayAppError) and not e.retryable), None)
         put_event(self.paths, "failed", self._fence, number=self._failures, errors=reasons, step=step, left=left, final=final is not None)
@@ -70,6 +75,20 @@ class Budget:
                 f" it, or raise failure.max_failures. The last time, by rank:\n{_listed(reasons)}"
             )
         return None
+
+    def _without_storage(self, reasons: dict[str, str], step: int, left: int) -> None:
+        """Goes on, without a charge, where only the storage failed; whoever read it has tried for a while.
+
+        Raises:
+            RepeatedFailureError: It has failed too often at the same step.
+        """
+        put_event(self.paths, "storage_failed", self._fence, errors=reasons, step=step, left=left)
+        self._without = self._without[0] + 1 if step == self._without[1] else 1, step
+        if self._without[0] >= _STORAGE_SAME:
+            raise RepeatedFailureError(
+                f"The storage failed {self._without[0]} times in a row after step {step}. The same run continues from its newest checkpoint"
+                f" once it is there again. The last time, by rank:\n{_listed(reasons)}"
+            )
 
     def preempted(self, workers: int, step: int, left: int) -> None:
         """Charges a preemption.

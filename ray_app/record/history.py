@@ -39,7 +39,7 @@ def restarts(events: list[Event]) -> dict[str, int]:
 def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
     """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next finished step."""
     times = array("d", sorted(record.time_s for record in records))
-    noticed = [e.time_s for e in events if e.kind in ("failed", "preempted") and not e.details["left"]]
+    noticed = [e.time_s for e in events if e.kind in ("failed", "preempted", "storage_failed") and not e.details["left"]]
     noticed += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
     return [round(times[next_] - t, 3) for t in sorted(noticed) if (next_ := bisect_right(times, t)) < len(times)]
 

@@ -8,7 +8,7 @@ import pytest
 
 from ray_app.cluster.budget import Budget, spent
 from ray_app.config.sections import FailureSection
-from ray_app.errors import BudgetSpentError, DataError, PreemptedError, RepeatedFailureError, TaskError
+from ray_app.errors import BudgetSpentError, DataError, PreemptedError, RepeatedFailureError, StorageError, TaskError
 from ray_app.record.journal import put_event, read_events
 
 DIED = "A worker health check failed. Worker exit detail: killed by signal 9. Some common causes include: (1) and so on"
@@ -35,6 +35,19 @@ def test_what_cannot_be_mended_ends_the_run(tmp_path: Path) -> None:
         ours.failed({0: OSError("lost"), 1: DataError("row 7")}, step=3, left=0)
     [event] = read_events(ours.paths, "failed")
     assert event.details["final"]
+
+
+def test_a_storage_that_fails_is_not_charged_and_ends_the_run_at_last(tmp_path: Path) -> None:
+    ours = budget(tmp_path, max_failures=0)
+    for step in (3, 4):
+        for _ in range(19):
+            ours.failed({0: StorageError("S3 is away"), 1: StorageError("S3 is away")}, step, left=0)
+    assert not spent(ours.paths, FailureSection())
+    assert len(read_events(ours.paths, "storage_failed")) == 38
+    with pytest.raises(RepeatedFailureError, match=r"storage failed 20 times in a row after step 4.*\n0, 1: StorageError: S3 is away"):
+        ours.failed({0: StorageError("S3 is away"), 1: StorageError("S3 is away")}, 4, left=0)
+    with pytest.raises(BudgetSpentError):
+        ours.failed({0: StorageError("S3 is away"), 1: OSError("other")}, 5, left=0)
 
 
 def test_only_the_same_failure_at_the_same_step_counts_as_repeated(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_bad_row_is_named() -> None:
 
 
 def test_what_is_worth_another_start() -> None:
-    worth = [errors.TaskError, errors.PeerLostError, errors.PreemptedError, errors.BudgetSpentError]
+    worth = [errors.StorageError, errors.TaskError, errors.PeerLostError, errors.PreemptedError, errors.BudgetSpentError]
     assert [kind for kind in ALL if kind.retryable] == worth
 
 

@@ -10,6 +10,7 @@ import difflib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from ray_app.data.dataset.arrays import ArraySpec, from_column, is_text, spec_li
 from ray_app.data.dataset.dataset import Dataset
 from ray_app.data.dataset.files import parquet
 from ray_app.data.read.bad_rows import REASON, Arrays, Decode, decode_all, decode_around
+from ray_app.data.read.patience import patiently
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
@@ -100,12 +102,16 @@ class Reader:
             if span.of and sliced is not None:
                 rows = rows_of(sliced(span))
             else:
-                if span.path not in files:
-                    files[span.path] = parquet(location(self.root) / span.path)
-                rows = rows_of(_stored(files[span.path], span, self.columns))
+                rows = rows_of(patiently(location(self.root) / span.path, partial(self._stored, files, span)))
             for low in range(0, span.rows, step):
                 few = replace(span, first=span.first + low, rows=min(step, span.rows - low), position=span.position + low)
                 yield self._decoded(few, {name: values[low : low + step] for name, values in rows.items()})
+
+    def _stored(self, files: dict[str, pq.ParquetFile], span: Span) -> pa.Table:
+        """The rows of a span as they are stored; files are opened once."""
+        if span.path not in files:
+            files[span.path] = parquet(location(self.root) / span.path)
+        return _stored(files[span.path], span, self.columns)
 
     def _decoded(self, span: Span, rows: dict[str, Any]) -> pa.Table:
         reasons: list[str | None] = []

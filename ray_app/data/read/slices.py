@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ray_app.data.dataset.files import parquet
 from ray_app.data.read.cutting import Cut
+from ray_app.data.read.patience import patiently
 from ray_app.data.read.reader import Reader, ReadSpec, Span
 from ray_app.record.files import location
 
@@ -52,9 +53,7 @@ class Slices:
         Raises:
             DataError: The row group has fewer rows.
         """
-        key = (span.path, span.row_group, span.first)
-        found = self._open.pop(key, None) or self._begun(span)
-        table = pa.concat_tables(found.rows.take(span.rows))
+        found, table = patiently(self._root / span.path, lambda: self._taken(span))
         found.at += span.rows
         if found.at < span.of:
             self._keep((span.path, span.row_group, found.at), found)
@@ -66,6 +65,11 @@ class Slices:
         """Closes all files."""
         while self._open:
             self._open.popitem()[1].file.close()
+
+    def _taken(self, span: Span) -> tuple[_Open, pa.Table]:
+        """The row group and the rows; where that fails, the row group is begun anew the next time."""
+        found = self._open.pop((span.path, span.row_group, span.first), None) or self._begun(span)
+        return found, pa.concat_tables(found.rows.take(span.rows))
 
     def _begun(self, span: Span) -> _Open:
         file = parquet(self._root / span.path, buffer_bytes=_BUFFER_BYTES)
