@@ -29,6 +29,8 @@ MOST_SMALL = 64
 """Segments that are not full and wait until they are joined."""
 _SETTLED_S = 30.0
 """Only what was written longer ago is joined: what a rank 0 that was replaced has just written comes before what its successor writes."""
+_MOST_JOINED = 256
+"""Segments that are joined in one go: who writes the next ones waits for it."""
 _AT_ONCE = 8
 _NAME = re.compile(r"\d+-\d+-\d+[-.]")
 _FULL = "-full"
@@ -160,7 +162,12 @@ def join(paths: RunPaths, settled_s: float = _SETTLED_S, full_bytes: int = FULL_
     settled = [name for name in in_order(paths) if _written_ns(name) <= before_ns]
     if sum(_FULL not in name for name in settled) < MOST_SMALL:
         return 0
-    return sum(_join_run(paths, list(run), full_bytes) for full, run in groupby(settled, key=lambda name: _FULL in name) if not full)
+    joined, room = 0, _MOST_JOINED
+    for full, run in groupby(settled, key=lambda name: _FULL in name):
+        parts = [] if full else list(run)[:room]
+        if len(parts) > 1:
+            joined, room = joined + _join_run(paths, parts, full_bytes), room - len(parts)
+    return joined
 
 
 def _join_run(paths: RunPaths, run: list[str], full_bytes: int) -> int:

@@ -148,6 +148,18 @@ def test_a_writer_joins_by_itself_and_leaves_alone_what_was_just_written(paths: 
     writer.close()
 
 
+def test_many_that_were_left_are_joined_in_several_goes(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_MOST_JOINED", 70)
+    written(paths, 150)
+    whole, counts = seen(paths), [len(in_order(paths))]
+    for _ in range(4):
+        assert join(paths, 0, 3000) <= 70
+        counts.append(len(in_order(paths)))
+        assert seen(paths) == whole
+    assert counts[0] - counts[1] < 70
+    assert counts[-1] < 64 + counts[0] // 4
+
+
 def test_a_damaged_segment_is_named_and_nothing_is_joined(paths: RunPaths) -> None:
     written(paths)
     [*_, last] = in_order(paths)
