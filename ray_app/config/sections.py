@@ -84,7 +84,8 @@ class DataSection:
         eval_path: Folder (or file) of Parquet to evaluate on; not given: no evaluation.
         global_batch_size: Rows of one optimizer step over all workers; divisible by the number of logical workers.
         shuffle_window_rows: Rows per logical worker that are shuffled together; a worker holds about this many decoded rows, times
-            `prefetch_windows` + 1, for each logical worker that it plays.
+            `prefetch_windows` + 1, for each logical worker that it plays, and one window more. What no node can hold is refused before
+            the start, unless `cache: memory` holds the rows.
         shard: What a logical worker gets, as tf.data's AutoShardPolicy: `row` (DATA) an equal share of the rows, another in every epoch;
             `file` (FILE) whole files, the same in every epoch, which it shuffles among themselves; `off` (OFF) every row.
         sampling: `none` uses every row once per epoch; `balanced` repeats rows of the smaller classes until all classes are used equally

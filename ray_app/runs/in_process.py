@@ -26,7 +26,7 @@ from ray_app.record.lease import Lease, acquire
 from ray_app.record.redact import redact
 from ray_app.runs.actors import start_actors
 from ray_app.runs.announce import announce, say_changed_environment
-from ray_app.runs.capacity import fits_object_stores, shared_bytes
+from ray_app.runs.capacity import fits_object_stores, refuse_windows, shared_bytes
 from ray_app.runs.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.runs.evaluator import Following
 from ray_app.runs.front import train_in_front
@@ -114,6 +114,7 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
     with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
         there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
         max_workers = workers_that_fit(config, *there)
+        refuse_windows(prepared.job, 1 if config.train.strategy == "single" else max_workers, there[1])
         if needed := shared_bytes(prepared.job):
             fits_object_stores(needed, there[1])
         with acquire(prepared.job.paths) as lease:
