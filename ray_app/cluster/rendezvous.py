@@ -84,8 +84,7 @@ class Rendezvous:
         leave = beat.node in self._draining
         if leave and not any(_has_state(m) for m in self._stayers()):
             flags |= Flags.SAVE
-        others_dump = any(other.dump for other in self._members.values() if other is not member)
-        exits = member.exit and not others_dump  # or they would show what they do after that
+        exits = member.exit and not any(other.dump for other in self._members.values() if other is not member)  # who show what they do now
         orders = Orders(beat.generation, flags, stale or (current and self._urgent), leave, member.dump, exits, self._recorded)
         member.dump = False
         return orders
@@ -197,7 +196,7 @@ class Rendezvous:
         """Whether the current generation should end at its next step boundary."""
         if self._urgent or self._is_held():
             return True
-        if any(m.beat.node in self._draining and m.beat.generation == self._number for m in self._members.values()):
+        if self._draining and any(m.beat.node in self._draining and m.beat.generation == self._number for m in self._members.values()):
             return True
         newcomers = [m for m in self._stayers() if m.joined_s is not None]
         if not newcomers:
@@ -208,7 +207,7 @@ class Rendezvous:
     def _try_form(self) -> None:
         stayers = self._stayers()
         ready = [m for m in stayers if m.joined_s is not None]
-        if not ready or self._is_held() or any(m not in ready for m in self._incumbents()):
+        if not ready or self._is_held() or any(m.joined_s is None for m in self._incumbents()):
             return
         settled = self._clock() - self._began_s > self._silence_s  # this instance has heard of everybody
         complete = self._over or len(ready) >= self._expected > 0
