@@ -42,9 +42,11 @@ from benchmarks.harness import ROOT, Sample, alternate, report
 from ray_app import load_config, run_training
 from ray_app.config.config import Config
 from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.record.paths import RunPaths
 from ray_app.runs.in_process import Faults
 from ray_app.train.hooks import Hooks
 from ray_app.train.state.state import TrainingState
+from ray_app.train.strategies.parameter_server.actors import server_names
 
 WORKERS, SERVERS, ROUND = 2, 2, 8
 _SERVED: dict[str, Any] = {"train__strategy": "parameter_server", "train__servers": SERVERS, "train__server_cpus": 0.5}
@@ -219,7 +221,7 @@ class Measured:
             }
         )
         is_served = config.train.strategy == "parameter_server"
-        servers = [f"server-{name}-1-{i}" for i in range(SERVERS)] if is_served else []
+        servers = server_names(RunPaths(self._folder / "runs" / name), 1, SERVERS) if is_served else []
         gauge = Gauge(str(self._folder / name), model.warm_up - 1, last, servers)
         # In a process of its own, so that `single`, which trains in the calling process, begins with as little as a worker.
         times = ray.get(ray.remote(num_cpus=0, max_calls=1)(_train).remote(config, gauge))

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from ray_app.errors import own_error
+from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.train.group.messages import Status
 from ray_app.train.hooks import Hooks
@@ -129,6 +130,11 @@ class Parameters:
             raise own_error(error) from error
 
 
+def server_names(paths: RunPaths, fence: int, servers: int) -> list[str]:
+    """Names of a start's servers on its cluster."""
+    return [f"server-{paths.unique_name}-{fence}-{i}" for i in range(servers)]
+
+
 def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
     """Starts servers and coordinator: the ones wherever there is room, the other on this node, so that it lives as long as the driver."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -136,7 +142,7 @@ def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
     config, name = job.config, f"{job.paths.unique_name}-{job.fence}"
     server = ray.remote(ParameterServer)
     anywhere = {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
-    names = [f"server-{name}-{i}" for i in range(config.train.servers)]
+    names = server_names(job.paths, job.fence, config.train.servers)
     servers = RayServers(tuple(server.options(name=each, **anywhere).remote(config, job.total_steps) for each in names))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
