@@ -128,6 +128,7 @@ class _Worker:
         """Makes all ranks equal at the start of a generation."""
         self._rank = world.rank
         self._enter("forming")
+        self._recorder.collect(world)
         self._state.share(world, lambda: restore(self._job, self._state, self._recorder, self._sender, self._device))
         self._recorder.align(world, formed.number)
         if world.rank == 0:

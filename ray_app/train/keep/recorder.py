@@ -70,6 +70,15 @@ class Recorder:
         self._hook = hooks.before_commit
         self._previous_s = time.perf_counter()
 
+    def collect(self, world: World) -> None:
+        """Gives every rank the records that any has; a collective, before the state is shared: who has a state has its records, too.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        merged = {r.step: r for kept in reversed(gather(list(self._kept), world)) for r in kept}
+        self._kept = deque((merged[step] for step in sorted(merged)), maxlen=_MOST_KEPT)
+
     def align(self, world: World, generation: int) -> None:
         """Begins a generation; a collective of all ranks. The new rank 0 writes what the old one may not have written.
 
