@@ -15,7 +15,6 @@ from ray_app.models.packaged import is_export
 from ray_app.models.versions import fetch, named, parameters
 from ray_app.record.files import location
 from ray_app.record.redact import redact
-from ray_app.track.client import connect
 from ray_app.train.state.initial import read, refuse_others, unreadable
 
 _REGISTERED = "models:/"
@@ -64,7 +63,7 @@ def _registered(config: Config, model: str) -> dict[str, Tensor]:
     uri = default_tracking_uri(config)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return parameters(fetch(uri, named(connect(uri), model), Path(folder)))
+            return parameters(fetch(uri, named(uri, model), Path(folder)))
     except ConfigError:
         raise
     except Exception as error:  # whatever MLflow raises, mostly because it cannot be reached

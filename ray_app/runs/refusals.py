@@ -29,7 +29,7 @@ _NO_SUBCLASS = re.compile(r"Import path (\S+) does not correspond to a subclass 
 _NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
 _VALUE = re.compile(r"""Parser key "(?!task"|optimizer"|schedule")([\w.]+)".*?Given value: ([^\n]*)""", re.DOTALL)
 _IN_A_FILE = re.compile(r"^\s*(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?\s*$")
-_UNKNOWN = re.compile(r"unrecognized arguments: --([\w.]+)")
+_UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)")
 _MOST_NAMED = 12
 
 

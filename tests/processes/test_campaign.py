@@ -67,7 +67,7 @@ def injected(case: str, folder: Path, deaths: int) -> Counter[str]:
     return fired
 
 
-@pytest.mark.rest
+@pytest.mark.search
 @pytest.mark.parametrize("case", CASES)
 def test_whoever_is_killed_whenever_the_result_is_that_of_the_undisturbed_run(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]

@@ -266,9 +266,9 @@ def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again
         world.run(turns=1)
     world.coordinator._recorder.close()
 
-    def fails_twice(self: CheckpointStore, on_fallback: Any) -> Any:
+    def fails_twice(self: CheckpointStore, on_fallback: Any, above: int) -> Any:
         if len(refused) == 2:
-            return load(self, on_fallback)
+            return load(self, on_fallback, above=above)
         assert world.coordinator.is_held_up
         refused.append(OSError("the disk does not answer"))
         raise refused[-1]
@@ -364,7 +364,7 @@ def test_the_rendezvous_is_told_while_the_coordinator_waits_for_the_storage(
 
 
 def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
-    def fails(self: CheckpointStore, on_fallback: Any) -> Any:
+    def fails(self: CheckpointStore, on_fallback: Any, above: int) -> Any:
         raise CheckpointError("not one is intact")
 
     monkeypatch.setattr(CheckpointStore, "load_newest", fails)

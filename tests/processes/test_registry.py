@@ -447,17 +447,17 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
         found = fetch_package(place, model)
         assert (found.source, found.params_digest) == ({"name": "fetched", "version": "1"}, "p" * 64)
         (tmp_path / "to").mkdir()
-        folder = fetch(place, named(client, model), tmp_path / "to")
+        folder = fetch(place, named(place, model), tmp_path / "to")
         assert {file.name for file in (tmp_path / "to").rglob("*.*")} == {"model.pt2", "model.safetensors", "package.json"}
         assert folder == next((tmp_path / "to").rglob("package.json")).parent
         shutil.rmtree(tmp_path / "to")
     with pytest.raises(RegistryError, match="was not packaged by ray_app"):
-        fetch(place, named(client, "models:/fetched/2"), tmp_path)
+        fetch(place, named(place, "models:/fetched/2"), tmp_path)
     with pytest.raises(ConfigError, match="was not packaged by ray_app"):
         fetch_package(place, "models:/fetched/2")
     for model in ("models:/fetched@nobody", "models:/fetched/9", "models:/nothing@champion"):
         with pytest.raises(ConfigError, match=f"MLflow has no {model}"):
-            named(client, model)
+            named(place, model)
 
 
 @pytest.mark.parametrize("uri", ["server", "store"])

@@ -121,7 +121,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     search(tmp_path, name, range(FEW))
 
 
-@pytest.mark.rest
+@pytest.mark.search
 @pytest.mark.parametrize("name", SOURCES)
 def test_many_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     tracemalloc.start()

@@ -246,7 +246,7 @@ def test_some_histories(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=SOME)
 
 
-@pytest.mark.rest
+@pytest.mark.search
 @pytest.mark.parametrize("machine", [Checkpoints, Leases])
 def test_many_histories(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=MANY)

@@ -28,7 +28,7 @@ def test_no_schedule_breaks_a_promise() -> None:
     assert search(0, 2000, 120) == 2000
 
 
-@pytest.mark.rest
+@pytest.mark.search
 @pytest.mark.parametrize("part", range(10))
 def test_no_schedule_of_many_breaks_a_promise(part: int, capsys: pytest.CaptureFixture[str]) -> None:
     """20,000 each, 200,000 in all: 12 s of one core each."""

@@ -333,7 +333,7 @@ def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, bef
 
 
 @pytest.mark.parametrize("checkpoints", [6, 30])
-@pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.search)])
 def test_the_best_of_several_checkpoints_is_promoted_by_chance_no_more_often_than_one(
     checkpoints: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

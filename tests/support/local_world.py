@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import multiprocessing
 import os
@@ -325,7 +324,10 @@ class Pool:
         pipe = self._workers[rank][1]
         try:
             if pipe.poll(max(0.0, deadline_s - time.monotonic())):
-                return pipe.recv()
+                outcome = pipe.recv()
+                if outcome.error is not None:
+                    self._restart(rank)
+                return outcome
             gone = TimeoutError(f"rank {rank} did not answer within {_ANSWER_S:g} s")
         except (EOFError, ConnectionResetError):
             gone = KilledError(f"the process of rank {rank} was killed")
@@ -360,8 +362,10 @@ def _serve(pipe: Any) -> None:
             function, args = pipe.recv()
         except EOFError:
             return
-        pipe.send(_outcome_of(function, args))
-        gc.collect()  # an error's frames hold the process group, for whose connections' end the other ranks may wait
+        outcome = _outcome_of(function, args)
+        pipe.send(outcome)
+        if outcome.error is not None:
+            return  # an error's frames hold the process group, for whose connections' end the other ranks may wait
 
 
 def _outcome_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
