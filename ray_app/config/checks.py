@@ -20,8 +20,8 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: All that is wrong, a line each: what was given, what is allowed and what to do.
     """
-    problems = [*_check_ranges(config), *_check_scaling(config), *_check_strategy(config), *_check_run(config)]
-    if problems:
+    problems = _check_empty(config)  # nothing else can be said of a configuration with such a field
+    if problems or (problems := [*_check_ranges(config), *_check_scaling(config), *_check_strategy(config), *_check_run(config)]):
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
@@ -76,6 +76,16 @@ ABOVE_ZERO = (
     "tracking.system_metrics_s",
 )
 _FINITE = ("data.read_task_mb", "train.bucket_mb")
+
+
+def _check_empty(config: Config) -> list[str]:
+    problems = []
+    for section, made in SECTIONS.items():
+        for name, hint in get_type_hints(made).items():
+            if getattr(getattr(config, section), name) is None and type(None) not in get_args(hint):
+                default = getattr(made(), name)
+                problems.append(f"{section}.{name} is empty; give a value, or leave the line out for the default, {default!r}.")
+    return problems
 
 
 def _check_ranges(config: Config) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,10 +108,17 @@ class Manifest:
         """Reads what `to_json` wrote.
 
         Raises:
-            DataError: A path leads out of the data set.
+            DataError: It is damaged, or a path leads out of the data set.
         """
-        files = [(str(entry["path"]), entry["rows"]) for entry in json.loads(text)["files"]]
+        try:
+            stored = json.loads(text)
+            files = [(str(entry["path"]), [operator.index(rows) for rows in entry["rows"]]) for entry in stored["files"]]
+            made = cls.from_files(files)
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise DataError(f"manifest.json is damaged ({type(error).__name__}: {error}); restore it from a backup.") from error
         for path, _ in files:
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
                 raise DataError(f"manifest.json names {path!r}, which leads out of the data set; restore it from a backup.")
-        return cls.from_files(files)
+        if made.digest != stored.get("digest"):
+            raise DataError("manifest.json is damaged: its digest is not that of its files; restore it from a backup.")
+        return made

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from ray_app.config.config import Config, from_dict, from_yaml
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.manifest import Manifest
 from ray_app.record.files import folders, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
@@ -38,8 +39,23 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
             f"{paths.root} is no run: it has no config.yaml. Give the directory of a run, <run.storage_path>/<run.name>, on a disk or on"
             f" s3://. {f'Folders in it: {near}.' if near else 'There are no folders in it either.'}"
         ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{paths.config} is damaged ({error}); restore it from a backup.") from error
     except NotADirectoryError:
         raise ConfigError(f"{paths.root} is a file; give the directory of a run, <run.storage_path>/<run.name>.") from None
+
+
+def read_manifest(paths: RunPaths) -> Manifest:
+    """The manifest of the data that a run was begun with.
+
+    Raises:
+        DataError: It is damaged; with the file.
+        OSError: There is none, or the storage does not answer.
+    """
+    try:
+        return Manifest.from_json(paths.manifest.read_text())
+    except (DataError, UnicodeDecodeError) as error:
+        raise DataError(f"{paths.manifest}: {error}") from error
 
 
 def parsed(paths: RunPaths, text: str) -> Config:

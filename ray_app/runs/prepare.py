@@ -19,12 +19,11 @@ from ray_app.data.dataset.dataset import Dataset, open_dataset
 from ray_app.data.read.reader import Reader, RowSource, first_row, probe, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError, StorageError
 from ray_app.evaluate.job import EvaluationJob
-from ray_app.plan.manifest import Manifest
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
-from ray_app.record.stored_config import as_given, parsed
+from ray_app.record.stored_config import as_given, parsed, read_manifest
 from ray_app.runs.code import Code, changed_code, code_of, completed, put_code
 from ray_app.runs.initial import find_beginning
 from ray_app.runs.plan import classes_of, make_plan, mixing_doubts, refuse_other_classes
@@ -110,7 +109,7 @@ def prepare(config: Config) -> Prepared:
     plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
     code, changed = code_of(config), list[str]()
     if before is not None:
-        stored = Manifest.from_json(paths.manifest.read_text()).digest
+        stored = read_manifest(paths).digest
         refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
         refuse_other_classes(paths, plan)
         changed = changed_code(paths, config, code)

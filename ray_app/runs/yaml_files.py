@@ -49,6 +49,8 @@ def _read(file: Path) -> None:
             yaml.load(text, _Once)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is no text in UTF-8 ({error}); save it as such.") from error
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(f"{file} has a character that no text has (#x{error.character:04x}, at {error.position}); remove it.") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 0

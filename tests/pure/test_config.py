@@ -394,3 +394,8 @@ def test_from_dict_leaves_its_input_alone() -> None:
 def test_tracking_lives_beside_the_runs_unless_it_is_named() -> None:
     assert default_tracking_uri(Config().replace(run__storage_path="/mnt/runs")) == "sqlite:////mnt/runs/mlflow.db"
     assert default_tracking_uri(Config().replace(tracking__uri="http://host:5000")) == "http://host:5000"
+
+
+def test_a_field_without_a_value_is_refused_with_its_default() -> None:
+    with pytest.raises(ConfigError, match=r"scaling\.max_workers is empty; give a value, or leave the line out for the default, 2\."):
+        check(Config().replace(task__class_path="a.B", data__path="x", scaling__max_workers=None))

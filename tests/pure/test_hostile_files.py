@@ -109,7 +109,7 @@ def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: st
 @pytest.mark.parametrize("path", ["../other/part.parquet", "/etc/part.parquet", "a/../../part.parquet"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(path: str) -> None:
     with pytest.raises(DataError, match="leads out of the data set"):
-        Manifest.from_json(json.dumps({"files": [{"path": path, "rows": [3]}]}))
+        Manifest.from_json(Manifest.from_files([(path, [3])]).to_json())
 
 
 # --- models

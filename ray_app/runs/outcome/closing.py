@@ -14,14 +14,13 @@ from typing import Literal
 from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.plan.balance import Classes
-from ray_app.plan.manifest import Manifest
 from ray_app.record.evaluations import evaluated_steps
 from ray_app.record.files import location, put_json, read_json
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import acquire, is_released, newest_fence
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import HIDDEN, redact
-from ray_app.record.stored_config import read_config
+from ray_app.record.stored_config import read_config, read_manifest
 from ray_app.runs.outcome.summary import Status, newest_commit, summarize
 from ray_app.runs.plan import make_plan
 from ray_app.runs.prepare import make_task
@@ -131,7 +130,7 @@ def stored_job(paths: RunPaths) -> Job:
     task = make_task(config)
     stored = read_json(paths.classes)
     classes = Classes.of_totals(stored["rows"]) if stored is not None else None
-    plan = make_plan(config, Manifest.from_json(paths.manifest.read_text()), classes)
+    plan = make_plan(config, read_manifest(paths), classes)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     return Job(config, digest(config, plan.manifest.digest), task, plan, "", {}, str(paths.root), 0, metric, mode)
 

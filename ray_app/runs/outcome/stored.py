@@ -15,9 +15,9 @@ from ray_app.config.config import Config
 from ray_app.data.dataset.arrays import spec_like
 from ray_app.data.dataset.dataset import Dataset, open_dataset
 from ray_app.errors import CheckpointError, ConfigError, DataError
-from ray_app.plan.manifest import Manifest
 from ray_app.record.evaluations import Evaluation
 from ray_app.record.paths import RunPaths
+from ray_app.record.stored_config import read_manifest
 from ray_app.runs.outcome.closing import stored_job
 from ray_app.runs.prepare import training_row
 from ray_app.train.job import Job
@@ -48,7 +48,7 @@ def training_data(paths: RunPaths, config: Config) -> Dataset:
         DataError: It is not what it was.
     """
     dataset = open_dataset(config.data.path)
-    if dataset.manifest.digest != Manifest.from_json(paths.manifest.read_text()).digest:
+    if dataset.manifest.digest != read_manifest(paths).digest:
         raise DataError(
             f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
             " Restore it, or use the version that the run was registered as."
