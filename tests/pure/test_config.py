@@ -397,5 +397,5 @@ def test_tracking_lives_beside_the_runs_unless_it_is_named() -> None:
 
 
 def test_a_field_without_a_value_is_refused_with_its_default() -> None:
-    with pytest.raises(ConfigError, match=r"scaling\.max_workers is empty; give a value, or leave the line out for the default, 2\."):
+    with pytest.raises(ConfigError, match=r"scaling\.max_workers is empty; give a value, or leave the line out for the default, 1\."):
         check(Config().replace(task__class_path="a.B", data__path="x", scaling__max_workers=None))
