@@ -190,7 +190,7 @@ def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: N
         predictor(table)
     with torch.inference_mode():
         expected = model(torch.from_numpy(features.astype(np.float32))[:, None])[:, 0].numpy()
-    assert np.allclose(whole_of(tmp_path / "out").column("predicted").to_numpy(), expected, rtol=1e-5)
+    assert np.allclose(whole_of(tmp_path / "out").column("predicted").to_numpy(), expected, rtol=1e-5, atol=1e-6)
     predictor, tables, _ = predictor_of(task, tmp_path / "bad", tmp_path / "out2")
     predictor(tables[0])
     with pytest.raises(DataError, match="'predicted' of row 6 of the data is NaN"):
