@@ -132,7 +132,7 @@ def make_config(folder: Path, every: int | None) -> Config:
     from ray_app import load_config
 
     return load_config(
-        ROOT / "conf" / "mlp_mnist.yaml",
+        ROOT / "conf" / "mnist_dense.yaml",
         task__init_args__features=None,
         task__init_args__hidden=[4096, 4096],
         run__storage_path=str(folder / "runs"),

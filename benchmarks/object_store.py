@@ -1,7 +1,8 @@
 """The object store while an epoch of decoded images streams through that is larger than it.
 
-python benchmarks/object_store.py                 # 1.2 GB through a store of 268 MB, about two minutes
-python benchmarks/object_store.py --rows 2200     # 0.3 GB
+python benchmarks/object_store.py                          # 1.2 GB through a store of 268 MB, about two minutes
+python benchmarks/object_store.py --window-rows 500        # with a small window instead of the default one
+python benchmarks/object_store.py --rows 2200              # 0.3 GB
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ import psutil
 from PIL import Image
 
 from benchmarks.reading import PIXELS, STORE_BYTES, Epochs, photos_of, small_cluster
+from ray_app.config.sections import DataSection
 from ray_app.ingest.ingest import IngestOptions, ingest
 
 
@@ -51,15 +54,20 @@ def main() -> None:
     """Measures the most that the store holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8000, help="images of 150 kB decoded")
-    rows = parser.parse_args().rows
+    parser.add_argument("--window-rows", type=int, default=DataSection().shuffle_window_rows, help="as data.shuffle_window_rows")
+    options = parser.parse_args()
+    rows, window_rows = options.rows, options.window_rows
     with tempfile.TemporaryDirectory() as name, small_cluster(Path(name)) as spilled:
         make_photos(Path(name), rows)
-        epochs = Epochs(photos_of(Path(name) / "large"), window_rows=500)
+        idle_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        epochs = Epochs(photos_of(Path(name) / "large"), window_rows=window_rows)
         spilled_mb = 0.0
         for _ in epochs.steps(epochs.feed()):
             spilled_mb = max(spilled_mb, megabytes(spilled))
         print(f"Object store of {STORE_BYTES / 1e6:.0f} MB, {rows * 3 * PIXELS**2 / 1e6:.0f} MB through it:")
         print(f"  at most {store_peak_mb():.0f} MB used, {spilled_mb:.0f} MB spilled to disk")
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"  windows of {min(window_rows, rows):,} rows; this process held at most {peak_mb:,.0f} MB, {idle_mb:,.0f} MB before")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from ray_app.data.feed.feed import Feed
 from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import Windows
 from ray_app.data.read.bad_rows import Decode
+from ray_app.data.read.first import probe
 from ray_app.data.read.ray_tasks import fetch_ray
-from ray_app.data.read.reader import Fetch, Reader, RowSource, probe, rows_per_task
+from ray_app.data.read.reader import Fetch, Reader, RowSource, rows_per_task
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
 from ray_app.task.image import ImageClassification

@@ -3,19 +3,22 @@
     python benchmarks/record_size.py                                  # 10^6 steps of 64 logical workers; about 2.5 GB of disk
     python benchmarks/record_size.py --steps 20000 --logical-workers 8
 
-No training: steps are recorded as rank 0 records them, then another process does what a driver does at the end of a run, and its peak is
-read from the kernel. What an idle process with the same imports takes is said beside it.
+No training: steps are recorded as rank 0 records them, and every ten of them a look at two nodes as the driver does; then another process
+does what a driver does at the end of a run, and its peak is read from the kernel. What an idle process with the same imports takes is said
+beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 from ray_app.config.config import Config
 from ray_app.record.history import goodput, recoveries, world_sizes
@@ -23,11 +26,12 @@ from ray_app.record.journal import MetricsWriter, put_event, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.record.segments import MOST_SMALL, StepRecord, join
 from ray_app.record.steps import read_steps
+from ray_app.record.system import Look, join_looks, put_look
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from ray_app.track.points import Backlog, Sent
 
-_FLUSH_STEPS = 50
+_FLUSH_STEPS, _LOOK_STEPS = 50, 10
 _MASK = 2**64 - 1
 
 
@@ -45,10 +49,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder) / "run")
         began_s = time.perf_counter()
-        most = _write(paths, options.steps, options.logical_workers)
-        files = len(list(Path(str(paths.metrics)).iterdir()))
+        with mock.patch("os.fsync"):  # a hundred thousand files; no power fails here
+            most = _write(paths, options.steps, options.logical_workers)
+        files = len([file for file in Path(str(paths.root)).rglob("*") if file.is_file()])
         wrote_s = time.perf_counter() - began_s
-        print(f"{options.steps:,} steps, L = {options.logical_workers}: {files:,} files, at most {most:,}; written in {wrote_s:.0f} s")
+        print(f"{options.steps:,} steps, L = {options.logical_workers}: {files:,} files, at most {most:,} meanwhile; {wrote_s:.0f} s")
         for what in ("nothing", "summary", "tracker", "report"):
             arguments = ["--read", str(paths.root), "--what", what, "--steps", str(options.steps)]
             subprocess.run([sys.executable, __file__, *arguments], check=True)
@@ -64,10 +69,15 @@ def _write(paths: RunPaths, steps: int, logical_workers: int) -> int:
         hashes = [(step * 0x9E3779B97F4A7C15 + v * 0xBF58476D1CE4E5B9) & _MASK for v in range(logical_workers)]
         rows = [32] * logical_workers
         writer.add(StepRecord(step, step // 10_000, 1e9 + step, 2.0 / step, 1e-3, 1.5 / step, 1e3, 1.0, 2, rows, hashes, "1.1"))
+        if step % _LOOK_STEPS == 0:
+            values = {"cpu_percent": step % 997 / 10, "memory_percent": 40.25, "memory_gb": 12.125}
+            put_look(paths, 1, step // _LOOK_STEPS, Look(step, 1e9 + step, {"10.0.0.1": values, "10.0.0.2": values}))
+            if step // _LOOK_STEPS % MOST_SMALL == 0:
+                join_looks(paths, 1)
         if step % _FLUSH_STEPS == 0:
             writer.flush()
             if step // _FLUSH_STEPS % MOST_SMALL == 0:
-                most = max(most, len(list(Path(str(paths.metrics)).iterdir())))
+                most = max(most, len(os.listdir(str(paths.metrics))) + len(os.listdir(str(paths.system))))
                 join(paths, settled_s=0)
     writer.close()
     return most

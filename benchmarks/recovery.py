@@ -109,7 +109,7 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
 
     fewest, most = scenario.workers
     config = load_config(
-        ROOT / "conf" / "mlp_mnist.yaml",
+        ROOT / "conf" / "mnist_dense.yaml",
         task__init_args__features=None,
         task__init_args__hidden=[512, 512],
         run__storage_path=str(folder),

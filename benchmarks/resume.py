@@ -47,7 +47,7 @@ def make_job(folder: Path) -> Job:
     generator = np.random.default_rng(0)
     ingest_rows(folder, generator.random((ROWS, COLUMNS), dtype=np.float32), generator.integers(0, 10, ROWS))
     config = load_config(
-        ROOT / "conf" / "mlp_mnist.yaml",
+        ROOT / "conf" / "mnist_dense.yaml",
         task__init_args__features=None,
         run__storage_path=str(folder / "runs"),
         data__path=str(folder / "rows"),

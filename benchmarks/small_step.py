@@ -103,12 +103,13 @@ class Ours:
         self._number += 1
         watch = Stopwatch(str(self._folder / f"watch-{self._number}"), WARM_UP, STEPS)
         config = load_config(
-            ROOT / "conf" / "mlp_mnist.yaml",
+            ROOT / "conf" / "mnist_dense.yaml",
             run__storage_path=str(self._folder / "runs"),
             run__name=f"run-{self._number}",
             data__path=str(self._folder / "rows"),
             data__eval_path=None,
             data__cache=cache,
+            train__epochs=STEPS * BATCH // ROWS,
             train__max_steps=STEPS,
             tracking__enabled=tracking,
         )

@@ -7,6 +7,7 @@ python jobs/ingest.py --source idx --input DIR --out datasets/mnist
 python jobs/ingest.py --source numpy --input arrays.npz --out datasets/arrays
 python jobs/ingest.py --source jsonl --input s3://bucket/rows.jsonl --label kind --out s3://bucket/datasets/rows
 python jobs/ingest.py --source webdataset --input 'shards/train-{000..012}.tar' --out datasets/pictures
+python jobs/ingest.py --source tfrecord --input records/ --label image/class/label --out datasets/records
 python jobs/ingest.py --help
 """
 

@@ -9,6 +9,7 @@ from ray_app.version import __version__
 
 if TYPE_CHECKING:
     from ray_app.drill.local import LocalCluster, kill_worker
+    from ray_app.ingest.from_arrays import ingest_arrays
     from ray_app.models.exported import load_for_training, load_model, read_rows
     from ray_app.report.comparison import Comparison
     from ray_app.runs.background import Training, Worker, start_training
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
     from ray_app.runs.outcome.comparing import compare_runs
     from ray_app.runs.outcome.result import Result
     from ray_app.runs.trial.check import TaskCheck, check_task
+    from ray_app.task.losses import Losses
+    from ray_app.watch.observer import Observer
 
 __all__ = [
     "Comparison",
     "LocalCluster",
+    "Losses",
+    "Observer",
     "Result",
     "TaskCheck",
     "Training",
@@ -28,6 +33,7 @@ __all__ = [
     "__version__",
     "check_task",
     "compare_runs",
+    "ingest_arrays",
     "kill_worker",
     "load_config",
     "load_for_training",
@@ -42,12 +48,15 @@ logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook
 _PLACES = {
     "Comparison": "report.comparison",
     "LocalCluster": "drill.local",
+    "Losses": "task.losses",
+    "Observer": "watch.observer",
     "Result": "runs.outcome.result",
     "TaskCheck": "runs.trial.check",
     "Training": "runs.background",
     "Worker": "runs.background",
     "check_task": "runs.trial.check",
     "compare_runs": "runs.outcome.comparing",
+    "ingest_arrays": "ingest.from_arrays",
     "kill_worker": "drill.local",
     "load_config": "runs.configuration",
     "load_for_training": "models.exported",

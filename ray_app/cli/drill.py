@@ -29,6 +29,7 @@ from ray_app.runs.signals import ending_at_sigterm
 _DESCRIPTION = "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
 _OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
 _FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MOST_OWN_WORKERS = 20, 8, 3.0, 2.0, 4
+_SELECTORS = ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
         (train.reduction != "exact", f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact."),
         (train.strategy == "fsdp", f"train.strategy is fsdp, which {free} on another number of workers."),
         (train.staleness, f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0."),
+        (config.scaling.max_workers == "all", "scaling.max_workers is all; a drill needs a number. Give --scaling.max_workers 3."),
         (train.strategy == "single", "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on."),
     ):
         if is_refused:
@@ -107,9 +109,11 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
         "tracking__enabled": False,
     }
     if own:
-        most = min(config.scaling.max_workers, _MOST_OWN_WORKERS)
+        most = min(config.scaling.most_workers, _MOST_OWN_WORKERS)
         changed |= {"scaling__max_workers": most, "scaling__min_workers": min(config.scaling.min_workers, most)}
-        changed |= {"scaling__label_selector": None}  # nodes of the drill's own have no labels
+        changed |= dict.fromkeys(
+            ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
+        )  # nodes of the drill's own have no labels
     if own and not config.scaling.gpus_per_worker:
         changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
     made = config.replace(**changed)
@@ -138,7 +142,7 @@ def _out(config: Config, section: DrillSection) -> Location:
 def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
     """The cluster to drill on, and its nodes if they are the drill's to lose."""
     if own and not config.scaling.gpus_per_worker:
-        with local_nodes(config.scaling.max_workers, config.data.eval_path is not None) as nodes:
+        with local_nodes(config.scaling.most_workers, config.data.eval_path is not None) as nodes:
             yield nodes
     else:
         with cluster(config):

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.ending import exit_code
+from ray_app.cluster.labels import labelled
 from ray_app.config.checks import check
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec, EvaluateSection
@@ -156,11 +157,12 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
 
 
 def _refuse_if_it_never_fits(section: EvaluateSection) -> None:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in labelled(ray.nodes(), section.label_selector, "evaluate.label_selector")]
     if not any(node.get("CPU", 0.0) >= section.num_cpus and node.get("GPU", 0.0) >= section.num_gpus for node in nodes):
+        labels = f", labelled {section.label_selector}," if section.label_selector else ""
         raise ConfigError(
-            f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node has. Give less with --num_cpus"
-            " and --num_gpus (0: it computes on the CPU), or add a node."
+            f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has. Give less with"
+            " --num_cpus and --num_gpus (0: it computes on the CPU), or add a node."
         )
 
 

@@ -139,5 +139,6 @@ def _listed(reasons: dict[str, str]) -> str:
 
 
 def spent(paths: RunPaths, limits: FailureSection) -> str:
-    """What went wrong so far in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 2 resizes, 1 driver restart`."""
-    return disturbances(read_events(paths, "failed", "preempted", "resized", "started", "finished", "stopped_early"), limits)
+    """What went wrong so far in all starts, in words, see `disturbances`."""
+    kinds = ("failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early")
+    return disturbances(read_events(paths, *kinds), limits)

@@ -3,16 +3,19 @@
 - `ray.train.backend`: the public `TorchConfig` makes a backend that starts a process group for the life of the workers, and imports torch,
   which the controller's process has no need of. Our process group is formed in generations, see `cluster.membership`.
 - `ray.train.v2._internal.execution.callback`: the classes of the callbacks that `RunConfig(callbacks=...)` accepts.
+- `TrainRunContext.run_id`: the name under which a run asks for resources.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_app.cluster.budget import Budget
 from ray_app.config.config import Config
@@ -37,6 +40,11 @@ class Control:
     rendezvous: Any
     reading_cpus: float
     in_place: bool
+
+
+def take_over(trainer: DataParallelTrainer, run_root: str) -> None:
+    """Has every start of a run ask for resources under one name: what a killed driver asked for would be kept for it for 180 s."""
+    vars(trainer.train_run_context)["run_id"] = hashlib.sha256(run_root.encode()).hexdigest()
 
 
 class OwnGroupBackend(Backend):

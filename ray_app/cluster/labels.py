@@ -11,8 +11,13 @@ Node = dict[str, Any]
 """What `ray.nodes()` says about one."""
 
 
-def labelled(nodes: Iterable[Node], selector: dict[str, str] | None) -> list[Node]:
+def labelled(nodes: Iterable[Node], selector: dict[str, str] | None, field: str = "scaling.label_selector") -> list[Node]:
     """The nodes that live and carry the labels of a selector; without one all that live.
+
+    Args:
+        nodes: What `ray.nodes()` says.
+        selector: The labels.
+        field: What is configured so, for messages.
 
     Raises:
         ConfigError: The selector is none.
@@ -25,9 +30,7 @@ def labelled(nodes: Iterable[Node], selector: dict[str, str] | None) -> list[Nod
 
     problem = validate_label_selector(selector)
     if problem is not None:
-        raise ConfigError(
-            f"scaling.label_selector is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or {{zone: 'in(a,b)'}}."
-        )
+        raise ConfigError(f"{field} is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or {{zone: 'in(a,b)'}}.")
     return [node for node in alive if node_labels_match_selector(node["Labels"], selector)]
 
 

@@ -109,7 +109,7 @@ class RayMembership:
             waiting = self._rendezvous.join.remote(self._beat(), lost)
             try:
                 while not ray.wait([waiting], timeout=_LOOK_S)[0]:
-                    if self._orders.leave:
+                    if self._orders.leave and self._orders.waits:
                         raise LeavingError
                 return ray.get(waiting)
             except (ConnectionError, ray.exceptions.RayActorError) as error:

@@ -81,11 +81,12 @@ class Rendezvous:
         flags = self._flags
         if current and self._wants_reform():
             flags |= Flags.REFORM
-        leave = beat.node in self._draining
+        leave = beat.node in self._draining and member not in self._stayers()
         if leave and not any(_has_state(m) for m in self._stayers()):
             flags |= Flags.SAVE
         exits = member.exit and not any(other.dump for other in self._members.values() if other is not member)  # who show what they do now
-        orders = Orders(beat.generation, flags, stale or (current and self._urgent), leave, member.dump, exits, self._recorded)
+        aborts, waits = stale or (current and self._urgent), member.joined_s is not None
+        orders = Orders(beat.generation, flags, aborts, leave, member.dump, exits, self._recorded, waits)
         member.dump = False
         return orders
 
@@ -146,7 +147,7 @@ class Rendezvous:
 
     async def status(self) -> Status:
         """How things are."""
-        leaving = {w for w, m in self._members.items() if m.beat.node in self._draining}
+        leaving = {m.beat.worker for m in self._leavers()}
         lost = {worker: self._clock() - since for worker, since in self._lost.items()}
         step, stops = max(0, self._standstill.step), bool(self._flags & Flags.STOP)
         here, stepping, limit_s = set(self._members) - leaving, len(self._stepping()), self._standstill.limit_s
@@ -179,11 +180,27 @@ class Rendezvous:
         self._try_form()
 
     def _stayers(self) -> list[_Member]:
-        return [m for m in self._members.values() if m.beat.node not in self._draining]
+        """Those whose nodes stay, and who comes back from a broken generation with a step that none of these has finished."""
+        if not self._draining:
+            return list(self._members.values())
+        staying = [m for m in self._members.values() if m.beat.node not in self._draining]
+        newest = max((m.beat.step for m in staying), default=-1)
+        if newest < 0 or self._is_held():
+            return staying
+        return staying + [m for m in self._leavers() if m.joined_s is not None and m.beat.step > newest]
+
+    def _leavers(self) -> list[_Member]:
+        return [m for m in self._members.values() if m.beat.node in self._draining]
 
     def _incumbents(self) -> list[_Member]:
         """Those who stay and were in the last generation."""
         return [m for m in self._stayers() if m.beat.generation == self._number > 0]
+
+    def _is_complete(self) -> bool:
+        """Whether all of the last generation are back; of one that broke those on draining nodes, too, whose step may be the newest."""
+        leavers = self._leavers() if self._urgent else []
+        on_the_way = [m for m in leavers if m.beat.generation == self._number > 0 and m.beat.phase not in ("saving", "done")]
+        return all(m.joined_s is not None for m in [*self._incumbents(), *on_the_way])
 
     def _stepping(self) -> list[_Member]:
         """Those who are in the current generation."""
@@ -196,7 +213,7 @@ class Rendezvous:
         """Whether the current generation should end at its next step boundary."""
         if self._urgent or self._is_held():
             return True
-        if self._draining and any(m.beat.node in self._draining and m.beat.generation == self._number for m in self._members.values()):
+        if any(m.beat.generation == self._number for m in self._leavers()):
             return True
         newcomers = [m for m in self._stayers() if m.joined_s is not None]
         if not newcomers:
@@ -207,7 +224,7 @@ class Rendezvous:
     def _try_form(self) -> None:
         stayers = self._stayers()
         ready = [m for m in stayers if m.joined_s is not None]
-        if not ready or self._is_held() or any(m.joined_s is None for m in self._incumbents()):
+        if not ready or self._is_held() or not self._is_complete():
             return
         settled = self._clock() - self._began_s > self._silence_s  # this instance has heard of everybody
         complete = self._over or len(ready) >= self._expected > 0

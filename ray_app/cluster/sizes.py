@@ -6,7 +6,6 @@ notices of nodes that are about to go away, `available_resources_per_node`. How 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import socket
 import time
@@ -15,7 +14,6 @@ from typing import Any
 
 import ray
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
-from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import TrainAutoscalingCoordinatorClient
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
 from ray_app.cluster.hooks import Control
@@ -48,13 +46,6 @@ class Sizes(ElasticScalingPolicy):
         self.changed_s = time.monotonic()
         self.full_until_s = 0.0
         self.reason = ""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """As Ray's, but under the same name at every start of the run: what a killed driver asked for would be kept for it for 180 s."""
-        del train_run_context
-        self._requester_id = f"train-{hashlib.sha256(self._control.run_root.encode()).hexdigest()}"
-        self._coordinator_client = TrainAutoscalingCoordinatorClient(self._requester_id)
-        self._send_resource_request()
 
     def _get_num_workers_for_resource_request(self) -> int:
         """How many bundles an autoscaler is asked to make room for: those of the workers, and as many as the CPUs of all else are worth.

@@ -18,7 +18,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.torch import get_device
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.hooks import Control, FailureBudget, OwnGroupConfig
+from ray_app.cluster.hooks import Control, FailureBudget, OwnGroupConfig, take_over
 from ray_app.cluster.membership import RayMembership
 from ray_app.config.config import Config
 from ray_app.data.feed.memory_cache import from_memory_cache
@@ -101,6 +101,7 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
 
         sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.max_workers), **options)
         trainer = ElasticTrainer(control, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)
+        take_over(trainer, job.run_root)
         try:
             trainer.fit()
         except TrainingFailedError as error:
@@ -112,7 +113,9 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
         options["elastic_resize_monitor_interval_s"] = scaling.resize_check_s
     sizes = ScalingConfig(num_workers=(scaling.min_workers, max_workers) if elastic else max_workers, **options)
     backend = OwnGroupConfig()
-    DataParallelTrainer(_work, train_loop_config=arguments, backend_config=backend, scaling_config=sizes, run_config=run_config).fit()
+    stock = DataParallelTrainer(_work, train_loop_config=arguments, backend_config=backend, scaling_config=sizes, run_config=run_config)
+    take_over(stock, job.run_root)
+    stock.fit()
 
 
 def _recovers_in_place(config: Config) -> bool:

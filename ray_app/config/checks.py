@@ -7,6 +7,7 @@ import re
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from ray_app.config.config import SECTIONS, Config, flatten
+from ray_app.config.optimizer_checks import check_optimizers
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
 
@@ -21,7 +22,15 @@ def check(config: Config) -> None:
         ConfigError: All that is wrong, a line each: what was given, what is allowed and what to do.
     """
     problems = _check_empty(config)  # nothing else can be said of a configuration with such a field
-    if problems or (problems := [*_check_ranges(config), *_check_scaling(config), *_check_strategy(config), *_check_run(config)]):
+    if problems or (
+        problems := [
+            *_check_ranges(config),
+            *_check_scaling(config),
+            *_check_strategy(config),
+            *check_optimizers(config),
+            *_check_run(config),
+        ]
+    ):
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
@@ -95,10 +104,12 @@ def _check_ranges(config: Config) -> list[str]:
         for name, hint in get_type_hints(made).items():
             allowed = [choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)]
             value = getattr(getattr(config, section), name)
-            if allowed and value is not None and value not in allowed:
-                problems.append(f"{section}.{name} is {value!r}; it must be one of {', '.join(allowed)}.")
+            is_number = int in get_args(hint) and isinstance(value, int)
+            if allowed and value is not None and not is_number and value not in allowed:
+                number = "a number or " if int in get_args(hint) else ""
+                problems.append(f"{section}.{name} is {value!r}; it must be {number}one of {', '.join(allowed)}.")
     for name, least in AT_LEAST.items():
-        if values[name] is not None and not values[name] >= least:  # also NaN
+        if values[name] is not None and not isinstance(values[name], str) and not values[name] >= least:  # also NaN
             problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")
     for name in ABOVE_ZERO:
         if values[name] is not None and not values[name] > 0:
@@ -112,14 +123,14 @@ def _check_ranges(config: Config) -> list[str]:
 def _check_scaling(config: Config) -> list[str]:
     scaling, batch, logical = config.scaling, config.data.global_batch_size, config.logical_workers
     problems = []
-    if scaling.min_workers > scaling.max_workers:
+    if scaling.min_workers > scaling.most_workers:
         problems.append(
             f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower the one or"
             " raise the other."
         )
     if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
         problems.append("scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.")
-    if scaling.max_workers > logical >= 1:
+    if scaling.most_workers > logical >= 1:
         problems.append(
             f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without a logical"
             f" worker has nothing to do. Set max_workers to at most {logical}, or start a new run with more logical workers."
@@ -136,11 +147,12 @@ def _check_scaling(config: Config) -> list[str]:
 _COPIES = ("ddp", "single", "local_sgd", "central_storage")
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
-    **dict.fromkeys(("servers", "server_cpus", "min_shard_kb", "staleness"), ("parameter_server",)),
+    **dict.fromkeys(("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)),
     "cpu_offload": ("fsdp",),
     "backend": _COPIES,
     "bucket_mb": _COPIES,
     "gradient_compression": ("ddp", "single", "central_storage"),
+    "profile_steps": ("ddp", "single", "local_sgd", "fsdp", "central_storage"),
 }
 """The strategies that look at a field of `train`, where not all do."""
 
@@ -177,6 +189,9 @@ def _check_strategy(config: Config) -> list[str]:
             f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to place: everything"
             " happens in the calling process. Leave it out."
         )
+    steps = [1, train.profile_steps] if isinstance(train.profile_steps, int) else train.profile_steps
+    if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+        problems.append(f"train.profile_steps is {train.profile_steps}; it must be [first, last], counted from 1, or a number of steps.")
     for name in ("every_steps", "snapshot_every_steps"):
         value = getattr(config.checkpoint, name)
         if value is not None and value % train.local_steps:
@@ -239,6 +254,11 @@ def _check_run(config: Config) -> list[str]:
         problems.append(
             f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is {config.evaluate.every}; set it to"
             " checkpoint, or leave patience out."
+        )
+    if config.evaluate.num_gpus > 1:
+        problems.append(
+            f"evaluate.num_gpus is {config.evaluate.num_gpus:g}, but the evaluator computes on one GPU; set it to at most 1. With"
+            " evaluate.where: workers all GPUs of the training evaluate."
         )
     if config.data.shard == "file" and config.data.sampling == "balanced":
         problems.append(

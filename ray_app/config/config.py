@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from ray_app.config.optimizers import OptimizerSpec, TurnSpec
 from ray_app.config.sections import (
     CheckpointSection,
     ClassSpec,
@@ -47,8 +48,10 @@ class Config:
     """The whole configuration of a run."""
 
     task: ClassSpec = result(ClassSpec(""))
-    optimizer: ClassSpec = result(ClassSpec("torch.optim.Adam"))
+    optimizer: OptimizerSpec = result(OptimizerSpec("torch.optim.Adam"))
+    optimizers: dict[str, TurnSpec] | None = result(None)
     schedule: ClassSpec | None = result(None)
+    observers: list[ClassSpec] | None = None
     seed: int = result(0)
     run: RunSection = RunSection()
     scaling: ScalingSection = ScalingSection()
@@ -62,7 +65,7 @@ class Config:
     @property
     def logical_workers(self) -> int:
         """L: the number of data-parallel replicas of the arithmetic."""
-        return self.scaling.logical_workers or self.scaling.max_workers
+        return self.scaling.logical_workers or self.scaling.most_workers
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they stand in YAML."""
@@ -95,10 +98,19 @@ def from_dict(values: dict[str, Any]) -> Config:
     for name, section in SECTIONS.items():
         if name in made:
             made[name] = section(**made[name])
-    for name in ("task", "optimizer", "schedule"):
+    for name, kind in (("task", ClassSpec), ("optimizer", OptimizerSpec), ("schedule", ClassSpec)):
         if made.get(name) is not None:
-            made[name] = ClassSpec(made[name]["class_path"], dict(made[name].get("init_args") or {}))
+            made[name] = kind(**{**made[name], "init_args": dict(made[name].get("init_args") or {})})
+    if made.get("observers") is not None:
+        made["observers"] = [ClassSpec(given["class_path"], dict(given.get("init_args") or {})) for given in made["observers"]]
+    if made.get("optimizers") is not None:
+        made["optimizers"] = {name: _turn(dict(given)) for name, given in made["optimizers"].items()}
     return Config(**made)
+
+
+def _turn(given: dict[str, Any]) -> TurnSpec:
+    schedule = given.pop("schedule", None)
+    return TurnSpec(**given, schedule=schedule and ClassSpec(schedule["class_path"], dict(schedule.get("init_args") or {})))
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:
@@ -153,9 +165,17 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
             if prefix + item.name == "train.strategy" and value == "single":
                 value = "ddp"  # the same bits, so one may be continued as the other
             if item.metadata.get("affects_result") and value != item.default:
-                plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-                found[prefix + item.name] = plain
+                found[prefix + item.name] = _plain(value)
     return flatten(found)
+
+
+def _plain(value: Any) -> Any:
+    """A value as it stands in a digest; a class's without what is not given."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {name: each for name, each in dataclasses.asdict(value).items() if each is not None}  # type: ignore[arg-type]
 
 
 def digest(config: Config, manifest_digest: str) -> str:
@@ -181,7 +201,7 @@ def refuse_other_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> 
     raise RunExistsError(
         f"The run {name!r} exists with another configuration or other data:\n{diff}\n"
         "(-: of the run, +: asked for now). Nothing was changed. Give another run.name for a new run, or the run's own values to resume"
-        " it; more epochs need a new run."
+        " it."
     )
 
 

@@ -6,7 +6,14 @@ import importlib.util
 
 from ray_app.errors import ConfigError
 
-EXTRAS = {"mlflow": "tracking", "tensorboard": "tensorboard", "torchvision": "vision", "sklearn": "digits", "botocore": "s3"}
+EXTRAS = {
+    "mlflow": "tracking",
+    "tensorboard": "tensorboard",
+    "torchvision": "vision",
+    "sklearn": "digits",
+    "botocore": "s3",
+    "google_crc32c": "tfrecord",
+}
 """The extra, by the name that is imported."""
 
 

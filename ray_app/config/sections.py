@@ -54,25 +54,32 @@ class ScalingSection:
 
     Args:
         min_workers: Fewest workers to train with; below it the run waits.
-        max_workers: Most workers; capped at what the cluster has.
+        max_workers: Most workers; capped at what the cluster has. `all`: as many as it has room for at the first start, or what its
+            autoscaler may make of it, and at most `logical_workers`; a run keeps that number.
         logical_workers: Data-parallel replicas that define the arithmetic (L). The same L gives the same parameters on any number of
             workers up to L. Not given: `max_workers` of the first start.
         threads_per_worker: CPU threads of the computation in each worker; part of the arithmetic.
         cpus_per_worker: Logical CPUs that each worker reserves.
         gpus_per_worker: GPUs that each worker reserves; 0 trains on the CPU.
         label_selector: Labels of the nodes that workers may run on (`ray start --labels zone=a`), each with a value or one of Ray's
-            conditions such as `in(a,b)` and `!a`; not given: any node. The evaluator, parameter servers and reading go anywhere.
+            conditions such as `in(a,b)` and `!a`; not given: any node. Reading goes anywhere, the evaluator and parameter servers where
+            selectors of their own say.
         resize_check_s: Seconds between two looks for more capacity.
     """
 
     min_workers: int = 1
-    max_workers: int = 1
+    max_workers: int | Literal["all"] = 1
     logical_workers: int | None = result(None)
     threads_per_worker: int = result(1)
     cpus_per_worker: float = 1
     gpus_per_worker: float = result(0)
     label_selector: dict[str, str] | None = None
     resize_check_s: float = 10.0
+
+    @property
+    def most_workers(self) -> int:
+        """`max_workers`; `min_workers` as long as nobody has looked how many `all` are."""
+        return self.max_workers if isinstance(self.max_workers, int) else self.min_workers
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class DataSection:
         sampling: `none` uses every row once per epoch; `balanced` repeats rows of the smaller classes until all classes are used equally
             often. The driver then reads the column `balance_by` before the start, and every process holds 1 or 2 bytes per row.
         balance_by: Column of classes, integers or text, for `sampling: balanced`.
+        by_length: A decoded field whose rows have different lengths, such as `tokens`: rows of a shuffle window that are about equally long
+            are put into the same micro-batch, which is padded to its longest; not given: rows as they are shuffled.
         last_batch: `keep` consumes every row, the last step of an epoch may be smaller; `drop` drops what does not fill a step.
         cache: `none` reads and decodes in every epoch; `memory` decodes once into Ray's object store, one copy per node; `disk` keeps what
             is decoded in the first epoch on the disks of the nodes whose workers use it, also for later runs with the same data and task.
@@ -111,6 +120,7 @@ class DataSection:
     shard: Literal["row", "file", "off"] = result("row")
     sampling: Literal["none", "balanced"] = result("none")
     balance_by: str = result("label")
+    by_length: str | None = result(None)
     last_batch: Literal["keep", "drop"] = result("keep")
     cache: Literal["none", "memory", "disk"] = "none"
     cache_dir: str | None = None
@@ -126,10 +136,12 @@ class TrainSection:
     """How it is trained.
 
     Args:
-        epochs: Passes over the training data; with `steps_per_epoch`, stretches of so many steps.
+        epochs: Passes over the training data; with `steps_per_epoch`, stretches of so many steps. More than at the last start make a run
+            go on from its end, also one that has finished, with the bits of a run that was as long from the beginning; a schedule that
+            spreads over the whole run (`OneCycleLR` without `total_steps`) is refused then.
         steps_per_epoch: Optimizer steps of an epoch; not given: one pass over the data. Rows go on where the last epoch ended, so each
             is still used once per pass.
-        max_steps: Most optimizer steps in all, whatever `epochs` says; not given: no limit.
+        max_steps: Most optimizer steps in all, whatever `epochs` says; not given: no limit. May grow as `epochs`.
         strategy: How workers share the model: `ddp` holds a copy in each and adds the gradients of every step. `local_sgd` lets every
             logical worker go `local_steps` steps of its own, then averages parameters and optimizer state. `parameter_server` keeps
             parameters and optimizer on `servers` actors; workers fetch the ones and send gradients, and do not wait for each other.
@@ -141,6 +153,7 @@ class TrainSection:
         outer_momentum: Nesterov momentum of that change, as in DiLoCo (there 0.9, with `outer_lr` 0.7); 0: none.
         servers: Parameter servers (P), with `parameter_server`; may be another number when a run is continued.
         server_cpus: Logical CPUs that each of them reserves.
+        server_label_selector: Labels of the nodes that they may run on, as `scaling.label_selector`; not given: any node.
         min_shard_kb: A parameter is split over servers only into parts of at least so many kilobytes.
         staleness: Steps that a logical worker may be ahead of the slowest one, with `parameter_server`. 0: synchronous, the gradients of
             all logical workers are added in one fixed order and applied once. Above, each is applied when it arrives.
@@ -164,6 +177,8 @@ class TrainSection:
         init_from: Parameters (and persistent buffers) to begin with: a safetensors file, the folder of an export, or a registered model
             (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the run's first start and kept with it; not given: what the
             model's own initialization draws from the seed.
+        profile_steps: Steps that rank 0 traces with `torch.profiler`, to `profile/` in the run's directory: the first and the last, counted
+            from 1 over the run, or how many after three steps of each start. Not given: none.
         init_digest: SHA-256 of these parameters, as `params_digest` in `summary.json`, which decides the result where their place does
             not; not given: that of those at the run's first start.
     """
@@ -177,6 +192,7 @@ class TrainSection:
     outer_momentum: float = result(0.0)
     servers: int = 1
     server_cpus: float = 1
+    server_label_selector: dict[str, str] | None = None
     min_shard_kb: int = 256
     staleness: int = result(0)
     cpu_offload: bool = result(False)
@@ -191,7 +207,13 @@ class TrainSection:
     compile: bool = result(False)
     channels_last: bool = result(False)
     init_from: str | None = None
+    profile_steps: list[int] | int | None = None
     init_digest: str | None = result(None)
+
+    def total_steps(self, pass_steps: int) -> int:
+        """Steps of the whole run, given those of a pass over the data."""
+        steps = self.epochs * (self.steps_per_epoch or pass_steps)
+        return min(steps, self.max_steps or steps)
 
 
 @dataclass(frozen=True)
@@ -257,8 +279,9 @@ class EvaluateSection:
         on_error: What becomes of the run if the evaluator gives up, because the task's metrics raise: `fail` counts it as failed, exit code
             1, when training is over; `warn` only says so.
         num_cpus: Logical CPUs that the evaluator reserves.
-        num_gpus: GPUs that the evaluator reserves.
+        num_gpus: GPUs that the evaluator reserves: 0, a share of one, or 1.
         threads: CPU threads of its computation.
+        label_selector: Labels of the nodes that the evaluator may run on, as `scaling.label_selector`; not given: any node.
     """
 
     where: Literal["actor", "workers"] = "actor"
@@ -275,6 +298,7 @@ class EvaluateSection:
     num_cpus: float = 1
     num_gpus: float = 0
     threads: int = 1
+    label_selector: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from ray_app.record.segments import StepRecord
 from ray_app.version import __version__
 
 Outcome = Literal["equal", "different", "failed", "left out"]
+RESTART_BAR = 1.3
+"""How much longer than a first start a start after the driver was killed may take; above it the table says so, and nothing fails."""
 _ROOT = Path(__file__).resolve().parents[2]
 _COLORS = {"equal": "green", "different": "red", "failed": "red", "left out": "yellow"}
 
@@ -49,6 +51,48 @@ def trace_of(paths: RunPaths, summary: dict[str, Any]) -> Trace:
     """The trace of a run that ended."""
     records, _ = _records(paths)
     return Trace(str(summary["params_digest"]), summary["rows"], {step: (r.loss, r.rows, r.row_hash) for step, r in records.items()})
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run came to a step.
+
+    Args:
+        seconds: From its beginning, or from the moment that its driver was killed, to the next finished step.
+        workers: How many did that step.
+    """
+
+    seconds: float
+    workers: int
+
+
+def start_since(paths: RunPaths, time_s: float) -> Start:
+    """The first step that a run finished after a moment.
+
+    Args:
+        paths: The run.
+        time_s: The moment, seconds since 1970 (UTC).
+    """
+    records, repeated = _records(paths)
+    first = min((r for r in [*records.values(), *repeated] if r.time_s > time_s), key=lambda r: r.time_s)
+    return Start(round(first.time_s - time_s, 3), first.workers)
+
+
+def restart(run: Ended, first: Start) -> dict[str, Any]:
+    """How a run whose driver was killed came back, beside a first start on the same cluster; empty if its driver was not killed.
+
+    Args:
+        run: The run.
+        first: Of the undisturbed run.
+    """
+    killed = run.proofs.get("driver_killed")
+    if killed is None:
+        return {}
+    again = start_since(run.paths, killed["time_s"])
+    ratio = round(again.seconds / first.seconds, 2)
+    more = f", more than {RESTART_BAR}" if ratio > RESTART_BAR else ""
+    note = f"back after {ratio:.2f} of a first start{more}, on {again.workers} of {first.workers} workers"
+    return {"restart": {"first": asdict(first), "again": asdict(again), "ratio": ratio, "bar": RESTART_BAR}, "note": note}
 
 
 def difference(one: Trace, other: Trace) -> str | None:
@@ -231,7 +275,7 @@ def table(results: list[dict[str, Any]]) -> Table:
         seconds = ", ".join(f"{s:.2f}" for s in result.get("next_step_s", []))
         outcome = result["outcome"]
         said = outcome if outcome in ("equal", "left out") else outcome.upper()
-        reason = f": {result['reason']}" if result["reason"] else ""
+        reason = "".join(f": {text}" for text in (result["reason"], result.get("note")) if text)
         share = result.get("goodput")
         made.add_row(
             result["scenario"],

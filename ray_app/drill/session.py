@@ -19,7 +19,7 @@ from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, digest, flatten
-from ray_app.drill.certificate import Trace, conclusion, facts, judge, measures, proof_of, table, trace_of
+from ray_app.drill.certificate import Start, Trace, conclusion, facts, judge, measures, proof_of, restart, start_since, table, trace_of
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Proofs, Several
 from ray_app.drill.ground import Disturbance, Ended, Ground, end_frozen
@@ -117,12 +117,15 @@ class Drill:
             f"{self._steps} steps of every run, on up to {self._workers} workers of"
             f" {'a cluster of the drill' if self._nodes else 'the cluster'}; runs and certificate in {self._out}"
         )
-        undisturbed = self._undisturbed()
+        undisturbed, first = self._undisturbed()
         results = self._certificate["scenarios"]
         for number, (name, plan) in enumerate(plans.items(), 1):
             began_s = time.monotonic()
             with self._shown(f"{number}/{len(plans)} {name}: {SCENARIOS[name].__doc__}"):
-                result = self._left_out(name, plan) if isinstance(plan, str) else self._scenario(name, plan, grounds[name], undisturbed)
+                if isinstance(plan, str):
+                    result = self._left_out(name, plan)
+                else:
+                    result = self._scenario(name, plan, grounds[name], undisturbed, first)
             result["seconds"] = round(time.monotonic() - began_s, 1)
             results.append(result)
             self._save(len(results) == len(plans), conclusion(results, undisturbed.digest, len(plans)))
@@ -135,21 +138,21 @@ class Drill:
         self._say(f"{self._certificate['verdict']}\ncertificate: {self.certificate}")
         return 0 if all(r["outcome"] in ("equal", "left out") for r in results) else 1
 
-    def _undisturbed(self) -> Trace:
-        began_s = time.monotonic()
+    def _undisturbed(self) -> tuple[Trace, Start]:
+        began_s = time.time()
         with self._shown("the undisturbed run"):
             result = self._train(self._config, Faults())
         paths = RunPaths(result.path)
-        trace = trace_of(paths, result.summary)
+        trace, first = trace_of(paths, result.summary), start_since(paths, began_s)
         commit = CheckpointStore(paths).commits()[-1]
         fields = ("params_digest", "rows", "steps", "world_sizes", "timing")
         self._certificate["undisturbed"] = {name: result.summary[name] for name in fields} | {"environment": commit.environment}
         self._save(False, "no scenario was reached")
         self._keep_log("undisturbed")
-        self._say(f"undisturbed: {trace.rows:,} rows, sha256 {trace.digest} ({time.monotonic() - began_s:.0f} s)")
-        return trace
+        self._say(f"undisturbed: {trace.rows:,} rows, sha256 {trace.digest} ({time.time() - began_s:.0f} s)")
+        return trace, first
 
-    def _scenario(self, name: str, plan: Disturbance, ground: Ground, undisturbed: Trace) -> dict[str, Any]:
+    def _scenario(self, name: str, plan: Disturbance, ground: Ground, undisturbed: Trace, first: Start) -> dict[str, Any]:
         """Runs one scenario and says what came of it."""
         result: dict[str, Any] = {"scenario": name, "what": SCENARIOS[name].__doc__, "steps": plan.steps, "changes": plan.changes}
         config = ground.config.replace(**plan.changes)
@@ -162,7 +165,7 @@ class Drill:
             end_frozen(ground.proofs)
             run = Ended(RunPaths(ended.path), ended.summary, ground.proofs.all())
             outcome, reason = judge(plan, run, undisturbed)
-            result |= {"outcome": outcome, "reason": reason, **measures(plan, run)}
+            result |= {"outcome": outcome, "reason": reason, **measures(plan, run), **restart(run, first)}
         except TimeoutError as error:
             result |= {"outcome": "failed", "reason": str(error), "hangs": True}
         except Exception as error:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy.typing as npt
 import ray
 import torch
 
@@ -32,6 +31,7 @@ from ray_app.record.journal import put_event
 from ray_app.record.lease import LIFE_S, Observer, is_taken_over
 from ray_app.record.output import Output
 from ray_app.record.redact import guard_run
+from ray_app.task.ragged import Arrays
 from ray_app.task.scoring import combine, score
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Evaluator:
         torch.set_num_threads(job.section.threads)
         self._device = torch.device("cuda" if job.section.num_gpus else "cpu")
         self._model = job.task.build_model().to(self._device)
-        self._arrays: dict[str, npt.NDArray] | None = None
+        self._arrays: Arrays | None = None
         self._done_step = last_evaluated(evaluated_steps(job.paths, job.name))
         runs = [self._follow, self._renew, *([self._watch] if when_orphaned else [])]
         self._threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in runs]
@@ -256,6 +256,8 @@ def start_evaluator(
         "max_task_retries": -1,
         "max_concurrency": 4,
     }
+    if job.section.label_selector:
+        options["label_selector"] = job.section.label_selector
     if when_orphaned is not None:
         options |= {"lifetime": "detached", "name": job.actor_name, "namespace": _NAMESPACE}
     return ray.remote(Evaluator).options(**options).remote(job, fetch_at_once, before_evaluation, when_orphaned)

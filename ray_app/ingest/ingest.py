@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ray_app.data.dataset.files import is_within, relative
@@ -31,6 +31,7 @@ from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.hugging_face import HuggingFace
 from ray_app.ingest.readers.image_folders import Images
 from ray_app.ingest.readers.json_lines import JsonLines
+from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
 from ray_app.ingest.runners import run_in_threads
 from ray_app.record.files import Location, location, put_atomic, put_json
@@ -40,7 +41,6 @@ __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"
 FORMAT_VERSION = 1
 LAYOUT = 3
 """Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has begun."""
-DIGITS_EVAL_FRACTION = 0.2
 
 READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
     "images": lambda path, options: Images(location(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)),
@@ -52,8 +52,9 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
     "idx": lambda path, options: Idx(location(path), options.shard_rows),
     "cifar": lambda path, options: Cifar(location(path)),
     "webdataset": lambda path, options: WebDataset(path, options.label, options.check, options.piece_bytes),
+    "tfrecord": lambda path, options: TFRecord(path, options.label, options.columns, options.check, options.piece_bytes),
     "hf": lambda path, options: HuggingFace(location(path), options.label, options.columns, options.check, options.piece_bytes),
-    "digits": lambda path, options: Digits(options.seed, options.eval_fraction or DIGITS_EVAL_FRACTION),
+    "digits": lambda path, options: Digits(options.seed, options.held_out(["train", "eval"])),
 }
 
 
@@ -84,7 +85,7 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What `ingest` made or found: one part with the name "", or `train` and `eval`, or those that the source has."""
+    """What `ingest` made or found: one part with the name "", or `train` and `eval`, also `test`, or those that the source has."""
 
     path: str
     parts: dict[str, PartSummary]
@@ -119,6 +120,7 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     if found := output.existing(out, made_from):
         return _summary(str(out), found, reused=True)
     parts = reader.parts(run)
+    options = replace(options, eval_fraction=options.held_out([part.name for part in parts]))
     sides = _sides(parts, options)
     with output.work_folder(out, made_from, sorted({side for part in sides.values() for side in part})) as folder:
         if found := output.existing(out, made_from):  # another process had the folder and has finished it
@@ -156,8 +158,8 @@ def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
     """What decides the output: the options without paths, a digest of the files' names, sizes and times, and how this version writes."""
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
     chosen["row_group_rows"] = options.limits[1]
-    if options.source == "digits" and options.eval_fraction is None:
-        chosen["eval_fraction"] = DIGITS_EVAL_FRACTION
+    if options.source in ("digits", "idx", "cifar"):
+        chosen["eval_fraction"] = options.held_out(["train"])
     sha = hashlib.sha256()
     for file in reader.files():
         sha.update(f"{_name_in(file.place, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape"))
@@ -174,11 +176,12 @@ def _name_in(place: Location, options: IngestOptions) -> str:
 
 def _sides(parts: list[base.Part], options: IngestOptions) -> dict[str, tuple[str, ...]]:
     """The data sets that each part goes to."""
-    split = options.eval_fraction is not None and options.source != "digits"
     names = [part.name for part in parts]
-    if split and len(parts) > 1:
+    if not options.eval_fraction or options.source == "digits":
+        return {name: (name,) for name in names}
+    if not set(names) <= {"", "train", "test"}:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}, but the source itself has {names}. Leave it out.")
-    return {name: ("train", "eval") if split else (name,) for name in names}
+    return {name: (name,) if name == "test" else ("train", "eval") for name in names}
 
 
 def _write_all(

@@ -9,8 +9,10 @@ from ray_app.data.dataset.files import is_within
 from ray_app.errors import ConfigError
 from ray_app.record.files import location
 
-Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "hf", "parquet", "digits"]
+Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "tfrecord", "hf", "parquet", "digits"]
 _GROUP_ROWS, _DIGITS_GROUP_ROWS = 500, 5_000
+_EVAL_FRACTION: dict[str, float] = {"digits": 0.2, "idx": 0.1, "cifar": 0.1, "numpy": 0.1}
+"""Where it is not given: of digits, and of the training rows of sources that have rows to train on and rows to test on."""
 
 
 @dataclass(frozen=True)
@@ -19,22 +21,25 @@ class IngestOptions:
 
     Args:
         source: Raw format. images: a folder with one sub-folder a class. csv: a .csv or .csv.gz file, or a folder of them. jsonl: the same
-            with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with x.npy and y.npy. idx: a folder with
-            MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar files, as a folder, a
-            file, or a pattern with * or {000..012}. hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or .parquet
-            files. parquet: nothing to do; it is checked and described. digits: scikit-learn's bundled 8x8 images.
+            with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with x.npy and y.npy, or with x_train,
+            y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with MNIST-format files. cifar: the folder of CIFAR-10 or
+            CIFAR-100, binary or python version. webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord:
+            TFRecord files of `tf.train.Example`, likewise. hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or
+            .parquet files. parquet: nothing to do; it is checked and described. digits: scikit-learn's bundled 8x8 images.
         out: Folder to create, on a disk or on s3://. One that was made with the same options from the same files is returned as it is;
             anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or on s3://; not for digits.
         label: For csv and jsonl: the column that becomes `label`; strings become class indices in sorted order. For hf: the ClassLabel or
-            integer column, not needed if it is called label. For webdataset: the key of an integer in each .json; not needed with .cls.
-        columns: For jsonl and hf: the columns to keep; not given: all.
+            integer column, for tfrecord the feature of one integer, neither needed if it is called label. For webdataset: the key of an
+            integer in each .json; not needed with .cls.
+        columns: For jsonl, hf and tfrecord: the columns to keep; not given: all.
         rename: New name by the name that a column would have, such as {"y": "target"}.
-        eval_fraction: Part of the rows, above 0 and below 1, that goes to a data set `eval` beside `train`, chosen by
-            a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Not for sources that
-            have several data sets themselves. For digits exactly stratified, and 0.2 where not given.
+        eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`, chosen by
+            a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Of sources with `train` and
+            `test` a part of `train`; not for those that have other data sets themselves. Not given: for digits, where it is exactly
+            stratified, 0.2; for idx, cifar and numpy with a `test` 0.1; for others none.
         seed: Key of that hash.
-        check: For images, webdataset and hf: decode each image now, so that a damaged one is refused here and not in training.
+        check: For images, webdataset, tfrecord and hf: decode each image now, so that a damaged one is refused here and not in training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in `refused.jsonl`.
         max_bad_rows: Most rows that skip may leave out.
         shard_rows: Most rows of one Parquet file.
@@ -61,6 +66,12 @@ class IngestOptions:
     row_group_bytes: int = 32 << 20
     piece_bytes: int = 256 << 20
 
+    def held_out(self, parts: list[str]) -> float:
+        """The part of the rows to train on that goes to `eval`, 0 for none, of a source with these data sets."""
+        if self.eval_fraction is not None:
+            return self.eval_fraction
+        return _EVAL_FRACTION.get(self.source, 0.0) if parts != [""] else 0.0
+
     @property
     def limits(self) -> tuple[int, int, int]:
         """Most rows of a file, most rows of a row group, most bytes of a row group."""
@@ -72,9 +83,9 @@ class IngestOptions:
 
 
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
-    "label": ("csv", "jsonl", "hf", "webdataset"),
-    "columns": ("jsonl", "hf"),
-    "check": ("images", "webdataset", "hf"),
+    "label": ("csv", "jsonl", "hf", "webdataset", "tfrecord"),
+    "columns": ("jsonl", "hf", "tfrecord"),
+    "check": ("images", "webdataset", "tfrecord", "hf"),
 }
 _AT_LEAST_ONE: dict[str, int | None] = {"shard_rows": None, "row_group_rows": None, "row_group_bytes": 1 << 30, "piece_bytes": None}
 
@@ -106,8 +117,8 @@ def check(options: IngestOptions, sources: list[str]) -> None:
                 f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it out for"
                 f" {options.source!r} (a column gets another name by rename={{NAME: 'label'}})."
             )
-    if options.eval_fraction is not None and not 0 < options.eval_fraction < 1:
-        raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is above 0 and below 1, or leave it out.")
+    if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
+        raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
     if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:
         raise ConfigError(
             f"on_bad_row is {options.on_bad_row!r}, max_bad_rows {options.max_bad_rows}; allowed are fail or skip, and 0 or more."

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-import torch
 from torch import nn
 
 from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.read.reader import Reader, RowSource, probe, rows_per_task
+from ray_app.data.read.first import probe
+from ray_app.data.read.reader import Reader, RowSource, rows_per_task
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.errors import ConfigError, RegistryError
@@ -31,6 +31,8 @@ from ray_app.models import loader
 from ray_app.models.package_files import write_files
 from ray_app.models.versions import parameters
 from ray_app.task.base import Batch, Task
+from ray_app.task.ragged import Arrays, to_batch
+from ray_app.task.without_targets import WithoutTargets
 
 EXPORT = "export.json"
 _READ_MB = 64.0
@@ -147,11 +149,23 @@ def read_rows(task: Task, path: str) -> Batch:
     Raises:
         DataError: It is not there, the task cannot use it, or a row cannot be decoded.
     """
-    dataset, columns = open_dataset(path), task.columns()
-    task.prepare(dataset.facts)
-    fields = probe(dataset, columns, task.decode)
-    source = RowSource(Reader(dataset.root, columns, task.decode, fields), dataset.manifest, rows_per_task(fields, _READ_MB))
-    return {name: torch.from_numpy(values) for name, values in load_all(fetch_here, source).arrays.items()}
+    return to_batch(read_decoded(task, path))
+
+
+def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
+    """Decodes a data set, whole, in this process; see `read_rows`.
+
+    Args:
+        task, path: See `read_rows`.
+        targets: Whether it has the columns that `Task.targets` names; otherwise what is decoded of them is of zeros.
+    """
+    dataset, unread = open_dataset(path), WithoutTargets(task)
+    columns, decode = (task.columns(), task.decode) if targets else (unread.columns, unread)
+    if targets:
+        task.prepare(dataset.facts)
+    fields = probe(dataset, columns, decode)
+    source = RowSource(Reader(dataset.root, columns, decode, fields), dataset.manifest, rows_per_task(fields, _READ_MB))
+    return load_all(fetch_here, source).arrays
 
 
 def checked(folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -265,6 +265,6 @@ def _tensor(values: Any, spec: dict[str, Any]) -> Tensor:
     array: npt.NDArray = np.array(given, dtype=np.dtype(spec["dtype"]), order="C", copy=True)
     if not np.can_cast(given.dtype, array.dtype, "same_kind") and not np.array_equal(array, given):
         raise ValueError(f"The input {spec['name']!r} is of {array.dtype}; the values given are of {given.dtype} and do not fit.")
-    if list(array.shape[1:]) != spec["shape"]:
+    if array.ndim != len(spec["shape"]) + 1 or any(want not in (-1, got) for want, got in zip(spec["shape"], array.shape[1:], strict=True)):
         raise ValueError(f"The input {spec['name']!r} is of shape (rows, {str(spec['shape'])[1:-1]}); {array.shape} was given.")
     return torch.from_numpy(array)

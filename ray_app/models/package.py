@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import tempfile
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -70,13 +71,14 @@ def _save(folder: Path, files: Files) -> None:
         data_path=str(files.data),
         code_paths=[str(path) for path in sorted(files.code.iterdir())],
         pip_requirements=[f"mlflow=={importlib.metadata.version('mlflow')}", *requirements(files.libraries)],
-        signature=ModelSignature(_schema(inputs, only), _schema(outputs, "" in outputs)),
+        signature=ModelSignature(_schema(inputs, only, files.ragged), _schema(outputs, "" in outputs)),
         input_example=next(iter(inputs.values())) if only else inputs,
     )
 
 
-def _schema(arrays: dict[str, npt.NDArray], only: bool) -> Any:
-    """MLflow's schema of arrays with any number of rows; a single one has no name."""
+def _schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
+    """MLflow's schema of arrays with any number of rows, and ragged ones of any length; a single one has no name."""
     from mlflow.types import Schema, TensorSpec
 
-    return Schema([TensorSpec(v.dtype, (-1, *v.shape[1:]), None if only else name) for name, v in arrays.items()])
+    shapes = {name: (-1, -1, *v.shape[2:]) if name in ragged else (-1, *v.shape[1:]) for name, v in arrays.items()}
+    return Schema([TensorSpec(v.dtype, shapes[name], None if only else name) for name, v in arrays.items()])

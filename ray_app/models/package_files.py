@@ -30,6 +30,7 @@ from ray_app.models import loader
 from ray_app.models.sources import sources_of
 from ray_app.record.redact import redacted
 from ray_app.task.base import Batch, Task
+from ray_app.task.ragged import Arrays, Ragged, to_batch
 
 LOADER_MODULE = f"ray_app_loader_{hashlib.sha256(Path(loader.__file__).read_bytes()).hexdigest()[:8]}"
 """Another version of the loader is another module, so that one process can load models of both."""
@@ -48,6 +49,7 @@ class Files:
         libraries: What loading them needs.
         example: The input example, (rows, ...) by field.
         predicted: What the model says to it.
+        ragged: Fields of the example whose second axis, too, may have any length.
     """
 
     folder: Path
@@ -57,6 +59,7 @@ class Files:
     libraries: set[str]
     example: dict[str, npt.NDArray]
     predicted: dict[str, npt.NDArray]
+    ragged: set[str]
 
     @property
     def data(self) -> Path:
@@ -69,20 +72,22 @@ class Files:
         return self.folder / "code"
 
 
-def write_files(task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path) -> Files:
+def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Files:
     """Writes the files from which a model is loaded that predicts what a trained one does, and has compared the two; needs no MLflow.
 
     Args:
         task: The prepared task.
         model: The trained model, on the CPU; it is put into evaluation mode and needs no gradients from then on.
-        example: Every decoded field of some rows, each (rows, ...); those that `forward` reads become the input example.
+        rows: Every decoded field of some rows; those that `forward` reads become the input example.
         folder: An empty folder.
 
     Raises:
         RegistryError: It can be stored in no way without pickle; the message says why.
     """
     model = model.eval().requires_grad_(False)
+    example = {name: values.numpy() for name, values in to_batch(rows).items()}
     inputs = {name: example[name] for name in read_fields(task, model, example)}
+    ragged = {name for name in inputs if isinstance(rows.get(name), Ragged)}
     served = loader.Served(task, model, list(inputs)).eval()
     refused: list[str] = []
     for name, write in (("torch.export", _write_exported), ("safetensors", _write_weights)):
@@ -90,17 +95,17 @@ def write_files(task: Task, model: nn.Module, example: dict[str, npt.NDArray], f
         data.mkdir(parents=True)
         code.mkdir()
         shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
-        _describe(data, name, served, inputs)
+        _describe(data, name, served, inputs, ragged)
         try:
             _write_parameters(model, data)
-            libraries = write(served, inputs, data, code)
+            libraries = write(served, inputs, data, code, ragged)
             outputs = _compared(served, inputs, data)
         except Exception as error:  # torch.export raises whatever it meets
             refused.append(f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
             shutil.rmtree(folder / "data")
             shutil.rmtree(code)
             continue
-        return Files(folder, name, outputs, tuple(refused), libraries, inputs, _outputs(served, inputs))
+        return Files(folder, name, outputs, tuple(refused), libraries, inputs, _outputs(served, inputs), ragged)
     raise RegistryError("The model cannot be stored without pickle:\n" + "\n".join(f"  - {reason}" for reason in refused))
 
 
@@ -147,10 +152,15 @@ def _batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
     return {name: torch.from_numpy(np.take(values, np.arange(rows), axis=0, mode="wrap")) for name, values in example.items()}
 
 
-def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray]) -> None:
+def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray], ragged: set[str]) -> None:
+    def shape(field: str) -> list[int]:
+        """Of one row; -1 is any length."""
+        one = list(inputs[field].shape[1:])
+        return [-1, *one[1:]] if field in ragged else one
+
     described = {
         "format": name,
-        "inputs": [{"name": field, "dtype": values.dtype.str, "shape": list(values.shape[1:])} for field, values in inputs.items()],
+        "inputs": [{"name": field, "dtype": values.dtype.str, "shape": shape(field)} for field, values in inputs.items()],
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
         "classes": served.task.classes,
@@ -170,16 +180,17 @@ def _settings(task: Task) -> dict[str, Any] | None:
     return settings if _is_json(settings) and redacted(settings) == settings else None
 
 
-def _write_exported(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path) -> set[str]:
+def _write_exported(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]) -> set[str]:
     """Writes `model.pt2`; returns the libraries that loading it needs.
 
     Raises:
         Exception: Whatever `torch.export` meets in the model.
     """
     del code
-    rows = {0: torch.export.Dim.DYNAMIC}
+    any_rows, any_length = {0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    shapes = tuple(any_length if name in ragged else any_rows for name in inputs)
     with torch.no_grad():
-        exported = torch.export.export(served, tuple(_batch(inputs, 2).values()), dynamic_shapes={"fields": (rows,) * len(inputs)})
+        exported = torch.export.export(served, tuple(_batch(inputs, 2).values()), dynamic_shapes={"fields": shapes})
     exported.example_inputs = None  # they would be pickled
     torch.export.save(exported, data / loader.EXPORTED)
     state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
@@ -188,13 +199,13 @@ def _write_exported(served: loader.Served, inputs: dict[str, npt.NDArray], data:
     return {"torch", "numpy"}
 
 
-def _write_weights(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path) -> set[str]:
+def _write_weights(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]) -> set[str]:
     """Writes `task.json` and the task's code; returns the libraries that loading them needs.
 
     Raises:
         RegistryError: The task's settings are no JSON, or its code cannot be shipped.
     """
-    del inputs
+    del inputs, ragged
     made = type(served.task)
     if "<locals>" in made.__qualname__ or made.__module__ == "__main__":
         raise RegistryError(f"the task's class {made.__module__}.{made.__qualname__} cannot be imported; define it at the top of a module")

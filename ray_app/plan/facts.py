@@ -12,7 +12,8 @@ class ColumnFacts:
     """One column.
 
     Args:
-        kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), or `other`.
+        kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), `list` (of numbers, of any
+            length), or `other`.
         dtype: NumPy dtype of numbers and arrays.
         shape: Shape of one row of an array.
         minimum: Least value of a number column, if the files say.
@@ -22,7 +23,7 @@ class ColumnFacts:
             files say.
     """
 
-    kind: Literal["number", "integer", "text", "bytes", "array", "other"]
+    kind: Literal["number", "integer", "text", "bytes", "array", "list", "other"]
     dtype: str = ""
     shape: tuple[int, ...] = ()
     minimum: float | None = None

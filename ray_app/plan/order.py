@@ -50,6 +50,8 @@ class Plan:
         keep_last: Whether an epoch ends with smaller steps (True) or drops the rows that do not fill one (False).
         shard: What a stream is made of, see the module.
         classes: The class of every row, if rows are to be repeated so that all classes are used equally often; not with `file`.
+        by_length: The field by whose lengths the rows of a window are put into micro-batches, see `plan/lengths.py`: by whoever has read
+            them, so that nothing here says which of the window's rows a step has.
     """
 
     manifest: Manifest
@@ -60,6 +62,7 @@ class Plan:
     keep_last: bool = True
     shard: Literal["row", "file", "off"] = "row"
     classes: Classes | None = None
+    by_length: str | None = None
 
     @cached_property
     def micro_batch(self) -> int:

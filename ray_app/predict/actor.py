@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
-from ray_app.data.dataset.arrays import ArraySpec, from_column, to_column
+from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, to_column
 from ray_app.data.dataset.files import parquet
 from ray_app.data.read.reader import POSITION, ReadSpec, check_positions
 from ray_app.errors import ConfigError, DataError
 from ray_app.models import loader
 from ray_app.record.files import location, put_atomic
 from ray_app.task.base import Batch, Task
+from ray_app.task.ragged import to_batch
 
 MADE_FROM = b"ray_app.made_from"
 Predict = Callable[[Batch], Any]
@@ -136,7 +137,7 @@ class Predictor:
         Raises:
             DataError: The rows are not those of a part, or a prediction is not finite.
         """
-        position = int(from_column(table.column(POSITION), ArraySpec("<i8", ()))[0])
+        position = int(fixed(table.column(POSITION), ArraySpec("<i8", ()))[0])
         name, spec = self._job.parts[position]
         rows = sum(span.rows for span in spec)
         check_positions(table, np.arange(position, position + rows))
@@ -153,7 +154,8 @@ class Predictor:
         arrays = {name: from_column(table.column(name), spec) for name, spec in self._job.fields.items()}
         found = []
         for low in range(0, table.num_rows, self._job.batch_size):
-            batch = {name: torch.from_numpy(v[low : low + self._job.batch_size].copy()).to(self._device) for name, v in arrays.items()}
+            some = to_batch(arrays, np.arange(low, min(low + self._job.batch_size, table.num_rows)))
+            batch = {name: values.to(self._device) for name, values in some.items()}
             with torch.inference_mode():
                 outputs = self._predict(batch)
             found.append(self._job.model.task.predictions(_on_cpu(outputs)))

@@ -7,14 +7,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ray_app.config.config import Config
+from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.contents import contents
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.read.reader import Reader, ReadSpec, cut_specs, probe, rows_per_task
+from ray_app.data.read.first import probe
+from ray_app.data.read.reader import Reader, ReadSpec, cut_specs, rows_per_task
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package_files import class_path
 from ray_app.plan.manifest import Manifest
@@ -22,7 +22,9 @@ from ray_app.plan.order import Segment
 from ray_app.predict.actor import PredictJob
 from ray_app.predict.model import model_of_package, model_of_run
 from ray_app.record.files import Location, folders, location, names, read_json
-from ray_app.task.base import Rows, Task
+from ray_app.task.base import Task
+from ray_app.task.ragged import LENGTHS
+from ray_app.task.without_targets import WithoutTargets
 
 MADE_FROM = "made_from.json"
 _COUNTS = ("part_rows", "batch_size", "workers", "threads")
@@ -61,18 +63,6 @@ class PredictSection:
 
 
 @dataclass(frozen=True)
-class _WithoutTargets:
-    """Decodes rows whose targets were not read: zeros stand in for them."""
-
-    task: Task
-    targets: list[str]
-
-    def __call__(self, rows: Rows) -> dict[str, npt.NDArray]:
-        count = len(next(iter(rows.values())))
-        return self.task.decode(rows | {name: np.zeros(count, np.int64) for name in self.targets})
-
-
-@dataclass(frozen=True)
 class Prepared:
     """A prediction that may start.
 
@@ -96,6 +86,16 @@ class Prepared:
         return location(self.job.out)
 
 
+def inputs_of(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of a row of what a task's batch has; -1 is any length."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for name, spec in fields.items():
+        found[name] = spec.dtype, [*([] if spec.padding is None else [-1]), *spec.shape]
+        if spec.padding is not None:
+            found[name + LENGTHS] = "<i8", []
+    return found
+
+
 def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
     """Checks everything that can be known before the start, without writing anything.
 
@@ -114,8 +114,8 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
     model.load(torch.device("cpu"))
     reader, carried = _reader(dataset, model.task), _carried(dataset, section.columns)
     for wanted in inputs:
-        got = reader.fields.get(wanted["name"])
-        if got is None or (got.dtype, list(got.shape)) != (wanted["dtype"], wanted["shape"]):
+        got = inputs_of(reader.fields).get(wanted["name"])
+        if got != (wanted["dtype"], wanted["shape"]):
             raise DataError(
                 f"A decoded row of predict.data {section.data} has {got} as {wanted['name']!r}; the model was trained on {wanted}."
             )
@@ -155,15 +155,14 @@ def _check(section: PredictSection) -> None:
 
 
 def _reader(dataset: Dataset, task: Task) -> Reader:
-    targets = [name for name in task.columns() if name in task.targets()]
-    columns = [name for name in task.columns() if name not in targets]
+    decode = WithoutTargets(task)
+    columns = decode.columns
     missing = [name for name in columns if name not in dataset.facts.columns]
     if missing:
         raise DataError(
             f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs; its columns are"
             f" {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
         )
-    decode = _WithoutTargets(task, targets)
     return Reader(dataset.root, columns, decode, probe(dataset, columns, decode))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,7 @@ def restarts(events: list[Event]) -> dict[str, int]:
     return {
         "failures": count(events, "failed"),
         "preemptions": count(events, "preempted"),
+        "storage": count(events, "storage_failed"),
         "resizes": count(events, "resized"),
         "driver": sum(fence not in ended for fence in starts[:-1]),
     }
@@ -42,6 +44,16 @@ def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float
     noticed = [e.time_s for e in events if e.kind in ("failed", "preempted", "storage_failed") and not e.details["left"]]
     noticed += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
     return [round(times[next_] - t, 3) for t in sorted(noticed) if (next_ := bisect_right(times, t)) < len(times)]
+
+
+def means(records: Sequence[StepRecord]) -> dict[str, float]:
+    """The loss and the task's own metrics over some steps, at least one; each step counts by what its own means are over."""
+    found = dict[str, float]()
+    for name in dict.fromkeys(["loss", *(name for record in records for name in record.metrics)]):
+        values = [(r.loss if name == "loss" else r.metrics[name], r.over) for r in records if name == "loss" or name in r.metrics]
+        over = sum(weight for _, weight in values)
+        found[name] = sum(value * weight for value, weight in values) / over if over else math.nan
+    return found
 
 
 def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> float | None:
@@ -84,7 +96,7 @@ def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
 
 
 def disturbances(events: list[Event], limits: FailureSection) -> str:
-    """What went wrong in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 2 resizes, 1 driver restart`.
+    """What went wrong in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 1 failure of the storage, 2 resizes`.
 
     Args:
         events: The run's.
@@ -95,6 +107,8 @@ def disturbances(events: list[Event], limits: FailureSection) -> str:
     for name, most in (("failures", limits.max_failures), ("preemptions", limits.max_preemptions)):
         if happened[name]:
             parts.append(f"{happened[name]} of {most if most >= 0 else 'unlimited'} {name}")
+    if happened["storage"]:
+        parts.append(f"{counted_word(happened['storage'], 'failure')} of the storage")
     if happened["resizes"]:
         parts.append(counted_word(happened["resizes"], "resize"))
     if happened["driver"]:

@@ -92,7 +92,7 @@ class RunPaths:
 
     @property
     def system(self) -> Location:
-        """Folder with one file per look at how busy the nodes are."""
+        """Folder of the looks at how busy the nodes are."""
         return self.root / "system"
 
     @property
@@ -103,6 +103,11 @@ class RunPaths:
     def output(self, fence: int, who: str, kind: str) -> Location:
         """The file of a kind (`out`, `err`) of somebody's output during a start."""
         return self.outputs / f"{fence:04d}-{who}.{kind}"
+
+    @property
+    def profile(self) -> Location:
+        """Folder of the traces of steps, if they were asked for."""
+        return self.root / "profile"
 
     @property
     def summary(self) -> Location:

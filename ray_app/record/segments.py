@@ -12,8 +12,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
@@ -44,7 +44,7 @@ class StepRecord:
         step: Finished steps of the run, this one included.
         epoch: Epoch of the step, from 0.
         time_s: When it finished, seconds since 1970 (UTC).
-        loss: Mean loss per row over the global batch.
+        loss: Mean loss over the global batch.
         lr: Learning rate that the step used.
         grad_norm: L2 norm of the global gradient, before clipping.
         step_ms: Milliseconds since the previous step finished.
@@ -55,6 +55,8 @@ class StepRecord:
         generation: Which set of workers did it: number of the driver's start, a dot, number of the generation. When rank 0 is lost
             another rank may write the same execution of a step; it is told by this from one that was done again.
         skipped: Rows that were planned for the step and cannot be decoded; the planned rows are these and `rows`.
+        weight: What the means are over, if not over `rows`: the sum of the rows' weights.
+        metrics: The task's own metrics of the step, means as the loss.
     """
 
     step: int
@@ -70,9 +72,18 @@ class StepRecord:
     row_hash: list[int]
     generation: str
     skipped: int = 0
+    weight: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def over(self) -> float:
+        """What the means are over."""
+        return sum(self.rows) if self.weight is None else self.weight
 
 
-_COLUMNS = [field.name for field in fields(StepRecord)]
+_COLUMNS = [column.name for column in fields(StepRecord)]
+_IF_ANY: dict[str, Any] = {"weight": None, "metrics": {}}
+"""Columns that are left out of a segment with nothing but this in them."""
 
 
 def put_segment(paths: RunPaths, fence: int, records: list[StepRecord]) -> None:
@@ -195,7 +206,11 @@ def _put_joined(paths: RunPaths, parts: list[str], records: list[StepRecord], ma
 
 
 def _written(records: list[StepRecord]) -> bytes:
-    return json.dumps(versioned({name: [getattr(record, name) for record in records] for name in _COLUMNS})).encode()
+    columns = {name: [getattr(record, name) for record in records] for name in _COLUMNS}
+    for name, nothing in _IF_ANY.items():
+        if all(value == nothing for value in columns[name]):
+            del columns[name]
+    return json.dumps(versioned(columns)).encode()
 
 
 def _written_ns(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ class _Columns:
     def __init__(self) -> None:
         self.whole = {name: array("q") for name in _WHOLE}
         self.real = {name: array("d") for name in _REAL}
-        self.rows, self.generation = array("q"), array("i")
+        self.rows, self.generation, self.weight = array("q"), array("i"), array("d")
         self.numbers: dict[str, int] = {}
         self.names: list[str] = []
+        self.metrics: dict[str, array[float]] = {}
 
     def add(self, record: StepRecord) -> int:
         """Takes a record; returns its row."""
@@ -31,6 +33,11 @@ class _Columns:
             numbers.append(getattr(record, name))
         for name, values in self.real.items():
             values.append(getattr(record, name))
+        self.weight.append(math.nan if record.weight is None else record.weight)
+        for name in record.metrics.keys() - self.metrics.keys():
+            self.metrics[name] = array("d", [math.nan]) * len(self.rows)
+        for name, values in self.metrics.items():
+            values.append(record.metrics.get(name, math.nan))
         number = self.numbers.setdefault(record.generation, len(self.names))
         if number == len(self.names):
             self.names.append(record.generation)
@@ -40,7 +47,7 @@ class _Columns:
 
     def at(self, row: int) -> StepRecord:
         """The record in a row."""
-        whole, real = self.whole, self.real
+        whole, real, weight = self.whole, self.real, self.weight[row]
         return StepRecord(
             whole["step"][row],
             whole["epoch"][row],
@@ -55,6 +62,8 @@ class _Columns:
             [],
             self.names[self.generation[row]],
             whole["skipped"][row],
+            None if math.isnan(weight) else weight,
+            {name: values[row] for name, values in self.metrics.items() if not math.isnan(values[row])},
         )
 
 

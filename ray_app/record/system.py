@@ -1,14 +1,21 @@
-"""How busy the nodes were: one file per look at all of them, written by the driver, in an order that its name tells."""
+"""How busy the nodes were: one file per look at all of them, written by the driver, in an order that its name tells.
+
+Looks that follow each other are joined in one file, named as the last of them, and only then their files are removed; a look that is in two
+files because somebody was stopped in between counts once.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from ray_app.record.files import Location, names, put_json, read_all_json
+from ray_app.record.files import Location, names, put_atomic, put_json, read_all
 from ray_app.record.paths import RunPaths
 from ray_app.record.schema import known_fields, understood, versioned
+from ray_app.record.segments import FULL_BYTES, MOST_SMALL
+
+_FULL = "-full.json"
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,60 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
         paths: The run.
         after: Name of the last look that is not wanted; empty: all are.
         known: Names of others that are not.
+
+    Raises:
+        ConfigError: A file is damaged, or of a newer version.
+        OSError: The storage does not answer.
     """
-    wanted = sorted(name for name in names(paths.system) if name > after and name not in known)
-    files = [paths.system / name for name in wanted]
-    return {name: _look(file, value) for name, file, value in zip(wanted, files, read_all_json(files), strict=True)}
+    while True:
+        contents = _read(paths, [name for name in names(paths.system) if (last := _last(name)) > after and last not in known])
+        if all(contents):  # else some were joined meanwhile
+            found = {name: look for looks in contents for name, look in looks.items() if name > after and name not in known}
+            return dict(sorted(found.items()))
 
 
-def _look(file: Location, value: Any) -> Look:
-    with understood(file, value):
-        return known_fields(Look, value)
+def join_looks(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> None:
+    """Joins the looks of this start of the driver and those before it, if many files of them are not full.
+
+    Args:
+        paths: The run.
+        fence: Number of the driver's start.
+        full_bytes: A file of so many bytes is joined no more.
+
+    Raises:
+        ConfigError: A file is damaged, or of a newer version; all are left as they are.
+        OSError: The storage does not answer.
+    """
+    small = sorted(name for name in names(paths.system) if not name.endswith(_FULL) and int(name[:6]) <= fence)
+    if len(small) < MOST_SMALL:
+        return
+    contents = _read(paths, small)
+    if not all(contents):
+        return  # somebody else joins them
+    looks = {name: asdict(look) for content in contents for name, look in content.items()}
+    data = json.dumps(versioned({"looks": looks})).encode()
+    joined = small[-1].replace(".json", _FULL) if len(data) >= full_bytes else small[-1]
+    put_atomic(paths.system / joined, data)
+    for name in reversed(small):  # so that whoever lists them meanwhile and misses one finds that all after it are gone
+        if name != joined:
+            (paths.system / name).unlink(missing_ok=True)
+
+
+def _last(name: str) -> str:
+    """The name of the last look in a file."""
+    return name.replace(_FULL, ".json")
+
+
+def _read(paths: RunPaths, files: list[str]) -> list[dict[str, Look]]:
+    """The looks in files, by their names; none in one that is gone."""
+    places = [paths.system / name for name in files]
+    return [_looks(place, data) if data else {} for place, data in zip(places, read_all(places, missing=b""), strict=True)]
+
+
+def _looks(file: Location, data: bytes) -> dict[str, Look]:
+    values = None
+    with understood(file, values):
+        values = json.loads(data)
+    with understood(file, values):
+        joined = values.get("looks", {file.name: values})
+        return {name: known_fields(Look, look) for name, look in joined.items()}

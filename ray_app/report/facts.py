@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -15,8 +14,9 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, flatten
 from ray_app.errors import ConfigError
+from ray_app.record.ends import End, key_of, read_ends
 from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
-from ray_app.record.files import folders, read_all, read_json
+from ray_app.record.files import read_json
 from ray_app.record.history import goodput, world_sizes
 from ray_app.record.journal import Event, read_events
 from ray_app.record.lease import is_held
@@ -239,23 +239,16 @@ def _started_s(events: list[Event]) -> float:
 
 def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, before_s: float) -> Earlier | None:
     """The best of the runs next to this one; what is no finished run, or cannot be read, is passed over."""
-    storage = paths.root.parent
-    near = [RunPaths(storage / name) for name in folders(storage) if name != paths.name]
-    found: list[tuple[float, float, RunPaths, dict[str, Any]]] = []
-    for other, data in zip(near, read_all((run.summary for run in near), missing=b""), strict=True):
+    storage, key, sign = paths.root.parent, key_of(metric), -1 if mode == "max" else 1
+    near = [end for end in read_ends(storage) if end.metric == key and end.run != paths.name]
+    near = [end for end in near if math.isfinite(end.value) and end.ended_s <= before_s]
+    for end in sorted(near, key=lambda end: (sign * end.value, end.ended_s)):
+        other = RunPaths(storage / end.run)
         try:
-            summary = json.loads(data)
-            if summary["status"] not in ("finished", "stopped_early") or summary["best"]["metric"] != metric:
-                continue
-            value, ended_s = float(summary["best"]["value"]), float(summary["ended_s"])
-            if math.isfinite(value) and ended_s <= before_s:
-                found.append((-value if mode == "max" else value, ended_s, other, summary))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    for _, _, other, summary in sorted(found, key=lambda item: item[:2]):
-        try:
-            differs = _differing(read_config(other, with_defaults=True), config)
-            return Earlier(other.name, float(summary["best"]["value"]), int(summary["best"]["step"]), summary, differs, len(found))
+            summary = read_json(other.summary)
+            if End.of(end.run, summary) == end:
+                differs = _differing(read_config(other, with_defaults=True), config)
+                return Earlier(end.run, end.value, int(summary["best"]["step"]), summary, differs, len(near))
         except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("%s is not compared with: %s", other.root, error)
     return None

@@ -15,8 +15,10 @@ from ray_app.report.facts import Facts
 from ray_app.report.series import Point, finite, rates, sizes_over_time, smoothed, spans_powers, thinned
 
 WIDE, NARROW = 1010, 420
+_LAST = 100
 _SHAPES = {
     "failed": ("red", "cross"),
+    "storage_failed": ("red", "cross"),
     "preempted": ("purple", "diamond"),
     "resized": ("blue", "up"),
     "replaced": ("green", "up"),
@@ -52,7 +54,8 @@ def learning_figures(facts: Facts) -> list[Figure]:
     figures = [figure for figure in [_loss(facts)] if figure]
     for evaluator, found in [("", facts.evaluations), *facts.others.items()]:
         hidden = set() if evaluator else {"loss"}  # which stands beside that of the training
-        names = sorted({name for e in found for name in e.metrics} - hidden, key=lambda n: (n != facts.metric, n))
+        trained = set() if evaluator else _names(facts)
+        names = sorted({name for e in found for name in e.metrics} - hidden | trained, key=lambda n: (n != facts.metric, n))
         figures += [figure for figure in (_metric(facts, evaluator, found, name) for name in names) if figure]
     rate = finite((float(r.step), r.lr) for r in facts.records)
     if rate:
@@ -103,17 +106,23 @@ def _loss(facts: Facts) -> Figure | None:
     points = finite((float(r.step), r.loss) for r in facts.records)
     if not points:
         return None
-    lines = _with_mean("training", "blue", points)
-    legend = [("blue", "training")] if len(lines) == 1 else [("blue faint", "training, each step"), ("blue", "mean")]
-    evaluated = finite((float(e.step), e.metrics["loss"]) for e in facts.evaluations if "loss" in e.metrics)
-    if evaluated:
-        lines.append(Line("evaluation", "orange", evaluated, "dots"))
-        legend.append(("orange", "evaluation"))
+    lines, legend = _both(points, finite((float(e.step), e.metrics["loss"]) for e in facts.evaluations if "loss" in e.metrics))
     log = spans_powers([y for line in lines for _, y in line.points])
     left_out = len(facts.records) - len(points)
     note = f"{left_out:,} steps whose loss was NaN or infinite are left out." if left_out else ""
     wide, narrow = (line_chart(lines, Axis("loss"), Frame(width), height=250, log=log) for width in (WIDE, NARROW))
-    return Figure("Loss", f"mean per row{', logarithmic' if log else ''}", wide, narrow, legend, note)
+    mean = "mean per row" if facts.records[-1].weight is None else "mean by weight"
+    return Figure("Loss", f"{mean}{', logarithmic' if log else ''}", wide, narrow, legend, note)
+
+
+def _both(trained: Sequence[Point], evaluated: Sequence[Point]) -> tuple[list[Line], list[tuple[str, str]]]:
+    """The curves of training and evaluation, and their legend."""
+    lines = _with_mean("training", "blue", trained)
+    legend = [("blue", "training")] if len(lines) == 1 else [("blue faint", "training, each step"), ("blue", "mean")]
+    if evaluated:
+        lines.append(Line("evaluation", "orange", evaluated, "dots"))
+        legend.append(("orange", "evaluation"))
+    return lines, legend
 
 
 def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
@@ -123,18 +132,38 @@ def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
 
 
 def _metric(facts: Facts, evaluator: str, found: list[Evaluation], name: str) -> Figure | None:
-    """A metric of an evaluator; the run's own has no name."""
+    """A metric of an evaluator; the run's own has no name, and stands beside the task's own metric of the training steps."""
     points = finite((float(e.step), e.metrics[name]) for e in found if name in e.metrics)
+    if not evaluator and name in _names(facts):
+        return _own(facts, name, points)
     if not points:
         return None
-    best = facts.best if name == facts.metric and not evaluator else None
-    marks = [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")] if best else []
-    unit = f"on {found[-1].rows:,} held-out rows" + (", best ◆" if best else "")
+    marks = [] if evaluator else _best(facts, name)
+    unit = f"on {found[-1].rows:,} held-out rows" + (", best ◆" if marks else "")
     return Figure(
         f"Evaluation{evaluator and f' {evaluator}'}: {name.replace('_', ' ')}",
         unit,
         line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks),
     )
+
+
+def _names(facts: Facts) -> set[str]:
+    """The task's own metrics of the training steps; those of the last ones, since turns have different ones."""
+    return {name for record in facts.records[-_LAST:] for name in record.metrics}
+
+
+def _own(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure:
+    """A metric of the task's own, of every training step, with that of the evaluations if they have it."""
+    lines, legend = _both(finite((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics), evaluated)
+    marks = _best(facts, name)
+    chart = line_chart(lines, Axis(name), Frame(), marks=marks)
+    return Figure(name.replace("_", " ").capitalize(), "mean" + (", best ◆" if marks else ""), chart, legend=legend)
+
+
+def _best(facts: Facts, name: str) -> list[Mark]:
+    """The mark of the best evaluation, if it is the best by this metric."""
+    best = facts.best if name == facts.metric else None
+    return [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")] if best else []
 
 
 def _over_time(facts: Facts, title: str, unit: str, draw: Callable[[Frame], Markup]) -> Figure:
@@ -147,7 +176,7 @@ def _lanes(facts: Facts) -> list[Lane]:
     """A lane for every kind of thing that happened."""
     kinds = {
         "starts": ("started",),
-        "failures": ("failed",),
+        "failures": ("failed", "storage_failed"),
         "preemptions": ("preempted",),
         "resizes": ("resized", "replaced"),
     }
@@ -191,6 +220,7 @@ def described(event: Event) -> str:
         "formed": f"{details.get('workers')} workers step together from step {details.get('step')}",
         "workers": f"{details.get('workers')} workers start",
         "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left: {_reasons(details.get('errors'))}",
+        "storage_failed": f"the storage failed{step}, {details.get('left')} workers left: {_reasons(details.get('errors'))}",
         "preempted": f"preemption {details.get('number')}{step}: {details.get('workers')} workers had to leave",
         "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}: {details.get('reason')}",
         "replaced": f"lost workers replaced, {details.get('before')} to {details.get('after')}{step}",
@@ -205,6 +235,7 @@ def described(event: Event) -> str:
         "stacks": f"worker {details.get('rank')} held the others up{step}, while {details.get('doing')}",
         "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
         "left": f"rank 0 left{step}",
+        "profiled": f"steps {details.get('first')} to {details.get('step')} traced: {details.get('file')}",
     }
     reason = f": {details['reason']}" if details.get("reason") else ""
     return texts.get(event.kind, f"{event.kind.replace('_', ' ')}{step}{reason}")

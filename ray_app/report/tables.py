@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ray_app.record.history import count, recoveries
+from ray_app.record.history import count, recoveries, restarts
 from ray_app.report.axes import seconds
 from ray_app.report.facts import Facts
 from ray_app.report.figures import described
@@ -50,7 +50,7 @@ def budgets(facts: Facts) -> list[Budget]:
 
 def counters(facts: Facts) -> list[tuple[str, str, str]]:
     """What has no budget, over all starts: name, number and a note."""
-    events = facts.events
+    events, happened = facts.events, restarts(facts.events)
     waits = recoveries(events, facts.in_time)
     back = ", ".join(seconds(wait) for wait in waits[:12]) + (f" and {len(waits) - 12} more" if len(waits) > 12 else "")
     return [
@@ -58,7 +58,8 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
         ("recoveries", f"{len(waits):,}", f"seconds from a loss to the next finished step: {back}" if waits else ""),
         ("resizes", f"{count(events, 'resized'):,}", ""),
         ("workers replaced", f"{count(events, 'replaced'):,}", "after failures"),
-        ("driver restarts", f"{max(0, count(events, 'started') - 1):,}", ""),
+        ("failures of the storage", f"{happened['storage']:,}", "charged to no budget"),
+        ("driver restarts", f"{happened['driver']:,}", ""),
         ("checkpoints", f"{count(events, 'checkpointed'):,}", "committed"),
         ("checkpoint writes", f"{count(events, 'write_retried'):,}", f"retried; {count(events, 'write_failed'):,} failed for good"),
         ("fallbacks", f"{count(events, 'fallback'):,}", "checkpoints passed over as damaged"),

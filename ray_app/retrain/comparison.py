@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.config.sections import EvaluateSection
-from ray_app.data.dataset.arrays import from_column
+from ray_app.data.dataset.arrays import Columns
 from ray_app.data.feed.memory_cache import fetch_at_once
 from ray_app.data.read.reader import RowSource, specs_of
 from ray_app.errors import ConfigError, own_error
@@ -28,6 +28,7 @@ from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.task.base import Batch, Task
+from ray_app.task.ragged import Arrays
 from ray_app.task.scoring import Chunk, score
 
 if TYPE_CHECKING:
@@ -144,14 +145,13 @@ def run_packaged(inputs: list[str], model: nn.Module, batch: Batch) -> Any:
     return model(*(batch[name] for name in inputs))
 
 
-def _arrays(request: Request) -> dict[str, npt.NDArray]:
-    """The decoded rows of a request, each field of shape (rows, ...)."""
+def _arrays(request: Request) -> Arrays:
+    """The decoded rows of a request."""
     source = request.source
-    parts: dict[str, list[npt.NDArray]] = {name: [] for name in source.fields}
+    columns = Columns(source.fields, sum(segment.rows for segment in request.segments))
     for table in fetch_at_once(source.reader, specs_of(source.manifest, request.segments, source.task_rows)):
-        for name, spec in source.fields.items():
-            parts[name].append(from_column(table.column(name), spec).copy())
-    arrays = {name: np.concatenate(found) for name, found in parts.items()}
+        columns.add(table)
+    arrays = columns.all()
     return arrays if request.chosen is None else {name: values[request.chosen] for name, values in arrays.items()}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import from_column, spec_of
+from ray_app.data.dataset.arrays import fixed, spec_of
 from ray_app.data.dataset.dataset import Dataset
 from ray_app.data.dataset.files import parquet, unusable
 from ray_app.plan.keyed import hash_array, key
@@ -166,9 +166,9 @@ def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDA
     """What is looked at of some rows of a column, each of shape (rows,), by name."""
     spec = spec_of(item)
     if spec is not None:
-        if not len(values) or np.dtype(spec.dtype).kind not in "biuf":
+        if not len(values) or spec.padding is not None or np.dtype(spec.dtype).kind not in "biuf":
             return []
-        rows = from_column(values, spec).reshape(len(values), -1).astype(np.float64)
+        rows = fixed(values, spec).reshape(len(values), -1).astype(np.float64)
         return [(f"{item.name} (mean)", rows.mean(1)), (f"{item.name} (std)", rows.std(1))]
     if pa.types.is_integer(item.type) or pa.types.is_floating(item.type) or pa.types.is_boolean(item.type):
         return [(item.name, values.drop_null().to_numpy().astype(np.float64))]

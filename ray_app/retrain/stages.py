@@ -16,7 +16,8 @@ from ray_app.data.dataset.dataset import open_dataset
 from ray_app.errors import DataError, RegistryError, StorageError
 from ray_app.models.registry import champion_of, promote
 from ray_app.models.versions import Version, log_figures, tag, version_of
-from ray_app.record.files import put_json, read_json
+from ray_app.record.ends import put_summary
+from ray_app.record.files import read_json
 from ray_app.record.paths import RunPaths
 from ray_app.retrain.champion import KEY_TAG, package
 from ray_app.retrain.comparison import MOST_BLOCKS, score_packages
@@ -98,7 +99,7 @@ class Stages:
         job = prepare(self._config).job
         done = register_best(job, self._now.model, self._now.uri, {KEY_TAG: self._round.key}, first_serves=False)
         model = {"name": done.name, "version": done.version, "aliases": list(done.aliases)}
-        put_json(job.paths.summary, read_json(job.paths.summary) | {"model": model})
+        put_summary(job.paths, read_json(job.paths.summary) | {"model": model})
         return {"version": done.version, "params_digest": version_of(self._now.client, done.name, done.version).params_digest}
 
     def judge(self) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ray
 from rich.console import Console
 
+from ray_app.cluster.labels import Node, labelled
+from ray_app.config.config import Config
 from ray_app.record.journal import read_events
 from ray_app.record.redact import redact
 from ray_app.runs.prepare import Prepared
@@ -40,7 +42,7 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
     for doubt in prepared.doubts:
         console.print(f"Warning: {doubt}", markup=False, highlight=False, soft_wrap=True)
     passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
-    capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.max_workers else ""
+    capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.most_workers else ""
     where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}"
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch{passes},"
@@ -52,10 +54,26 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
     if (classes := job.plan.classes) is not None:
         console.print(f"balanced: in each pass every one of {len(classes.totals)} classes is used {classes.totals.max():,} times")
     nodes = ray.nodes() if ray.is_initialized() else []
+    if idle := idle_gpus(config, max_workers, nodes):
+        console.print(f"Warning: {idle}", markup=False, highlight=False, soft_wrap=True)
     if len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) > 1:
         console.print(
             "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how to shorten it."
         )
+
+
+def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
+    """What to say of GPUs of the cluster that neither these workers nor the evaluator use; None where there are none."""
+    scaling, evaluate = config.scaling, config.evaluate
+    has = sum(node["Resources"].get("GPU", 0.0) for node in labelled(nodes, scaling.label_selector))
+    evaluator = evaluate.num_gpus if config.data.eval_path is not None and evaluate.where == "actor" else 0
+    idle = int(has - workers * scaling.gpus_per_worker - evaluator)
+    if idle < 1:
+        return None
+    advice = "Raise scaling.max_workers (all: as many as fit), or leave them to others."
+    if not scaling.gpus_per_worker:
+        advice = "This run computes on CPUs; set scaling.gpus_per_worker to 1 to train on GPUs."
+    return f"{idle} of the {has:g} GPUs of the cluster are not used by this run. {advice}"
 
 
 def say_changed_environment(console: Console, job: Job) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+import torch
 
+from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.labels import Node, known_labels, labelled
 from ray_app.cluster.search_path import job_config, search_path
 from ray_app.cluster.token import require_token
@@ -17,6 +19,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 
 _READING_CPUS = 1
+_ANY = 1_000_000
 
 
 def needs_cluster(config: Config) -> bool:
@@ -42,8 +45,7 @@ def cluster(config: Config) -> Iterator[bool]:
         yield True
         return
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-    address = config.run.ray_address or os.environ.get("RAY_ADDRESS")
-    if address:
+    if address := _address(config):
         ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
         try:
             yield False
@@ -57,7 +59,7 @@ def cluster(config: Config) -> Iterator[bool]:
     ):  # with a `runtime_env` the processes that Ray starts in advance would be of no use
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.max_workers))),
+            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.most_workers))),
             include_dashboard=False,
             logging_level=logging.WARNING,
             log_to_driver=False,
@@ -66,6 +68,11 @@ def cluster(config: Config) -> Iterator[bool]:
         yield True
     finally:
         ray.shutdown()
+
+
+def _address(config: Config) -> str | None:
+    """The cluster to join, if there is one."""
+    return config.run.ray_address or os.environ.get("RAY_ADDRESS")
 
 
 @contextmanager
@@ -102,6 +109,45 @@ def _wanted_cpus(config: Config, workers: int) -> float:
     return workers * each + reserved_cpus(config)
 
 
+def counted(config: Config) -> Config:
+    """With a number of workers in place of `scaling.max_workers: all`: as many as the cluster that the run would join has room for, or may
+    grow to; on one of its own as many as this machine has cores, or GPUs.
+
+    Raises:
+        ConfigError: Not even `min_workers` fit.
+    """
+    scaling = config.scaling
+    if scaling.max_workers != "all":
+        return config
+    most = config.replace(scaling__max_workers=scaling.logical_workers or _ANY)
+    if config.train.strategy == "single" or ray.is_initialized() or _address(config):
+        with cluster(config):
+            there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
+            return most.replace(scaling__max_workers=workers_that_fit(most, *there))
+    gpus = torch.cuda.device_count() - (config.evaluate.num_gpus if _has_evaluator(config) else 0)
+    has, each = (gpus, scaling.gpus_per_worker) if scaling.gpus_per_worker else (os.cpu_count() or 1, scaling.cpus_per_worker)
+    return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(has // each), most.scaling.most_workers)))
+
+
+def _refuse_unlabelled(config: Config, nodes: list[Node]) -> None:
+    """Refuses selectors of the evaluator and of parameter servers that no node carries which has what one of them reserves.
+
+    Raises:
+        ConfigError: Ray would wait for such a node for ever.
+    """
+    evaluate, train = config.evaluate, config.train
+    needed = [("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus)] if _has_evaluator(config) else []
+    if train.strategy == "parameter_server":
+        needed.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
+    for field, selector, cpus, gpus in needed:
+        carrying = labelled(nodes, selector, field) if selector else []
+        if selector and not any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in carrying):
+            raise ConfigError(
+                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labelled so; the labels are {known_labels(nodes)}."
+                " Start a node with `ray start --labels name=value`, or choose other labels."
+            )
+
+
 def _workers_on(config: Config, nodes: list[Node]) -> int:
     """How many workers the nodes that carry the labels of `scaling.label_selector` have room for.
 
@@ -117,7 +163,7 @@ def _workers_on(config: Config, nodes: list[Node]) -> int:
         )
     needs = [(name, each) for name, each in (("CPU", scaling.cpus_per_worker), ("GPU", scaling.gpus_per_worker)) if each]
     if not needs:
-        return scaling.max_workers
+        return scaling.most_workers
     return sum(int(min(node["Resources"].get(name, 0.0) // each for name, each in needs)) for node in carrying)
 
 
@@ -137,12 +183,14 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
         return 1
     scaling = config.scaling
     cpus, gpus = (max(resources.get(name, 0.0), (most or {}).get(name, 0.0)) for name in ("CPU", "GPU"))
-    room = [float(scaling.max_workers)]
+    room = [float(scaling.most_workers)]
     free_cpus = cpus - reserved_cpus(config)
     evaluator_gpus = config.evaluate.num_gpus if _has_evaluator(config) else 0
     for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
         room.append(0 if free < 0 else free // each if each else float("inf"))
     workers = int(min(room))
+    if most is None:
+        _refuse_unlabelled(config, nodes)
     if scaling.label_selector and most is None:
         on_labelled = _workers_on(config, nodes)
         if on_labelled < scaling.min_workers:

@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, get_loader, set_loader
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.checks import check
 from ray_app.config.config import SECTIONS, Config, from_dict
+from ray_app.config.optimizers import TurnSpec
 from ray_app.errors import ConfigError
 from ray_app.record.redact import guard, redact
 from ray_app.runs.refusals import explained
 from ray_app.runs.yaml_files import refuse_bad_files
 from ray_app.task.base import Task
 
+_GROUPS = "groups"
+"""Stands beside `class_path` and `init_args` of an optimizer; the parser has it among the latter."""
 _TRAINS = "Trains a model on a Ray cluster of any size; the number of workers does not change the result."
 
 
@@ -83,10 +86,20 @@ def parse_more(
         parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *given])
     except ArgumentError as error:
         raise ConfigError(f"The configuration is refused: {explained(str(error), _fields(SECTIONS | more))}") from error
-    values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False)) or {}
+    try:
+        dumped = parser.dump(parsed, skip_default=True, skip_unset=False)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:  # it imports every class_path below init_args
+        raise ConfigError(f"The configuration is refused: a class_path below init_args cannot be imported: {error}.") from error
+    values = yaml.safe_load(dumped) or {}
+    groups = (values["optimizer"].get("init_args") or {}).pop(_GROUPS, None)
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
             values[name] = _as_set(values[name])
+    values["optimizer"][_GROUPS] = groups
+    if any("class_path" not in given for given in values.get("observers") or []):
+        raise ConfigError("The configuration is refused: observers is a list of class_path and init_args; one has no class_path.")
+    if values.get("optimizers"):
+        values["optimizers"] = {name: _turn(name, given) for name, given in values["optimizers"].items()}
     made = {name: section(**values.pop(name, {})) for name, section in more.items()}
     config = from_dict(values)
     check(config)
@@ -122,7 +135,10 @@ class Parser(ArgumentParser):
         """See `ArgumentParser.add_class_arguments`."""
         if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
             kwargs["skip"] = {"optimizer", *kwargs.get("skip", ())}
-        return super().add_class_arguments(theclass, *args, **kwargs)
+        added = super().add_class_arguments(theclass, *args, **kwargs)
+        if isinstance(theclass, type) and issubclass(theclass, Optimizer):
+            self.add_argument(f"--{_GROUPS}", type=list[dict[str, Any]] | None, default=None)
+        return added
 
 
 def _guard_given(arguments: Sequence[str]) -> None:
@@ -140,8 +156,10 @@ def _guard_given(arguments: Sequence[str]) -> None:
 
 
 def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
+    set_loader("ray_app", _loaded, (yaml.YAMLError,))
     parser = Parser(
         prog=prog,
+        parser_mode="ray_app",
         usage=f"{prog} --config FILE [--SECTION.FIELD VALUE ...]",
         description=description,
         exit_on_error=exit_on_error,
@@ -158,10 +176,51 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
     parser.add_subclass_arguments(
         LRScheduler, "schedule", instantiate=False, help="Learning-rate schedule, moved after every step; default none."
     )
+    parser.add_argument(
+        "--optimizers",
+        type=dict[str, dict[str, Any]] | None,
+        default=None,
+        help="Optimizers by name that take turns: class_path, init_args, groups, parameters, steps, schedule.",
+    )
+    parser.add_argument(
+        "--observers",
+        type=list[dict[str, Any]] | None,
+        default=None,
+        help="Classes, derived from ray_app.Observer, that the driver tells what happens: class_path and init_args of each.",
+    )
     parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
     for name, section in sections.items():
         parser.add_class_arguments(section, name)
     return parser
+
+
+def _turn(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """One of several optimizers, its class and schedule checked as those of a single one are."""
+    field, known = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
+    if unknown := given.keys() - set(known):
+        raise ConfigError(f"The configuration is refused: {field} has {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
+    parser = Parser(exit_on_error=False, parser_mode="ray_app")
+    parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False)
+    parser.add_subclass_arguments(LRScheduler, "schedule", instantiate=False)
+    init_args = {**(given.get("init_args") or {}), _GROUPS: given.get(_GROUPS)}
+    spec: dict[str, Any] = {"optimizer": {"class_path": given.get("class_path"), "init_args": init_args}}
+    try:
+        parsed = parser.parse_object(spec | ({"schedule": given["schedule"]} if given.get("schedule") else {}))
+    except ArgumentError as error:
+        raise ConfigError(f"The configuration is refused: of {field}: {explained(str(error), ['optimizer', 'schedule'])}") from error
+    values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False))
+    groups = values["optimizer"]["init_args"].pop(_GROUPS, None)
+    rest = {key: given[key] for key in ("parameters", "steps") if key in given}
+    return {**_as_set(values["optimizer"]), _GROUPS: groups, "schedule": _as_set(values.get("schedule")), **rest}
+
+
+def _loaded(text: str) -> Any:
+    """YAML as the parser reads it."""
+    found = get_loader("yaml")(text)
+    optimizer = found.get("optimizer") if isinstance(found, dict) else None
+    if isinstance(optimizer, dict) and optimizer.keys() >= {"class_path", _GROUPS}:
+        optimizer["init_args"] = {**(optimizer.get("init_args") or {}), _GROUPS: optimizer.pop(_GROUPS)}
+    return found
 
 
 def _fields(sections: dict[str, type]) -> list[str]:

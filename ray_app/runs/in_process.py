@@ -20,7 +20,8 @@ from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.trainer import Start, fit
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import LeaseLostError, own_error
-from ray_app.record.files import poll_s, put_json
+from ray_app.record.ends import put_summary
+from ray_app.record.files import poll_s
 from ray_app.record.journal import put_event
 from ray_app.record.lease import Lease, acquire
 from ray_app.record.redact import redact
@@ -36,7 +37,7 @@ from ray_app.runs.outcome.report import report_end
 from ray_app.runs.outcome.result import Result
 from ray_app.runs.outcome.summary import Status, newest_commit, summarize
 from ray_app.runs.prepare import Prepared, claim, prepare
-from ray_app.runs.recorders import make_board, make_sampler, make_tracker
+from ray_app.runs.recorders import make_board, make_observers, make_sampler, make_tracker, observers_of
 from ray_app.runs.signals import stopping_at_signals
 from ray_app.runs.storage import check_storage
 from ray_app.track.board import Board, check_board
@@ -48,6 +49,7 @@ from ray_app.train.job import Job
 from ray_app.train.keep.restoring import note_fallback
 from ray_app.version import __version__
 from ray_app.watch.console import RunConsole, print_end
+from ray_app.watch.observer import Observers
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
         check_available(config)
     check_board(config)
     check_storage(config)
+    observers_of(config)
     prepared = prepare(config)
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
@@ -162,11 +165,12 @@ class Run:
         facts = {"max_workers": self._max_workers, "total_steps": job.total_steps, "version": __version__}
         put_event(job.paths, "started", job.fence, metric=metric, mode=mode, **facts)
         tracker, board = make_tracker(job), make_board(job)
+        observers = make_observers(job)
         for recording in (tracker, board):
             if recording is not None:
                 recording.start()
         try:
-            with ExitStack() as stack:
+            with observers.watching(), ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
                 if self._sampler is not None:
                     stack.enter_context(self._sampler)
@@ -182,9 +186,9 @@ class Run:
             self._interrupted.set()
         except Exception as error:
             self._error = self._error or own_error(error)
-        return self._end(tracker, board)
+        return self._end(tracker, board, observers)
 
-    def _end(self, tracker: Tracker | None, board: Board | None) -> Result:
+    def _end(self, tracker: Tracker | None, board: Board | None, observers: Observers) -> Result:
         """Says, in all places, what came of the run; nothing at all if it belongs to another driver by now."""
         job = self.job
         self._error = self._lease.lost or self._error
@@ -207,6 +211,7 @@ class Run:
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:
                 try_to_register(job)
             summary = _patiently(lambda: self._put_summary(status))  # with what MLflow calls the run and its model
+        observers.ended(status, summary)
         say_changed_environment(self._console, job)
         print_end(self._console, job, summary, facts, redact(default_tracking_uri(self._config)) if tracker is not None else None)
         if self._error is not None:
@@ -220,7 +225,7 @@ class Run:
 
     def _put_summary(self, status: Status) -> dict[str, Any]:
         summary = summarize(self.job, status)
-        put_json(self.job.paths.summary, summary)
+        put_summary(self.job.paths, summary)
         return summary
 
     def _is_complete(self) -> bool:
@@ -247,7 +252,7 @@ class Run:
         job, start = self.job, start_actors(stack, self.job, self._faults.train)
         rendezvous = start.rendezvous
         thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
-        with RunConsole(job, self._config.scaling.max_workers, self._progress, following.waiting) as shown:
+        with RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting) as shown:
             thread.start()
             told, looked_s = False, time.monotonic()
             while thread.is_alive():

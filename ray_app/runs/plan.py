@@ -36,6 +36,7 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
         data.last_batch == "keep",
         data.shard,
         classes,
+        data.by_length,
     )
     if not plan.steps_per_epoch:
         raise DataError(

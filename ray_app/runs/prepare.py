@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ray_app.config.checks import check
-from ray_app.config.config import Config, digest, refuse_other_config, result_fields
-from ray_app.data.dataset.arrays import spec_like
+from ray_app.config.config import Config, digest
+from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.read.reader import Reader, RowSource, first_row, probe, rows_per_task
+from ray_app.data.read.first import first_row, probe, specs_like
+from ray_app.data.read.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError, StorageError
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.record.evaluations import read_scores
@@ -24,12 +25,15 @@ from ray_app.record.files import location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.record.stored_config import as_given, parsed, read_manifest
+from ray_app.runs.cluster import counted
 from ray_app.runs.code import Code, changed_code, code_of, completed, put_code
+from ray_app.runs.growing import refuse_other_run
 from ray_app.runs.initial import find_beginning
 from ray_app.runs.plan import classes_of, make_plan, mixing_doubts, refuse_other_classes
 from ray_app.runs.reconfigured import put_config, reconfigure
 from ray_app.runs.rehearsal import rehearse
-from ray_app.task.base import Rows, Task
+from ray_app.task.base import Task
+from ray_app.task.ragged import Arrays
 from ray_app.task.scoring import combine, score
 from ray_app.train.job import Job
 from ray_app.train.state.state import load_class
@@ -100,6 +104,9 @@ def prepare(config: Config) -> Prepared:
     config = config if config.run.name else config.replace(run__name=new_run_name())
     paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
     before = _stored_config(paths)
+    if config.scaling.max_workers == "all":
+        config = config.replace(scaling__max_workers=before.scaling.max_workers) if before else counted(config)
+        check(config)
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check(config)
@@ -110,11 +117,12 @@ def prepare(config: Config) -> Prepared:
     code, changed = code_of(config), list[str]()
     if before is not None:
         stored = read_manifest(paths).digest
-        refuse_other_config(paths.name, result_fields(before, stored), result_fields(config, plan.manifest.digest))
+        refuse_other_run(paths.name, before, stored, config, plan)
         refuse_other_classes(paths, plan)
         changed = changed_code(paths, config, code)
     row = training_row(config, dataset, task)
-    fields = {name: spec_like(values) for name, values in row.items()}
+    fields = specs_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
+    _refuse_cache(config, task, fields)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
     if config.train.init_from is not None:
@@ -136,7 +144,31 @@ def prepare(config: Config) -> Prepared:
     )
 
 
-def training_row(config: Config, dataset: Dataset, task: Task) -> Rows:
+def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> None:
+    """Refuses what the decoded rows do not allow.
+
+    Raises:
+        ConfigError: A cache cannot hold them, or `data.by_length` is none of their fields.
+    """
+    ragged = sorted(name for name, spec in fields.items() if spec.padding is not None)
+    if config.data.by_length is not None and config.data.by_length not in ragged:
+        raise ConfigError(
+            f"data.by_length is {config.data.by_length!r}; the decoded fields whose rows have different lengths are"
+            f" {', '.join(ragged) or 'none'}. Name one of them, or leave it out."
+        )
+    if config.data.cache != "none" and task.decodes_by_epoch:
+        raise ConfigError(
+            f"data.cache is {config.data.cache}, but {type(task).__name__} decodes a row another way in every epoch, which a"
+            " cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
+        )
+    if config.data.cache == "disk" and ragged:
+        raise ConfigError(
+            f"data.cache is disk, which holds rows of one size; those of {', '.join(ragged)} have different ones. Set data.cache to memory"
+            " or none."
+        )
+
+
+def training_row(config: Config, dataset: Dataset, task: Task) -> Arrays:
     """The first row to train on that can be decoded, each field of shape (1, ...).
 
     Raises:

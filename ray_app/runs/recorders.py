@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ray
 
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
 from ray_app.runs.code import completed
 from ray_app.runs.outcome.summary import newest_commit
 from ray_app.track.board import Board
 from ray_app.track.client import DataSet
 from ray_app.track.runs import Tracker, run_tags
 from ray_app.train.job import Job
+from ray_app.train.state.state import load_class
+from ray_app.watch.observer import Observer, Observers
 from ray_app.watch.sampler import NodeSampler
 
 
@@ -28,6 +32,30 @@ def make_tracker(job: Job) -> Tracker | None:
 def make_board(job: Job) -> Board | None:
     """What writes TensorBoard's event files, to be started; None if they are not wanted."""
     return Board(job.paths, job.config) if job.config.tracking.tensorboard else None
+
+
+def make_observers(job: Job) -> Observers:
+    """Who is told what happens, to be entered."""
+    return Observers(job, observers_of(job.config))
+
+
+def observers_of(config: Config) -> list[Observer]:
+    """Makes the observers that a configuration names.
+
+    Raises:
+        ConfigError: One cannot be made.
+    """
+    made = []
+    for spec in config.observers or []:
+        try:
+            made.append(load_class(spec)(**spec.init_args))
+        except Exception as error:
+            raise ConfigError(
+                f"observers has {spec.class_path!r} with init_args {spec.init_args}, which cannot be made: {error}."
+            ) from error
+        if not isinstance(made[-1], Observer):
+            raise ConfigError(f"observers has {spec.class_path!r}, which is no subclass of ray_app.Observer. Derive it from that.")
+    return made
 
 
 def make_sampler(job: Job) -> NodeSampler | None:

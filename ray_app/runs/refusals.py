@@ -61,7 +61,8 @@ def _of_class(field: str, message: str) -> str | None:
     elif found := _NO_SUBCLASS.search(message):
         told = f"{field}.class_path is {found[1]!r}, which is no subclass of {wanted}. Derive it from that, or name one."
     elif "Not a valid subclass of" in message:
-        told = f"{field} has class_path and init_args, and nothing else; look at the names of its keys."
+        keys = "class_path, init_args and groups" if field == "optimizer" else "class_path and init_args"
+        told = f"{field} has {keys}, and nothing else; look at the names of its keys."
     elif named and (why := _missing(named[-1], _BASES[field])):
         told = f"{field}.{why}"
     elif named and (value := _VALUE.search(message)):
@@ -72,6 +73,8 @@ def _of_class(field: str, message: str) -> str | None:
 
 
 def _of_value(class_path: str, name: str, given: str) -> str | None:
+    if name == "groups":
+        return f"optimizer.groups is {given}; it must be a list of mappings, each with names and options, such as weight_decay: 0.0."
     try:
         wanted = inspect.signature(_get(class_path)).parameters[name].annotation
     except Exception:  # it cannot be looked into

@@ -5,29 +5,30 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ray_app.config.config import Config
+from ray_app.config.optimizers import OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
 from ray_app.task.base import Task
+from ray_app.task.losses import of_rows, summed
 from ray_app.task.own_code import own_code
+from ray_app.task.ragged import Arrays, to_batch, twice
 from ray_app.task.scoring import score
 from ray_app.train.job import Job
 from ray_app.train.keep.snapshots import refuse_if_too_big
 from ray_app.train.state.state import TrainingState, load_class
-from ray_app.train.step.step import refuse_if_not_per_row
+from ray_app.train.state.turns import TurnSchedules
 from ray_app.train.strategies.parameter_server.layout import Layout
 
 _NEEDS_MORE = re.compile("closure|dense")
 """What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
 
 
-def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] | None) -> None:
+def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
     """Makes model, optimizer and schedule once and takes a row through all of the task, to refuse before the start what cannot work.
 
     Args:
@@ -43,7 +44,7 @@ def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] |
         with torch.random.fork_rng(devices=[]), own_code(lambda: "making model, optimizer and schedule"):
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             state.begin(initial)
-            _try_task(job, state, {name: np.concatenate([values, values]) for name, values in row.items()})
+            _try_task(job, state, {name: twice(values) for name, values in row.items()})
     except TaskError as error:
         raise ConfigError(
             f"A trial with one row failed: {error}\nCheck the task, task.init_args, optimizer and schedule; tried were"
@@ -51,30 +52,38 @@ def rehearse(job: Job, row: dict[str, npt.NDArray], initial: dict[str, Tensor] |
             + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
         ) from error
     if type(task).apply_gradients is Task.apply_gradients:
-        _try_optimizer(config, state.model)
+        for spec in config.optimizers.values() if config.optimizers else [config.optimizer]:
+            _try_optimizer(config, spec, state.model)
     if config.checkpoint.snapshot_every_steps is not None:
         refuse_if_too_big(state.model, psutil.virtual_memory().available)
     if config.train.strategy == "parameter_server":
-        Layout(state.model, config.train)
+        Layout(state.model, state.optimizer, config.train)
         if type(task).apply_gradients is not Task.apply_gradients:
             raise ConfigError(
                 f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients"
                 " moves the whole. Use another strategy, or leave that method out."
             )
-    if config.train.strategy in ("local_sgd", "parameter_server") and len(state.optimizer.param_groups) > 1:
+    made, asked = len(state.optimizer.param_groups), len(config.optimizer.groups or [])
+    if config.train.strategy in ("local_sgd", "parameter_server") and made > 1 + asked:
         raise ConfigError(
-            f"optimizer.class_path {config.optimizer.class_path} makes {len(state.optimizer.param_groups)} groups of parameters, which"
-            f" train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or central_storage, or one group."
+            f"optimizer.class_path {config.optimizer.class_path} makes {made} groups of parameters by itself, which"
+            f" train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or central_storage, or optimizer.groups."
         )
-    if isinstance(state.schedule, ReduceLROnPlateau):
+    schedules: list[tuple[LRScheduler | None, int]]
+    if isinstance(state.schedule, TurnSchedules):
+        schedules = [(each, state.schedule.moves[turn]) for turn, each in state.schedule.schedules.items()]
+    else:
+        schedules = [(state.schedule, job.total_steps)]
+    if any(isinstance(schedule, ReduceLROnPlateau) for schedule, _ in schedules):
         raise ConfigError(
-            "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
+            "A schedule's class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
             " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
         )
-    _check_steps(state.schedule, job.total_steps)
+    for schedule, moves in schedules:
+        _check_steps(schedule, moves)
 
 
-def _try_task(job: Job, state: TrainingState, rows: dict[str, npt.NDArray]) -> None:
+def _try_task(job: Job, state: TrainingState, rows: Arrays) -> None:
     """Takes two rows through training and evaluation, as workers and evaluator will; the metrics' values are not asked for.
 
     Raises:
@@ -83,13 +92,15 @@ def _try_task(job: Job, state: TrainingState, rows: dict[str, npt.NDArray]) -> N
     """
     task, count = job.task, len(next(iter(rows.values())))
     with own_code(lambda: "training on two rows"):
-        fields = task.augment({name: torch.from_numpy(values) for name, values in rows.items()}, torch.arange(count))
-        refuse_if_not_per_row(task, task.training_loss(state.model, fields), count)
+        fields = task.augment(to_batch(rows), torch.arange(count))
+        for turn in state.turns.optimizers if state.turns is not None else [None]:
+            losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)
+            summed(task, of_rows(task, losses, count))
     if job.config.data.eval_path is None:
         return
     list(score(task, state.model, rows, count, torch.device("cpu")))
     with own_code(lambda: "predicting two rows"), torch.inference_mode():
-        task.predictions(task.forward(state.model, {name: torch.from_numpy(values) for name, values in rows.items()}))
+        task.predictions(task.forward(state.model, to_batch(rows)))
 
 
 def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
@@ -108,7 +119,7 @@ def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
         )
 
 
-def _try_optimizer(config: Config, model: nn.Module) -> None:
+def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> None:
     """Moves a copy of the smallest parameter by a gradient of zeros, on a GPU if the workers have one and there is one here.
 
     Raises:
@@ -120,12 +131,12 @@ def _try_optimizer(config: Config, model: nn.Module) -> None:
     tried = nn.Parameter(torch.zeros_like(least, device="cuda" if on_gpus and is_as_there else "cpu"))
     tried.grad = torch.zeros_like(tried)
     try:
-        load_class(config.optimizer)([tried], **config.optimizer.init_args).step()
+        load_class(spec)([tried], **spec.init_args).step()
     except Exception as error:
         if not (is_as_there or _NEEDS_MORE.search(str(error))):  # it may be that it works on GPUs only
             return
         said = f"{type(error).__name__}: {error}".rstrip(".")
         raise ConfigError(
-            f"optimizer.class_path {config.optimizer.class_path} cannot make a step: {said}. Steps have the gradient, which is dense, and"
+            f"optimizer.class_path {spec.class_path} cannot make a step: {said}. Steps have the gradient, which is dense, and"
             " no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error

@@ -85,7 +85,7 @@ def figures(prepared: Prepared, workers: int) -> Figures:
     newest = newest_commit(job) if prepared.resumes else None
     return Figures(
         workers=workers,
-        max_workers=config.scaling.max_workers,
+        max_workers=config.scaling.most_workers,
         logical_workers=job.plan.logical_workers,
         rows=job.plan.manifest.num_rows,
         step_rows=job.plan.global_batch_size,

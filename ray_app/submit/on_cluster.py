@@ -26,7 +26,7 @@ from ray_app.errors import ConfigError
 from ray_app.record.files import location
 from ray_app.record.redact import redact
 from ray_app.runs.capacity import fits_object_stores
-from ray_app.runs.cluster import cluster, workers_that_fit
+from ray_app.runs.cluster import cluster, counted, workers_that_fit
 from ray_app.runs.configuration import parse
 from ray_app.runs.prepare import prepare
 from ray_app.submit.figures import Figures, figures
@@ -84,6 +84,7 @@ def versions() -> dict[str, str]:
 
 def inspect(config: Config) -> Report:
     """Looks at everything that a run of this configuration needs, on the connected cluster."""
+    config = counted(config)
     data = [path for path in (config.data.path, config.data.eval_path) if path]
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
     found = [look(topic, partial(_data, path)) for topic, path in topics if path]
@@ -121,7 +122,7 @@ def _resources(config: Config) -> str | Finding:
             "resources",
             f"The cluster is {'' if most is None else 'or grows '}big enough, but has no room now; the run waits for it.",
         )
-    if workers < config.scaling.max_workers:
+    if workers < config.scaling.most_workers:
         text = f"{workers} of {config.scaling.max_workers} workers fit; the result is the same, and more join when there is room."
         return Finding("warning", "resources", text)
     return f"{workers} workers, the evaluator and reading fit."

@@ -16,13 +16,17 @@ from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.keyed import hash_array, key
 from ray_app.task.annotations import MetricCollection
+from ray_app.task.losses import Losses
+from ray_app.task.ragged import Arrays
 
 _UNIT_VALUES = 100_000
 """Fewer are not worth an exchange of their own."""
 
 Batch = dict[str, Tensor]
 Rows = dict[str, Any]
-"""Rows as read: an array per number or array column, a list of `bytes` or `str` per binary or text column."""
+"""Rows as read: an array per number or array column, a `Ragged` per column of lists of numbers, a list of `bytes` or `str` per binary or
+text column.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,34 @@ class Task(ABC):
         return []
 
     @abstractmethod
-    def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
-        """Turns rows as read into arrays of one fixed shape per name, each (rows, ...); runs on any CPU of the cluster.
+    def decode(self, rows: Rows) -> Arrays:
+        """Turns rows as read into an array of one fixed shape for each name, (rows, ...), or into a `Ragged`, on any CPU of the cluster.
 
-        The arrays are used as they are, and must not change afterwards.
+        The arrays are used as they are, and must not change afterwards. A ragged field `x` is in a batch as `x`, padded to the longest of
+        its rows, and `x_lengths`.
 
         Raises:
             Exception: Any, for rows that cannot be decoded; the reader finds out which row it is and says so.
         """
+
+    def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
+        """Turns rows to train on into arrays like those of `decode`, another way in every epoch: random crops, augmentations.
+
+        To be replaced where the random part of a row is made in the readers and not in `augment`, on the device; without a cache of
+        decoded rows (`data.cache`).
+
+        Args:
+            rows: As in `decode`.
+            keys: A 63-bit integer for each row, a hash of (seed, epoch, row): the only source of randomness to use here, see
+                `ray_app.task.drawing.drawing`.
+        """
+        del keys
+        return self.decode(rows)
+
+    @property
+    def decodes_by_epoch(self) -> bool:
+        """Whether `decode_training` is to be called for rows to train on: it is not that of `Task`."""
+        return type(self).decode_training is not Task.decode_training
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -132,17 +156,31 @@ class Task(ABC):
         """Runs the model on a batch and returns its outputs."""
 
     @abstractmethod
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """The loss of every row, shape (rows,): not their mean, since the step weights rows over all workers."""
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
+        """The loss of every row, shape (rows,): not their mean, which the step makes over all workers.
 
-    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of every row of a training batch, shape (rows,); backward of its weighted sum follows.
+        Where the mean is not one over rows, but over tokens or boxes, or where more is to be recorded of the training, return `Losses`.
+        """
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """What `loss` returns, of a training batch; backward of its sum follows.
 
         To be replaced where training is more than one `forward` and `loss`: several forward passes, penalties on gradients, auxiliary
         losses. It is called once for each logical worker and step, with torch's generators seeded for it, so what it draws from them does
         not depend on the number of workers.
         """
         return self.loss(self.forward(model, batch), batch)
+
+    def turn_loss(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """What `training_loss` returns, where several optimizers take turns (`optimizers`).
+
+        Args:
+            turn: The name of the optimizer whose turn it is; only its parameters get gradients.
+            model: The model.
+            batch: The training batch.
+        """
+        del turn
+        return self.training_loss(model, batch)
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Moves the parameters by the gradients in their `.grad`, which are those of the global batch, equal on all workers.

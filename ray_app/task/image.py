@@ -27,6 +27,7 @@ from ray_app.task.classification import (
     wrong_classes,
 )
 from ray_app.task.images import pixels_of
+from ray_app.task.losses import Losses
 from ray_app.task.mixing import mix, smooth_targets
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
@@ -53,6 +54,7 @@ class ImageClassification(Task):
         cutmix: The same for pasting a rectangle of the other image. With both, each image gets one of them, chosen at random.
         class_weights: How much the training loss of an image of each class counts: a number for each class, or `balanced`, by which all
             classes count the same in sum. Evaluation does not use it.
+        train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
     """
 
     best_metric: ClassVar[str] = "accuracy"
@@ -75,6 +77,7 @@ class ImageClassification(Task):
         mixup: float = 0.0,
         cutmix: float = 0.0,
         class_weights: ClassWeights = None,
+        train_accuracy: bool = False,
     ) -> None:
         if model != "small_cnn" and model not in _classifiers():
             raise ConfigError(f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}.")
@@ -89,6 +92,7 @@ class ImageClassification(Task):
             )
         self.label_smoothing, self.mixup, self.cutmix, self.class_weights = label_smoothing, mixup, cutmix, class_weights
         self.weights: list[float] | None = None
+        self.train_accuracy = train_accuracy
         self.channels = 3
 
     def prepare(self, data: DataFacts) -> ImageClassification:
@@ -178,6 +182,12 @@ class ImageClassification(Task):
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
         return weighted(functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none"), batch)
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """See `Task.training_loss`."""
+        outputs = self.forward(model, batch)
+        losses = self.loss(outputs, batch)
+        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]}) if self.train_accuracy else losses
 
     def metrics(self) -> MetricCollection:
         """See `classification_metrics`."""

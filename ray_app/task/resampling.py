@@ -31,8 +31,8 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
         ConfigError: The metric cannot be put together from parts.
     """
     if name == "loss":
-        losses, rows = np.array([chunk.loss for chunk in chunks]), np.array([chunk.rows for chunk in chunks])
-        return (counts @ losses) / (counts @ rows)
+        losses, weights = np.array([chunk.loss for chunk in chunks]), np.array([chunk.weight for chunk in chunks])
+        return (counts @ losses) / (counts @ weights)
     metrics = kept_metrics(task, chunks)
     if name not in metrics:
         raise ConfigError(

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +20,9 @@ from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
 from ray_app.task.counting import count_directly
+from ray_app.task.losses import Losses
 from ray_app.task.own_code import own_code
+from ray_app.task.ragged import Arrays, Ragged, to_batch
 
 MOST_MISTAKES = 12
 _WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000
@@ -37,6 +38,7 @@ class Chunk:
         low: First row.
         rows: How many.
         loss: Sum of their losses.
+        weight: Sum of their weights, which is what the mean loss is over.
         states: The states of the task's metrics after these rows alone, by metric and state.
         mistakes: The worst of the rows that were predicted wrong.
     """
@@ -44,6 +46,7 @@ class Chunk:
     low: int
     rows: int
     loss: float
+    weight: float
     states: dict[str, dict[str, Any]]
     mistakes: list[Mistake]
 
@@ -71,7 +74,7 @@ class Scores:
 def score(
     task: Task,
     model: nn.Module,
-    arrays: dict[str, npt.NDArray],
+    arrays: Arrays,
     size: int,
     device: torch.device,
     part: int = 0,
@@ -85,7 +88,7 @@ def score(
     Args:
         task: The prepared task.
         model: The model, on the device; it is put into evaluation mode.
-        arrays: Every decoded field, each (rows, ...).
+        arrays: Every decoded field; where rows have different lengths a chunk is one forward pass, padded to its longest.
         size: Rows of one forward pass.
         device: Where to compute.
         part: Which of several processes this is.
@@ -97,16 +100,16 @@ def score(
     model.eval()
     metrics = task.metrics().to(device)
     count_directly()
-    fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
     rows, worst = len(next(iter(arrays.values()))), list[float]()
-    step = chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
+    ragged = any(isinstance(values, Ragged) for values in arrays.values())
+    step = chunk_rows or size if ragged else chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
     for low in range(part * step, rows, parts * step):
-        batch = {name: values[low : low + step].to(device) for name, values in fields.items()}
+        batch = {name: values.to(device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
         metrics.reset()
-        losses, mistakes = list[Tensor](), list[Mistake]()
+        losses, mistakes = list[Losses](), list[Mistake]()
         with own_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.inference_mode():
             for first, some, outputs in _passes(partial(forward or task.forward, model), batch, size):
-                losses.append(task.loss(outputs, some))
+                losses.append(Losses.of(task.loss(outputs, some)))
                 task.update(metrics, outputs, some)
                 mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MOST_MISTAKES)]
         found = []
@@ -116,8 +119,10 @@ def score(
                 found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
         kept = [(str(name), metric) for name, metric in metrics.items(keep_base=True, copy_state=True) if keep is None or name in keep]
         states = {name: _on_cpu(metric) for name, metric in kept}
-        loss = torch.cat(losses)
-        yield Chunk(low, len(loss), loss.double().sum().item(), states, found)
+        values = torch.cat([each.values for each in losses])
+        weights = [each.weights if each.weights is not None else torch.ones_like(each.values) for each in losses]
+        weight = torch.cat(weights).sum(dtype=torch.float64).item()
+        yield Chunk(low, len(values), values.double().sum().item(), weight, states, found)
 
 
 def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
@@ -160,8 +165,8 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
             values[key] = float(value)
         elif value.numel() <= _MOST_NUMBERS:
             tables[key] = value.tolist()
-    rows = sum(chunk.rows for chunk in ordered)
-    values["loss"] = math.fsum(chunk.loss for chunk in ordered) / rows if rows else math.nan
+    weight = math.fsum(chunk.weight for chunk in ordered)
+    values["loss"] = math.fsum(chunk.loss for chunk in ordered) / weight if weight else math.nan
     worst = sorted((m for chunk in ordered for m in chunk.mistakes), key=lambda m: (-m.confidence, m.row))
     return Scores(values, tables, worst[:MOST_MISTAKES])
 

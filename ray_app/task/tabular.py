@@ -24,6 +24,7 @@ from ray_app.task.classification import (
     weighted,
     wrong_classes,
 )
+from ray_app.task.losses import Losses
 
 _NUMBERS = ("number", "integer")
 
@@ -113,6 +114,7 @@ class TabularClassification(_Tabular):
         num_classes: Number of classes; not given: read from the data.
         class_weights: How much the training loss of a row of each class counts: a number for each class, or `balanced`, by which all
             classes count the same in sum. Evaluation does not use it.
+        train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
     """
 
     best_metric: ClassVar[str] = "accuracy"
@@ -127,10 +129,12 @@ class TabularClassification(_Tabular):
         scale: float = 1.0,
         num_classes: int | None = None,
         class_weights: ClassWeights = None,
+        train_accuracy: bool = False,
     ) -> None:
         super().__init__(label, features, hidden, dropout, scale)
         self.num_classes, self.class_weights = num_classes, class_weights
         self.weights: list[float] | None = None
+        self.train_accuracy = train_accuracy
 
     def prepare(self, data: DataFacts) -> TabularClassification:
         """Names the features and counts the classes; see `Task.prepare`."""
@@ -159,6 +163,12 @@ class TabularClassification(_Tabular):
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
         return weighted(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """See `Task.training_loss`."""
+        outputs = self.forward(model, batch)
+        losses = self.loss(outputs, batch)
+        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]}) if self.train_accuracy else losses
 
     def metrics(self) -> MetricCollection:
         """See `classification_metrics`."""

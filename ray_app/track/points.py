@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ray_app.record.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.record.files import Location, names
+from ray_app.record.history import means
 from ray_app.record.journal import FirstRecords, read_events
 from ray_app.record.paths import RunPaths
 from ray_app.record.segments import StepRecord
@@ -182,7 +183,7 @@ def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point
     rows = [sum(record.rows) for record in steps]
     step_ms = [record.step_ms for record in steps]
     metrics = {
-        "loss": _ratio(sum(record.loss * n for record, n in zip(steps, rows, strict=True)), sum(rows)),
+        **means(steps),
         "lr": last.lr,
         "grad_norm": _mean([record.grad_norm for record in steps if math.isfinite(record.grad_norm)]),  # infinite where fp16 overflowed
         "step_ms": statistics.median(step_ms),

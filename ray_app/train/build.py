@@ -18,6 +18,7 @@ from ray_app.train.group.messages import Phase
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step
+from ray_app.train.step.turn_step import TurnStep
 from ray_app.train.strategies.central import CentralState
 from ray_app.train.strategies.local_step import LocalState, LocalStep
 
@@ -38,6 +39,8 @@ def build_step(job: Job, state: TrainingState, world: World, device: torch.devic
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
         assert isinstance(state, LocalState), "build_state made it"
         return LocalStep(job, state, data_parallel(train, state.model, world), world, device, enter)
+    if state.turns is not None:
+        return TurnStep(job.config, job.task, state, state.turns, lambda: build_exchange(train, state.model, world), world, device, enter)
     exchange = build_exchange(train, state.model, world)
     if train.strategy == "fsdp":
         from ray_app.train.strategies.sharded_step import ShardedStep

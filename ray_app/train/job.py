@@ -13,6 +13,7 @@ from ray_app.config.config import Config
 from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.feed.disk_cache_folder import cached_fetch
 from ray_app.data.feed.windows import Windows
+from ray_app.data.read.bad_rows import KEYS
 from ray_app.data.read.reader import Fetch, Reader, RowSource, rows_per_task
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
@@ -21,7 +22,8 @@ from ray_app.record.evaluations import Evaluation
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
 from ray_app.record.verdict import Verdict
-from ray_app.task.base import Task
+from ray_app.task.base import Rows, Task
+from ray_app.task.ragged import Arrays
 from ray_app.train.state.initial import read
 
 
@@ -80,7 +82,8 @@ class Job:
     def source(self) -> RowSource:
         """The training data."""
         skips = self.config.data.on_bad_row == "skip"
-        reader = Reader(self.data_root, self.task.columns(), self.task.decode, self.fields, skips)
+        keyed = self.task.decodes_by_epoch
+        reader = Reader(self.data_root, self.task.columns(), WithKeys(self.task) if keyed else self.task.decode, self.fields, skips, keyed)
         return RowSource(reader, self.plan.manifest, rows_per_task(self.fields, self.config.data.read_task_mb))
 
     def through_cache(self, fetch: Fetch) -> Fetch:
@@ -99,8 +102,7 @@ class Job:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run."""
-        steps = self.config.train.epochs * self.steps_per_epoch
-        return min(steps, self.config.train.max_steps or steps)
+        return self.config.train.total_steps(self.plan.steps_per_epoch)
 
     @property
     def passes(self) -> int:
@@ -145,6 +147,23 @@ class Job:
             return True
         every_epochs = (section.every_epochs or 0) * self.steps_per_epoch
         return any(every and step % every == 0 for every in (section.every_steps, every_epochs))
+
+
+@dataclass(frozen=True)
+class WithKeys:
+    """Decodes rows to train on another way in every epoch.
+
+    Args:
+        task: Whose `decode_training`; rows without keys are decoded by `decode`.
+    """
+
+    task: Task
+
+    def __call__(self, rows: Rows) -> Arrays:
+        """See `Task.decode_training`."""
+        if KEYS not in rows:
+            return self.task.decode(rows)
+        return self.task.decode_training({name: values for name, values in rows.items() if name != KEYS}, rows[KEYS])
 
 
 OpenWindows = Callable[[Job, Cursor, range], Windows]

@@ -11,11 +11,11 @@ from contextlib import closing, contextmanager
 import torch
 
 from ray_app.data.feed.feed import Feed
-from ray_app.data.read.bad_rows import Arrays
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import put_event
+from ray_app.task.ragged import Arrays
 from ray_app.train import environment
 from ray_app.train.build import build_state, build_step
 from ray_app.train.group.membership import LeavingError, Membership
@@ -27,6 +27,7 @@ from ray_app.train.keep.restoring import restore
 from ray_app.train.keep.snapshots import SnapshotSender
 from ray_app.train.state.state import NOTHING
 from ray_app.train.step.bad_rows import BadRows
+from ray_app.train.step.profile import Profile
 from ray_app.train.step.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class _Worker:
         self._feed = Feed(job.plan, lambda cursor, played: open_windows(job, cursor, played), device)
         self._validation = Validation(job, self._state, load_evaluation, device, membership.moved) if load_evaluation is not None else None
         self._bad_rows = BadRows(job)
+        self._profile = Profile(job, device) if job.config.train.profile_steps is not None else None
         self._rank = self._done = 0
 
     def work(self) -> None:
@@ -119,6 +121,8 @@ class _Worker:
     def close(self) -> None:
         """Frees what it holds, and writes what is left."""
         self._enter("done")
+        if self._profile is not None:
+            self._profile.end(self._done)
         self._feed.close()
         if self._validation is not None:
             self._validation.tell()
@@ -154,9 +158,13 @@ class _Worker:
                 batches = feed.next()
                 self._bad_rows.note(batches)
                 self._enter("compute")
+                if self._profile is not None:
+                    self._profile.before(world.rank, done + 1)
                 result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
                 done, cursor = done + 1, cursor.next(plan.steps_per_epoch)
                 self._done = done
+                if self._profile is not None:
+                    self._profile.after(done)
                 recorder.finished(Cursor.at(done - 1, plan.steps_per_epoch), done, result, lr, feed.wait_s - waited)
                 if state.step < done:  # the logical workers are on their own until the next average
                     self._after_step(world, done)

@@ -157,7 +157,8 @@ class RunConsole:
     def _text(self, newest: StepRecord) -> str:
         rate = self._rate.update(newest.step, newest.time_s, self._job.plan.global_batch_size)
         speed = f"{rate:,.0f} rows/s" if rate else "- rows/s"
-        parts = [f"loss {newest.loss:.4f}", speed, f"{newest.workers} of {self._max_workers} workers"]
+        named = [f"{name} {value:.4f}" for name, value in newest.metrics.items()]
+        parts = [f"loss {newest.loss:.4f}", *named, speed, f"{newest.workers} of {self._max_workers} workers"]
         if self._evaluated:
             parts.append(self._evaluated)
         if self._spent:

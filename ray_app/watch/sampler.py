@@ -17,7 +17,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.record.paths import RunPaths
-from ray_app.record.system import Look, put_look
+from ray_app.record.segments import MOST_SMALL
+from ray_app.record.system import Look, join_looks, put_look
 from ray_app.watch.probe import Probe
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class NodeSampler:
             self._number += 1
         if not self._closed.is_set():
             self._follow_nodes()
+        if self._number % MOST_SMALL == 1:
+            join_looks(self._paths, self._fence)
 
     def _ask(self, answer_s: float) -> dict[str, dict[str, float]]:
         """What the other nodes say within a while; who has not answered yet is not asked again."""

@@ -1,4 +1,4 @@
-"""Workers on labelled nodes only: a real cluster of several raylets, an unlabelled head with room, a labelled node, one that comes."""
+"""Workers and evaluator on labelled nodes only: a real cluster of several raylets, a head with room and no label, labelled nodes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ data, out = sys.argv[1], Path(sys.argv[2])
 cluster = Cluster()
 cluster.add_node(num_cpus=6, num_gpus=2, env_vars={"CUDA_VISIBLE_DEVICES": "3,5"}, include_dashboard=False)
 first = cluster.add_node(num_cpus=1, labels={"zone": "a"})
+third = cluster.add_node(num_cpus=1, labels={"zone": "b"})
 ray.init(address=cluster.address, log_to_driver=False)
 config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).replace(
     run__storage_path=str(out), tracking__enabled=False, train__max_steps=120, scaling__min_workers=1, scaling__max_workers=2,
@@ -55,8 +56,8 @@ assert possible(config) == (1, [2]), "the free CPUs of the head do not count"
 assert possible(config.replace(scaling__label_selector=None)) == (2, [3]), "reading is asked for, too"
 
 try:
-    run_training(config.replace(scaling__label_selector={"zone": "b"}))
-    raise AssertionError("no node is in zone b")
+    run_training(config.replace(scaling__label_selector={"zone": "c"}))
+    raise AssertionError("no node is in zone c")
 except ConfigError as error:
     assert "no node of the cluster is labelled so; its labels are" in str(error) and "zone: a" in str(error), error
 assert not out.exists(), "nothing was written"
@@ -81,11 +82,13 @@ def add_another(job):
 
 linger = Linger(str(out / "run"), "formed", {"workers": 2}, after=4)
 hooks = Hooks(after_step=Several((NoteNode(str(out / "nodes")), linger)))
-result = run_training(config.replace(run__name="run"), faults=Faults(train=hooks), observe=add_another)
+judged = config.replace(run__name="run", data__eval_path=data, evaluate__label_selector={"zone": "b"})
+result = run_training(judged, faults=Faults(hooks, NoteNode(str(out / "evaluators"))), observe=add_another)
 assert result.summary["status"] == "finished"
 assert [workers for _, workers in result.summary["world_sizes"]] == [1, 2], result.summary["world_sizes"]
 seen = {path.name for path in (out / "nodes").iterdir()}
 assert seen == {first.node_id, added[0].node_id}, "workers run on labelled nodes, and on the one that came"
+assert {path.name for path in (out / "evaluators").iterdir()} == {third.node_id}, "the evaluator has a selector of its own"
 ray.shutdown()
 cluster.shutdown()
 print("all well")

@@ -19,7 +19,7 @@ from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.data.read.bad_rows import decode_around
-from ray_app.data.read.reader import first_row, first_rows
+from ray_app.data.read.first import first_row, first_rows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.cursor import Cursor

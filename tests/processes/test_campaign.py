@@ -12,6 +12,7 @@ import pytest
 from ray_app.train.job import Job
 from tests.support.campaign import PHASES, Campaign
 from tests.support.local_world import TinyImages, cached, make_job, result_of, streamed, write_images
+from tests.support.served_campaign import MOMENTS, served
 
 AVERAGED = {
     "train__ema_decay": 0.9,
@@ -77,6 +78,32 @@ def test_whoever_is_killed_whenever_the_result_is_that_of_the_undisturbed_run(
     assert set(fired) == set(PHASES), "a phase in which nobody was killed"
     with capsys.disabled():
         print(f" {fired.total()} workers killed: {dict(fired)}")
+
+
+@pytest.mark.search
+@pytest.mark.usefixtures("same_threads")
+def test_whoever_is_lost_with_parameter_servers_the_result_is_that_of_the_undisturbed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fired, losses, data = Counter[tuple[str, str]](), 300, write_images(tmp_path / "data", [[50, 1], [46]])
+
+    def run(name: str, seed: int, most: int) -> Job:
+        fields = {"train__epochs": 12, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
+        servers = {"train__strategy": "parameter_server", "train__servers": 2}
+        job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields, **servers)
+        fired.update(served(job, seed, 3, most))
+        return job
+
+    undisturbed, runs = run("undisturbed", 0, 0), 0
+    while fired.total() < losses:
+        runs += 1
+        job = run(f"run-{runs}", runs, min(40, losses - fired.total()))
+        assert rows_of(job) == rows_of(undisturbed), f"seed {runs}"
+        assert result_of(job).bits == result_of(undisturbed).bits, f"seed {runs}"
+        assert result_of(job).steps == result_of(undisturbed).steps, f"seed {runs}"
+    assert set(fired) == {(who, when) for who, moments in MOMENTS.items() for when in moments}, "a moment at which nobody was lost"
+    with capsys.disabled():
+        print(f" {fired.total()} lost: {dict(Counter(who for who, _ in fired.elements()))}")
 
 
 def test_a_thousand() -> None:

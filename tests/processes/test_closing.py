@@ -191,7 +191,7 @@ def test_a_storage_that_is_away_for_a_moment_does_not_fail_a_run_at_its_end(
         raise OSError("away")
 
     monkeypatch.setattr("ray_app.runs.in_process.put_event", refusing(put_event, lambda: False))
-    monkeypatch.setattr("ray_app.runs.in_process.put_json", refusing(put_json, away))
+    monkeypatch.setattr("ray_app.record.ends.put_json", refusing(put_json, away))
     result = run_training(short_run(train__strategy="single", scaling__max_workers=1, scaling__logical_workers=1))
     assert [name.rpartition("/")[2] for name in refused] == ["finished", "summary.json"]
     assert result.summary["status"] == "finished"

@@ -7,20 +7,25 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ray_app import load_config
 from ray_app.cli.drill import DrillSection, chosen, drilled, main
 from ray_app.config.config import Config
-from ray_app.drill.certificate import Trace, conclusion, difference, judge, measures, without
+from ray_app.drill import session
+from ray_app.drill.certificate import Start, Trace, conclusion, difference, judge, measures, restart, start_since, table, without
 from ray_app.drill.faults import Kill, Proofs
 from ray_app.drill.ground import Disturbance, Ended, Ground
 from ray_app.drill.processes import evaluator, kill
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
+from ray_app.record.files import read_json
 from ray_app.record.holder import Holder
 from ray_app.record.journal import MetricsWriter, put_event
 from ray_app.record.paths import RunPaths
@@ -111,6 +116,32 @@ def test_differences_are_named(other: Trace, said: str | None) -> None:
     assert difference(trace(), other) == said
 
 
+@pytest.mark.parametrize(
+    ("next_s", "workers", "said"),
+    [
+        (109.0, 2, "back after 0.60 of a first start, on 2 of 2 workers"),
+        (116.5, 1, "back after 1.35 of a first start, more than 1.3, on 1 of 2 workers"),
+    ],
+)
+def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(tmp_path: Path, next_s: float, workers: int, said: str) -> None:
+    first = start_since(written(tmp_path / "undisturbed", [record(1), record(2)]), 91.0)
+    assert first == Start(10.0, 2)
+    again = [record(3, time_s=next_s, workers=workers, generation="2.1"), record(4, time_s=next_s + 1, generation="2.1")]
+    paths = written(tmp_path / "driver", [record(1), record(2), record(3), *again])
+    run = Ended(paths, SUMMARY, {"held": {"time_s": 102.5, "step": 3}, "driver_killed": {"time_s": 103.0, "step": 3}})
+    found = restart(run, first)
+    assert found["restart"] == {
+        "first": {"seconds": 10.0, "workers": 2},
+        "again": {"seconds": next_s - 103.0, "workers": workers},
+        "ratio": round((next_s - 103.0) / 10, 2),
+        "bar": 1.3,
+    }
+    shown = Console(file=StringIO(), width=200)
+    shown.print(table([{"scenario": "driver", "outcome": "equal", "reason": None, **found}]))
+    assert f"equal: {said}" in shown.file.getvalue()  # type: ignore[attr-defined]
+    assert restart(Ended(paths, SUMMARY, {"killed-0": {"time_s": 103.0, "step": 3}}), first) == {}
+
+
 def test_waits_of_the_drill_itself_do_not_count() -> None:
     records = [record(1), record(2), record(3, time_s=113.0, step_ms=11_000.0), record(4, time_s=114.0)]
     assert without(records, {2: 10.0}) == [record(step) for step in (1, 2, 3, 4)]
@@ -195,3 +226,26 @@ def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[
 def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(ROOT / "conf" / "digits.yaml"), "--drill.scenarios", "kill,foo"]) == 2
     assert "'foo' is no scenario. There are kill, kill_twice" in capsys.readouterr().err
+
+
+def test_a_run_that_takes_longer_than_its_limit_has_failed_and_the_drill_ends_there(
+    digits_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever that run still does would disturb the next."""
+
+    def hangs(config: Config, console: Console, faults: Any, observe: Callable[[Any], None]) -> None:
+        while True:
+            observe(None)
+
+    config = digits_config()
+    made = drilled(config, DrillSection(max_steps=40), own=True)
+    monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=list))
+    monkeypatch.setattr(session, "facts", dict)
+    monkeypatch.setattr(session, "run_training", hangs)
+    monkeypatch.setattr(session.Drill, "_undisturbed", lambda self: (trace(), Start(1.0, 2)))
+    said = StringIO()
+    drill = session.Drill(made, config, ["kill", "kill_two"], 0, 0.25, None, Console(file=said, width=200))
+    assert drill.go() == 1
+    [found] = read_json(drill.certificate)["scenarios"]
+    assert (found["outcome"], found["reason"]) == ("failed", "The run 'kill' did not end within drill.limit_s = 0.25 s.")
+    assert "(1 failed, 1 not reached)" in said.getvalue()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -87,7 +88,7 @@ def test_only_plain_columns_have_statistics_and_no_array_has_a_dictionary(tmp_pa
 
 def test_dataset_json_describes_what_is_there(tmp_path: Path) -> None:
     write_idx(tmp_path / "in", "train", 12, False)
-    ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), shard_rows=5))
+    ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), shard_rows=5, eval_fraction=0))
     folder = tmp_path / "out" / "train"
     found = json.loads((folder / "dataset.json").read_text())
     assert (found["format_version"], found["source"], found["rows"], found["classes"]) == (1, "idx", 12, None)
@@ -223,7 +224,7 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"source": "tar", "input": "a"}, "allowed are images, csv, jsonl, numpy, idx, cifar, webdataset, hf, digits, parquet"),
+        ({"source": "tar", "input": "a"}, "allowed are images, csv, jsonl, numpy, idx, cifar, webdataset, tfrecord, hf, digits, parquet"),
         ({"source": "csv"}, "needs an input"),
         ({"source": "csv", "input": ""}, "needs an input"),
         ({"source": "digits", "input": "a"}, "reads no input"),
@@ -231,12 +232,12 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
         ({"source": "csv", "input": "s3://b/c", "out": "s3://b/c/d"}, "lies in the input"),
         ({"source": "csv", "input": "a", "out": ""}, "needs a folder to create"),
         ({"source": "parquet", "input": "a"}, "trained on as it is"),
-        ({"source": "csv", "input": "a", "columns": ["b"]}, "only jsonl, hf have it"),
+        ({"source": "csv", "input": "a", "columns": ["b"]}, "only jsonl, hf, tfrecord have it"),
         ({"source": "csv", "input": "a", "max_bad_rows": -1}, "max_bad_rows -1; allowed are fail or skip, and 0 or more"),
         ({"source": "csv", "input": "a", "out": "a/b"}, "lies in the input"),
-        ({"source": "numpy", "input": "a", "label": "y"}, "only csv, jsonl, hf, webdataset have it"),
-        ({"source": "csv", "input": "a", "check": False}, "only images, webdataset, hf have it"),
-        ({"source": "csv", "input": "a", "eval_fraction": 1.0}, "above 0 and below 1"),
+        ({"source": "numpy", "input": "a", "label": "y"}, "only csv, jsonl, hf, webdataset, tfrecord have it"),
+        ({"source": "csv", "input": "a", "check": False}, "only images, webdataset, tfrecord, hf have it"),
+        ({"source": "csv", "input": "a", "eval_fraction": 1.0}, "allowed is 0 to below 1"),
         ({"source": "csv", "input": "a", "row_group_rows": 0}, "row_group_rows is 0; allowed is 1 or more"),
         ({"source": "csv", "input": "a", "row_group_bytes": 1 << 31}, "up to 1073741824"),
     ],
@@ -247,11 +248,12 @@ def test_bad_options_are_refused_before_anything_is_read(options: dict[str, Any]
     assert expected in str(caught.value)
 
 
-def test_idx_with_both_pairs_is_not_split_again(tmp_path: Path) -> None:
-    for prefix in ("train", "t10k"):
-        write_idx(tmp_path / "in", prefix, 3, False)
-    with pytest.raises(ConfigError, match=r"the source itself has \['train', 'eval'\]"):
-        ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), eval_fraction=0.5))
+def test_a_source_with_other_data_sets_than_train_and_test_is_not_split_again(tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "in" / f"{split}-00000-of-00001.parquet")
+    with pytest.raises(ConfigError, match=r"the source itself has \['train', 'validation'\]"):
+        ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), eval_fraction=0.5))
 
 
 def job(*args: str) -> subprocess.CompletedProcess[str]:

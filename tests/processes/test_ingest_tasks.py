@@ -23,7 +23,8 @@ import pytest
 from PIL import Image
 
 from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.read.reader import Reader, probe, whole
+from ray_app.data.read.first import probe
+from ray_app.data.read.reader import Reader, whole
 from ray_app.data.read.slices import fetch_here
 from ray_app.errors import DataError, StorageError
 from ray_app.ingest import mixing
@@ -260,9 +261,9 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {  # wha
     "numpy": (write_numpy, "in", {}),
     "hf": (lambda folder: folder.symlink_to(SUPPORT / "hf" / "saved"), "in", {}),
     "jsonl": (write_jsonl, "in", {"label": "kind"}),
-    "idx": (write_both_idx, "in", {}),
-    "cifar, binary": (partial(write_cifar, kind="binary10"), "in", {}),
-    "cifar, python": (partial(write_cifar, kind="python100"), "in", {}),
+    "idx": (write_both_idx, "in", {"eval_fraction": 0}),
+    "cifar, binary": (partial(write_cifar, kind="binary10"), "in", {"eval_fraction": 0}),
+    "cifar, python": (partial(write_cifar, kind="python100"), "in", {"eval_fraction": 0}),
     "webdataset": (write_tars, "in", {}),
     "webdataset, star": (write_tars, "in/*.tar*", {}),
     "webdataset, braces": (write_tars, "in/{1.tar.gz,0.tar}", {}),

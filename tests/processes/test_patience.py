@@ -10,7 +10,8 @@ import pytest
 
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.read import patience
-from ray_app.data.read.reader import Reader, probe, whole
+from ray_app.data.read.first import probe
+from ray_app.data.read.reader import Reader, whole
 from ray_app.data.read.slices import fetch_here
 from ray_app.errors import DataError, StorageError
 from ray_app.record.files import put_atomic

@@ -17,6 +17,7 @@ from torch import nn
 
 from ray_app.checkpoint.format import pack, params_digest, unpack
 from ray_app.config.config import Config
+from ray_app.config.optimizers import OptimizerSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.exchange.build import build_exchange
@@ -304,7 +305,7 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
     schedule: tuple[str, dict[str, Any]], optimizer: tuple[str, dict[str, Any]]
 ) -> None:
     config = Config(
-        optimizer=ClassSpec(f"torch.optim.{optimizer[0]}", optimizer[1]),
+        optimizer=OptimizerSpec(f"torch.optim.{optimizer[0]}", optimizer[1]),
         schedule=ClassSpec(f"torch.optim.lr_scheduler.{schedule[0]}", schedule[1]),
     )
 
@@ -337,7 +338,7 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
 def rates_of(name: str, args: dict[str, Any], steps: int) -> list[float]:
     """The learning rates of a run of so many steps that begins with 0.1."""
     schedule = ClassSpec(f"torch.optim.lr_scheduler.{name}", args)
-    state = TrainingState(Config(optimizer=ClassSpec("torch.optim.SGD", {"lr": 0.1}), schedule=schedule), TASK, CPU, steps)
+    state = TrainingState(Config(optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1}), schedule=schedule), TASK, CPU, steps)
     found = []
     for _ in range(steps):
         found.append(state.lr)

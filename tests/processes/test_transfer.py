@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ray_app.checkpoint.format import Snapshot, pack
 from ray_app.config.config import Config
 from ray_app.exchange.exchange import World
+from ray_app.train.state import transfer as transfer_module
 from ray_app.train.state.state import TrainingState
 from ray_app.train.state.transfer import transfer
 from tests.support.device_group import BACKEND
@@ -120,6 +121,38 @@ def test_signs_of_life_go_on_while_a_gigabyte_is_shared(pool: Pool) -> None:
     """Nothing depends on how many tensors there are, so four times as many take four times as long, with the same silences."""
     silences = pool.run(2, joined, 1024)
     assert max(silences) < 0.5, "pickled as a whole it is above a second"
+
+
+def four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
+    """Rank 1 gets tensors of 4 GB that take no memory on either side; returns the longest silence and how many bytes it was sent."""
+    megabytes = [2048] + [256] * 8
+    model = {str(number): torch.full((1,), number + 0.5).expand(size * _MB // 4) for number, size in enumerate(megabytes)}
+    got: list[torch.Tensor] = []
+
+    def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        got.append(torch.zeros((1,), dtype=dtype).expand(shape))  # what arrives for it goes through a copy of a piece
+        return got[-1]
+
+    silence, received = [0.0], [0]
+    with LocalMembership(World(rank, 2, 2), store).generation(0, False), longest_silence(silence), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer_module.torch, "empty", without_memory)
+        real = transfer_module.dist.recv
+
+        def counted(piece: torch.Tensor, source: int) -> None:
+            real(piece, source)
+            received[0] += piece.nbytes
+
+        patch.setattr(transfer_module.dist, "recv", counted)
+        transfer(Snapshot(1, model, {}, None) if rank == 0 else None, rank, 0, [1])
+    return silence[0], received[0]
+
+
+@pytest.mark.rest
+def test_signs_of_life_go_on_while_four_gigabytes_are_sent(pool: Pool) -> None:
+    """The sizes are faked, so no machine needs the memory: all bytes are sent."""
+    (one, _), (other, received) = pool.run(2, four_gigabytes)
+    assert received >= 4 << 30
+    assert max(one, other) < 1.0
 
 
 @pytest.mark.rest

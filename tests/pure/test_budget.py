@@ -42,7 +42,7 @@ def test_a_storage_that_fails_is_not_charged_and_ends_the_run_at_last(tmp_path: 
     for step in (3, 4):
         for _ in range(19):
             ours.failed({0: StorageError("S3 is away"), 1: StorageError("S3 is away")}, step, left=0)
-    assert not spent(ours.paths, FailureSection())
+    assert spent(ours.paths, FailureSection()) == "38 failures of the storage"
     assert len(read_events(ours.paths, "storage_failed")) == 38
     with pytest.raises(RepeatedFailureError, match=r"storage failed 20 times in a row after step 4.*\n0, 1: StorageError: S3 is away"):
         ours.failed({0: StorageError("S3 is away"), 1: StorageError("S3 is away")}, 4, left=0)

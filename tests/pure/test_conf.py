@@ -13,6 +13,7 @@ from torch import nn
 
 from ray_app import load_config
 from ray_app.config.config import SECTIONS, Config
+from ray_app.config.optimizers import OptimizerSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import ColumnFacts, DataFacts
@@ -28,7 +29,7 @@ FACTS = {
     "digits": DataFacts(
         "digits", 1438, {"image": ColumnFacts("array", "|u1", (8, 8)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)}
     ),
-    "mlp_mnist": DataFacts(
+    "mnist_dense": DataFacts(
         "mnist", 60_000, {"image": ColumnFacts("array", "|u1", (28, 28)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)}
     ),
     "resnet50_imagenet": DataFacts(
@@ -36,8 +37,10 @@ FACTS = {
     ),
 }
 FACTS["retrain_digits"] = FACTS["digits"]
+FACTS["mnist_cnn"] = FACTS["mnist_dense"]
 MORE: dict[str, type] = {"retrain": RetrainSection}
-PARAMETERS = {"digits": 21_482, "retrain_digits": 21_482, "mlp_mnist": 269_322, "resnet50_imagenet": 25_557_032}
+PARAMETERS = {"digits": 21_482, "retrain_digits": 21_482, "mnist_dense": 269_322, "mnist_cnn": 2_770_634}
+PARAMETERS["resnet50_imagenet"] = 25_557_032
 
 
 def config_of(file: Path) -> Config:
@@ -123,7 +126,7 @@ def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_pat
     file = tmp_path / "given.yaml"
     values = {"task": {"class_path": shipped.task.class_path}, "data": {"path": "x"}, "optimizer": {"class_path": f"torch.optim.{name}"}}
     file.write_text(yaml.safe_dump(values))
-    assert load_config(file).optimizer == ClassSpec(f"torch.optim.{name}")
+    assert load_config(file).optimizer == OptimizerSpec(f"torch.optim.{name}")
     over = load_config(FILES[0], optimizer=f"torch.optim.{name}").optimizer
     assert over.init_args.items() <= shipped.optimizer.init_args.items(), "what the file gives may stay"
 
@@ -131,7 +134,9 @@ def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_pat
 def test_an_argument_alone_is_that_of_the_default_optimizer() -> None:
     given = ["--task=ray_app.task.image.ImageClassification", "--data.path=x"]
     assert parse(given, exit_on_error=False).optimizer == Config().optimizer
-    assert parse([*given, "--optimizer.init_args.lr=0.01"], exit_on_error=False).optimizer == ClassSpec("torch.optim.Adam", {"lr": 0.01})
+    assert parse([*given, "--optimizer.init_args.lr=0.01"], exit_on_error=False).optimizer == OptimizerSpec(
+        "torch.optim.Adam", {"lr": 0.01}
+    )
 
 
 WARM_UP = """{class_path: torch.optim.lr_scheduler.SequentialLR, init_args: {milestones: [100], schedulers: [
@@ -232,7 +237,7 @@ def test_groups_of_parameters_are_refused_where_they_would_be_mixed_up(digits: P
     config = config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, schedule=None, optimizer=optimizer)
     prepare(config)
     for strategy in ("local_sgd", "parameter_server"):
-        with pytest.raises(ConfigError, match=rf"Grouped makes 2 groups of parameters, which train.strategy {strategy} cannot"):
+        with pytest.raises(ConfigError, match=rf"Grouped makes 2 groups of parameters by itself, which train.strategy {strategy} cannot"):
             prepare(config.replace(train__strategy=strategy))
 
 

@@ -23,12 +23,13 @@ from ray_app.config.config import (
     refuse_other_config,
     result_fields,
 )
+from ray_app.config.optimizers import OptimizerSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, RunExistsError
 
 VALID = Config(
     task=ClassSpec("ray_app.task.image.ImageClassification", {"model_args": {"dropout": 0.2}}),
-    optimizer=ClassSpec("torch.optim.SGD", {"lr": 0.1}),
+    optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1}),
 ).replace(data__path="data/digits", run__name="digits", scaling__max_workers=4, scaling__logical_workers=4)
 
 
@@ -229,6 +230,9 @@ def changed(**fields: Any) -> bool:
         {"evaluate__where": "workers", "evaluate__budget": 0.5, "evaluate__most_waiting": 3, "evaluate__min_delta": 0.1},
         {"train__servers": 3, "train__server_cpus": 2, "train__min_shard_kb": 64},
         {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},
+        {"evaluate__label_selector": {"zone": "a"}, "train__server_label_selector": {"zone": "a"}},
+        {"train__profile_steps": [5, 7]},
+        {"observers": [{"class_path": "my.Observer", "init_args": {}}]},
     ],
     ids=str,
 )
@@ -254,6 +258,7 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
         {"data__shard": "file"},
         {"data__sampling": "balanced"},
         {"data__balance_by": "kind"},
+        {"data__by_length": "tokens"},
         {"train__epochs": 2},
         {"train__max_steps": 10},
         {"train__reduction": "overlapped"},
@@ -273,6 +278,7 @@ def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> N
         {"train__staleness": 2},
         {"train__init_digest": "d" * 64},
         {"evaluate__patience": 3},
+        {"optimizer__groups": [{"names": ["*.bias"], "lr": 0.1}]},
     ],
     ids=str,
 )
@@ -300,7 +306,7 @@ def test_every_field_is_known_to_decide_or_not() -> None:
     marks = [mark for test in both for mark in test.pytestmark]
     tested = {name.split("__init_args")[0].split("__class_path")[0] for mark in marks for fields in mark.args[1] for name in fields}
     fields = {f"{section}__{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
-    assert tested == fields | {"seed", "task", "optimizer", "schedule"}
+    assert tested == fields | {"seed", "task", "optimizer", "optimizer__groups", "schedule", "observers"}
 
 
 def test_the_data_alters_the_digest() -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.read.reader import first_row
+from ray_app.data.read.first import first_row
 from ray_app.errors import BadRowError, DataError
 
 

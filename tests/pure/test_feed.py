@@ -25,7 +25,8 @@ from ray_app.data.feed.feed import Feed
 from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import CachedWindows, MicroBatch, Window, Windows
 from ray_app.data.read.bad_rows import Decode
-from ray_app.data.read.reader import Fetch, Reader, ReadSpec, RowSource, probe
+from ray_app.data.read.first import probe
+from ray_app.data.read.reader import Fetch, Reader, ReadSpec, RowSource
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.errors import BadRowError, DataError

@@ -62,6 +62,14 @@ def write_tars(folder: Path) -> None:
         write_tar(folder / f"{i}.{end}", members, "w:gz" if end.endswith("gz") else "w")
 
 
+TFRECORD_COLUMNS = ["image/encoded", "image/class/label", "floats", "integers"]
+
+
+def write_tfrecord(folder: Path) -> None:
+    """What TensorFlow wrote; the fixture says how."""
+    shutil.copytree(SUPPORT / "tfrecord", folder, ignore=shutil.ignore_patterns("*.py"))
+
+
 def write_hf(folder: Path, kind: str) -> None:
     shutil.copytree(SUPPORT / "hf" / kind, folder)
 
@@ -72,11 +80,12 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "jsonl": (write_jsonl, "", {"label": "kind"}),
     "numpy, folder": (partial(write_numpy, packed=False), "", {}),
     "numpy, npz": (partial(write_numpy, packed=True), "a.npz", {}),
-    "idx": (partial(write_idx, prefix="train", rows=5, packed=False), "", {}),
+    "idx": (partial(write_idx, prefix="train", rows=5, packed=False), "", {"eval_fraction": 0}),
     "idx, packed": (partial(write_idx, prefix="t10k", rows=5, packed=True), "", {}),
-    "cifar, binary": (partial(write_cifar, kind="binary10"), "", {}),
-    "cifar, python": (partial(write_cifar, kind="python100"), "", {}),
+    "cifar, binary": (partial(write_cifar, kind="binary10"), "", {"eval_fraction": 0}),
+    "cifar, python": (partial(write_cifar, kind="python100"), "", {"eval_fraction": 0}),
     "webdataset": (write_tars, "", {}),
+    "tfrecord": (write_tfrecord, "", {"columns": TFRECORD_COLUMNS}),
     "hf, saved": (partial(write_hf, kind="saved"), "", {}),
     "hf, parquet": (partial(write_hf, kind="parquet"), "", {}),
     "parquet": (lambda folder: (folder.mkdir(), pq.write_table(pa.table({"a": [1, 2], "b": ["u", "v"]}), folder / "a.parquet")), "", {}),

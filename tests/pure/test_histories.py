@@ -14,31 +14,46 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import TRAINING, Snapshot, writers
-from ray_app.checkpoint.retention import Hold
+from ray_app.checkpoint.retention import Hold, removable
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.errors import CheckpointError, LeaseLostError, RunHeldError
-from ray_app.record.files import Content, put_json
+from ray_app.record.files import Content, put_json, remove_tree
 from ray_app.record.holder import Holder, Record
 from ray_app.record.lease import Lease, acquire, newest_fence, refuse_if_lost
 from ray_app.record.paths import RunPaths
 
 Key = tuple[int, int]
 STEPS = st.integers(1, 6)
+MEANWHILE = [
+    *("nothing", "start", "same", "discard", "stop", "retain"),  # while its second file is written
+    *("start before the commit", "discard before the commit", "discard after the commit"),
+]
 
 
 def commit_of(key: Key) -> Commit:
     step, fence = key
     return Commit(step, fence, 0, step, "cadence", "", "", 4, "", {}, 0.0)
+
+
+def followed_by(call: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
+    def both(*arguments: Any, **options: Any) -> Any:
+        found = call(*arguments, **options)
+        act()
+        return found
+
+    return both
 
 
 def content_of(key: Key) -> dict[str, Content]:
@@ -59,6 +74,8 @@ class Checkpoints(RuleBasedStateMachine):
         self.marked: set[Key] = set()
         self.held: dict[str, Hold] = {}
         self.start()
+        for step in (1, 3, 5):
+            self.write(step, 0, "nothing")
 
     def teardown(self) -> None:
         shutil.rmtree(self.folder)
@@ -69,7 +86,7 @@ class Checkpoints(RuleBasedStateMachine):
         put_json(self.paths.fence(self.fence), {})
         self.store.clean(self.fence)
 
-    @rule(step=STEPS, back=st.integers(0, 1), between=st.sampled_from(["nothing", "start", "same", "discard", "stop", "retain"]))
+    @rule(step=STEPS, back=st.integers(0, 1), between=st.sampled_from(MEANWHILE))
     def write(self, step: int, back: int, between: str) -> None:
         """The newest start, or the one before it, writes a checkpoint; something happens while it does."""
         key = (step, max(1, self.fence - back))
@@ -82,25 +99,34 @@ class Checkpoints(RuleBasedStateMachine):
             "discard": lambda: self.store.discard(commit),
             "stop": lambda: (_ for _ in ()).throw(KeyboardInterrupt),
             "retain": lambda: self.retain(1, 1),
+            "start before the commit": self.start,
+            "discard before the commit": lambda: self.store.discard(commit),
+            "discard after the commit": lambda: remove_tree(self.paths.checkpoint(*key)),  # by one who has looked before it
         }
 
+        def acting(moment: str) -> Callable[[], object]:
+            return acts[between] if between.endswith(moment) else acts["nothing"]
+
         def interrupted(file: IO[bytes]) -> None:
-            acts[between]()
+            acts["nothing" if between.endswith("the commit") else between]()
             inner = files[TRAINING]
             assert callable(inner)
             inner(file)
 
-        try:
-            self.store.write({**files, TRAINING: interrupted}, commit)
-            written = True
-        except (LeaseLostError, OSError, KeyboardInterrupt):
-            written = False
+        before = followed_by(store_module.refuse_if_lost, acting("before the commit"))
+        after = followed_by(store_module.put_json, acting("after the commit"))
+        with patch.object(store_module, "refuse_if_lost", before), patch.object(store_module, "put_json", after):
+            try:
+                self.store.write({**files, TRAINING: interrupted}, commit)
+                written = True
+            except (LeaseLostError, OSError, KeyboardInterrupt):
+                written = False
         if is_new:
             assert not written or key[1] == self.fence, "a start that was followed has committed"
             if key[1] == self.fence and between in ("nothing", "same"):
                 assert written
-        if is_new and written:
-            self.committed.add(key)
+        if is_new:
+            (self.committed.add if written else self.committed.discard)(key)
             self.marked.discard(key)
             self.damaged.discard(key)
 
@@ -114,7 +140,12 @@ class Checkpoints(RuleBasedStateMachine):
         file.write_bytes(content)
         self.damaged.add(key)
 
-    @rule(name=st.sampled_from(["one", "other"]), done=STEPS, most=st.integers(1, 3), is_over=st.booleans())
+    @rule(
+        name=st.sampled_from(["one", "other"]),
+        done=st.integers(0, 5),
+        most=st.integers(1, 6),
+        is_over=st.sampled_from([False, False, False, True]),
+    )
     def hold(self, name: str, done: int, most: int, is_over: bool) -> None:
         self.held[name] = Hold(done, time.time() + (-1 if is_over else 3600), most, name)
         self.store.hold(name, self.held[name])
@@ -124,7 +155,7 @@ class Checkpoints(RuleBasedStateMachine):
         self.held.pop(name, None)
         self.store.release(name)
 
-    @rule(keep_last=st.integers(1, 3), best=STEPS)
+    @rule(keep_last=st.sampled_from([1, 1, 2, 3]), best=STEPS)
     def retain(self, keep_last: int, best: int) -> None:
         seen = self.committed - self.marked
         steps = sorted({step for step, _ in seen})
@@ -162,7 +193,11 @@ class Checkpoints(RuleBasedStateMachine):
 
     @invariant()
     def what_is_committed_is_there(self) -> None:
-        assert {(c.step, c.fence) for c in self.store.commits()} == self.committed - self.marked
+        found = self.store.commits()
+        assert {(c.step, c.fence) for c in found} == self.committed - self.marked
+        for commit in found:
+            if (commit.step, commit.fence) in self.intact:
+                self.store.load(commit)
 
 
 @dataclass(eq=False)
@@ -237,6 +272,10 @@ class Leases(RuleBasedStateMachine):
             assert newest_fence(self.paths) == len(self.fences)
 
 
+def ignoring_holds(steps: list[int], keep_last: int, best: list[int], holds: list[Hold], now_s: float) -> set[int]:
+    return removable(steps, keep_last, best, [], now_s)
+
+
 SOME = settings(max_examples=15, stateful_step_count=20, deadline=None)
 MANY = settings(max_examples=600, stateful_step_count=40, deadline=None)
 
@@ -250,3 +289,12 @@ def test_some_histories(machine: type[RuleBasedStateMachine]) -> None:
 @pytest.mark.parametrize("machine", [Checkpoints, Leases])
 def test_many_histories(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=MANY)
+
+
+@pytest.mark.search
+@pytest.mark.parametrize(("name", "broken"), [("removable", ignoring_holds), ("_refuse_if_gone", lambda folder, wanted: None)])
+def test_a_store_without_one_of_its_rules_would_be_found(name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that histories did not find before there were holds and removals in the middle of a commit."""
+    monkeypatch.setattr(store_module, name, broken)
+    with pytest.raises((AssertionError, CheckpointError)):
+        run_state_machine_as_test(Checkpoints, settings=settings(MANY, phases=(Phase.generate,)))

@@ -21,7 +21,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import base as raw
 from ray_app.task.image import ImageClassification
-from tests.support.ingest_inputs import RNG, read, write_idx, write_images
+from tests.support.ingest_inputs import RNG, read, write_cifar, write_idx, write_images
 
 
 def test_images_keep_their_bytes(tmp_path: Path) -> None:
@@ -134,17 +134,50 @@ def test_numpy_names_follow_shape_and_type_and_can_be_changed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_idx_pairs_become_train_and_eval(tmp_path: Path, packed: bool) -> None:
+def test_idx_pairs_become_train_and_test(tmp_path: Path, packed: bool) -> None:
     write_idx(tmp_path / "in", "train", 25, packed)
     write_idx(tmp_path / "in", "t10k", 7, packed)
-    summary = ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), row_group_rows=4))
-    assert {name: part.rows for name, part in summary.parts.items()} == {"train": 25, "eval": 7}
+    summary = ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), row_group_rows=4, eval_fraction=0))
+    assert {name: part.rows for name, part in summary.parts.items()} == {"train": 25, "test": 7}
     data = (tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}").read_bytes()
     got = read(tmp_path / "out" / "train")
     assert got["image"].tobytes() == (gzip.decompress(data) if packed else data)[16:]
     assert (got["image"].shape, got["image"].dtype) == ((25, 28, 28), np.uint8)
     assert got["label"] == [i % 10 for i in range(25)]
-    assert read(tmp_path / "out" / "eval")["row_id"] == [f"t10k:{i}" for i in range(7)]
+    assert read(tmp_path / "out" / "test")["row_id"] == [f"t10k:{i}" for i in range(7)]
+
+
+@pytest.mark.parametrize("kind", ["mnist.npz", "folder of .npy", "idx", "cifar"])
+def test_a_tenth_of_the_rows_to_train_on_is_held_out_and_the_test_rows_stay_alone(tmp_path: Path, kind: str) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    given = folder / kind if kind == "mnist.npz" else folder
+    source: Any = kind if kind in ("idx", "cifar") else "numpy"
+    arrays = {"x_train": RNG.integers(0, 256, (300, 28, 28), dtype=np.uint8), "y_train": np.arange(300, dtype=np.uint8) % 10}
+    arrays |= {"x_test": arrays["x_train"][:40] ^ 1, "y_test": arrays["y_train"][:40]}
+    if kind == "cifar":
+        write_cifar(folder, "binary10", rows=60)
+    elif kind == "idx":
+        write_idx(folder, "train", 300, packed=True)
+        write_idx(folder, "t10k", 40, packed=True)
+    elif kind == "mnist.npz":
+        folder.mkdir()
+        np.savez_compressed(given, **arrays)
+    else:
+        folder.mkdir()
+        for name, values in arrays.items():
+            np.save(folder / name, values)
+    summary = ingest(IngestOptions(source, str(out), str(given)))
+    assert list(summary.parts) == ["train", "test", "eval"]
+    train, test, held_out = (read(out / side) for side in summary.parts)
+    assert 15 < len(held_out["label"]) < 45, "of 300, about 30"
+    assert len({*train["row_id"], *held_out["row_id"]}) == 300 == len(train["row_id"]) + len(held_out["row_id"])
+    assert len(test["label"]) == (60 if kind == "cifar" else 40)
+    if source == "numpy":
+        for side, got in (("train", train), ("train", held_out), ("test", test)):
+            rows = [int(row_id.removeprefix(f"{side}:")) for row_id in got["row_id"]]
+            np.testing.assert_array_equal(got["image"], arrays[f"x_{side}"][rows])
+            assert got["label"] == arrays[f"y_{side}"][rows].tolist()
+    assert ingest(IngestOptions(source, str(out), str(given))).reused
 
 
 def test_digits_are_complete_stratified_and_fixed(tmp_path: Path) -> None:
@@ -234,6 +267,10 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
         ({"x": np.zeros((0, 2))}, ["no rows"]),
         ({"label": np.arange(3) / 2}, ["`label` is of type double", "'target'"]),
         ({"y": np.arange(3), "label": np.arange(3)}, ["['label', 'y']", "become one of ['label']", "Rename"]),
+        (
+            {"x_train": np.zeros(3), "x_test": np.zeros(3), "y_test": np.zeros(3)},
+            ["['x_test', 'x_train', 'y_test']", "a `_test` for each `_train`"],
+        ),
         ({}, ["no array in it", "numpy.savez"]),
         (None, ["d.npz", "not a zip file"]),
     ],

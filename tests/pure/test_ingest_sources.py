@@ -25,8 +25,8 @@ from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import json_lines as raw_jsonl
 from ray_app.ingest.readers import webdataset as raw_tar
+from ray_app.ingest.readers.patterns import expanded
 from ray_app.ingest.readers.unpickled import unpickled
-from ray_app.ingest.readers.webdataset import expanded
 from tests.support.ingest_inputs import CIFAR_NAMES, RNG, read, write_cifar, write_tar
 from tests.support.places import ROOT, SUPPORT
 
@@ -236,15 +236,15 @@ def as_images(pixels: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["binary10", "binary100", "python10", "python100"])
 def test_cifar_comes_back_equal(tmp_path: Path, kind: str) -> None:
     made = write_cifar(tmp_path / "in", kind)
-    summary = ingest(IngestOptions("cifar", str(tmp_path / "out"), str(tmp_path / "in")))
-    for side in ("train", "eval"):
+    summary = ingest(IngestOptions("cifar", str(tmp_path / "out"), str(tmp_path / "in"), eval_fraction=0))
+    for side in ("train", "test"):
         got = read(tmp_path / "out" / side)
-        files = [value for name, value in made.items() if name.startswith("test") == (side == "eval")]
+        files = [value for name, value in made.items() if name.startswith("test") == (side == "test")]
         np.testing.assert_array_equal(got["image"], as_images(np.concatenate([pixels for pixels, _ in files])))
         assert got["label"] == [label for _, labels in files for label in labels]
         assert got.get("coarse_label", [9]) == [9] * (len(got["label"]) if "100" in kind else 1)
     assert summary.parts["train"].classes == list(CIFAR_NAMES)
-    assert read(tmp_path / "out" / "eval")["row_id"][0] == {
+    assert read(tmp_path / "out" / "test")["row_id"][0] == {
         "binary10": "test_batch.bin:0",
         "binary100": "test.bin:0",
         "python10": "test_batch:0",

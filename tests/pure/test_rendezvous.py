@@ -221,6 +221,41 @@ def test_a_newcomer_without_a_state_is_nobody_who_keeps_it(clock: Clock) -> None
     play(story)
 
 
+def test_who_leaves_brings_a_step_that_nobody_else_has_finished_first(clock: Clock) -> None:
+    """It finished the step in which another died, the others did not; found by the search (seed 18503)."""
+
+    async def story(group: Group) -> None:
+        await start(group, "abcd", clock, step=6)
+        await group.rendezvous.drain({"node-b"})
+        assert (await group.beat("b")).leave
+        await group.rendezvous.dismiss({"d"})
+        await group.join("ac", lost=True)
+        assert group.formed() == {}, "b may have finished the step"
+        group.beats["b"] = replace(group.beats["b"], step=7)
+        await group.join("b", lost=True)
+        await settle()
+        assert group.formed(step=7) == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
+        orders = await group.beat("b")
+        assert (orders.leave, orders.flags) == (True, Flags.REFORM), "it leaves after the next step"
+
+    play(story)
+
+
+def test_who_leaves_with_what_the_others_have_leaves_at_once(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "abc", clock, step=6)
+        await group.rendezvous.drain({"node-b"})
+        await group.rendezvous.dismiss({"c"})
+        await group.join("b", lost=True)
+        orders = await group.beat("b")
+        assert (orders.leave, orders.waits) == (True, True)
+        await group.join("a", lost=True)
+        await settle()
+        assert group.formed() == {"a": (2, 0, 1)}
+
+    play(story)
+
+
 def test_a_sign_of_life_from_before_its_generation_takes_nobody_out_of_it(clock: Clock) -> None:
     """It is sent by another thread than the one that hears of the generation."""
 

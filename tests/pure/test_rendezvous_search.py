@@ -28,6 +28,11 @@ def test_no_schedule_breaks_a_promise() -> None:
     assert search(0, 2000, 120) == 2000
 
 
+def test_who_leaves_takes_no_step_along() -> None:
+    """Found at seed 18503: the only one that has finished a step is on a node that goes away when another dies."""
+    World(18503, 5, 12, 2).run()
+
+
 @pytest.mark.search
 @pytest.mark.parametrize("part", range(10))
 def test_no_schedule_of_many_breaks_a_promise(part: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,11 +23,12 @@ from ray_app.record.steps import Course
 from ray_app.report.axes import log_ticks, number, seconds, ticks, time_ticks, whole_ticks
 from ray_app.report.classes import by_class
 from ray_app.report.facts import read_facts
+from ray_app.report.figures import learning_figures
 from ray_app.report.page import render, write_report
 from ray_app.report.rows import shares
 from ray_app.report.series import Clock, smoothed, sparkline, thinned
 from ray_app.report.story import what_happened
-from ray_app.report.tables import budgets, comparison, happenings, time_parts
+from ray_app.report.tables import budgets, comparison, counters, happenings, time_parts
 from ray_app.runs.outcome.report import report_end
 from ray_app.watch.console import loss_curve
 from tests.support.made_run import BEGAN_S, MadeRun, full_run, png
@@ -89,6 +90,18 @@ def test_a_finished_run_has_everything(tmp_path: Path) -> None:
         assert said in page.text, said
     assert page.tags.count("svg") >= 8
     assert page.tags.count("img") == 6
+
+
+def test_a_metric_of_the_tasks_own_stands_beside_that_of_the_evaluations(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 50, 2.0, metrics={"accuracy": 0.5, "right_words": 0.25}, weight=40.0)
+    run.evaluate(50, 9.0, {"accuracy": 0.75, "loss": 1.0})
+    figures = {figure.title: figure for figure in learning_figures(read_facts(run.paths))}
+    assert [name for _, name in figures["Accuracy"].legend] == ["training", "evaluation"]
+    assert [name for _, name in figures["Right words"].legend] == ["training"]
+    assert "Evaluation: accuracy" not in figures
+    assert figures["Loss"].unit == "mean by weight"
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
@@ -287,6 +300,26 @@ def test_budgets_are_per_start(tmp_path: Path) -> None:
     failures, preemptions = budgets(read_facts(full_run(tmp_path).paths))
     assert (failures.used, failures.allowed, failures.ever) == (0, 5, 1)
     assert (preemptions.used, preemptions.allowed, preemptions.ever) == (0, None, 1)
+
+
+def test_a_storage_that_failed_is_told_and_charged_to_no_budget(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    done_s = run.steps(1, 100, 3.0)
+    run.event("storage_failed", done_s, errors={"0": "StorageError: s3://b/part-0: timed out"}, step=100, left=0)
+    done_s = run.steps(101, 200, done_s + 5, generation="1.2")
+    run.event("finished", done_s)
+    run.start(done_s + 10, fence=2)  # of a run that had finished
+    run.event("finished", done_s + 20, fence=2)
+    facts = read_facts(run.paths)
+    assert facts.story == "1 failure of the storage; 2 workers throughout; nothing lost: 0 steps redone; back after 5.1 s"
+    told = {name: number for name, number, _ in counters(facts)}
+    assert (told["failures of the storage"], told["driver restarts"]) == ("1", "0")
+    said = "the storage failed at step 100, 0 workers left: StorageError: s3://b/part-0: timed out"
+    assert said in [text for _, kind, text in happenings(facts) if kind == "storage failed"]
+    page = render(facts)
+    assert page.count(said) >= 3, "in the table, beside the curve of workers and on the timeline"
+    assert [budget.used for budget in budgets(facts)] == [0, 0]
 
 
 def test_the_parts_of_the_time_add_up(tmp_path: Path) -> None:

@@ -301,7 +301,8 @@ def test_chance_alone_loses_no_class(classes: int, each: int, times: int) -> Non
         hits = torch.from_numpy(np.add.reduceat(truth * right[:, None], starts))
         rows = torch.from_numpy(np.add.reduceat(truth, starts))
         return [
-            Chunk(4 * i, 4, 0.0, {"recall": {"tp": hit, "fn": all - hit}}, []) for i, (hit, all) in enumerate(zip(hits, rows, strict=True))
+            Chunk(4 * i, 4, 0.0, 4.0, {"recall": {"tp": hit, "fn": all - hit}}, [])
+            for i, (hit, all) in enumerate(zip(hits, rows, strict=True))
         ]
 
     for _ in range(times):
@@ -343,7 +344,7 @@ def test_the_best_of_several_checkpoints_is_promoted_by_chance_no_more_often_tha
     rng, rows, promoted = np.random.default_rng(checkpoints), 400, {"apart": 0, "the same rows": 0}
 
     def blocks(wrong: np.ndarray) -> list[Chunk]:
-        return [Chunk(i, 1, float(one), {}, []) for i, one in enumerate(wrong)]
+        return [Chunk(i, 1, float(one), 1.0, {}, []) for i, one in enumerate(wrong)]
 
     for i in range(times):
         judges = gate_rows(Manifest.from_files([("a", [rows])]), {"a": hashlib.sha256(bytes([i % 16])).hexdigest()})

@@ -7,6 +7,7 @@ import os
 import threading
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from ray_app.errors import ConfigError
 from ray_app.record import journal, segments
 from ray_app.record.early_stop import early_stop
 from ray_app.record.evaluations import Evaluation, put_evaluation
+from ray_app.record.history import means
 from ray_app.record.journal import FirstRecords, MetricsReader, MetricsWriter, newest_record
 from ray_app.record.paths import RunPaths
 from ray_app.record.segments import MOST_SMALL, StepRecord, in_order, join, put_segment
 from ray_app.record.steps import read_steps
-from ray_app.track.points import Backlog, Sent
+from ray_app.task.losses import TAKEN
+from ray_app.track.points import Backlog, Sent, step_point
 from tests.support.waiting import until
 
 
@@ -202,6 +205,25 @@ def test_columns_say_what_the_records_say(paths: RunPaths) -> None:
     assert [course.records[-1], *course.records[2:4]] == [small(records[step]) for step in (100, 3, 4)]
     assert read_steps(paths, 40).rows == [sum(records[step].rows[0] for step in range(1, 41))] * 2
     assert len(read_steps(paths, 40).records) == 40
+
+
+def test_weights_and_metrics_of_some_steps_are_those_of_the_records(paths: RunPaths) -> None:
+    some = [record_of(1), replace(record_of(2), weight=0.0, metrics={"a": 0.5}), replace(record_of(3), weight=7.5, metrics={"b": -1.0})]
+    for record in some:
+        put_segment(paths, 1, [record])
+    found = list(read_steps(paths).records)
+    assert [(r.weight, r.metrics) for r in found] == [(None, {}), (0.0, {"a": 0.5}), (7.5, {"b": -1.0})]
+    assert [r.over for r in found] == [8, 0.0, 7.5]
+    assert [segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes()) for name in in_order(paths)] == [
+        [record] for record in some
+    ]
+
+
+def test_means_are_over_what_each_step_was_over() -> None:
+    steps = [replace(record_of(1), loss=1.0, metrics={"right": 0.5}), replace(record_of(2), loss=4.0, weight=16.0, metrics={"right": 1.0})]
+    assert means(steps) == {"loss": (8 + 64) / 24, "right": (4 + 16) / 24}
+    assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, "of the steps that have it"
+    assert step_point(steps, []).metrics.keys() == TAKEN | {"right"}, "what a metric of a task's own may not be called"
 
 
 NAMES = list(StepRecord.__dataclass_fields__)

@@ -75,8 +75,10 @@ def test_survivors_notice_a_loss_before_the_controller_does() -> None:
 
 
 def test_restarts_are_counted_by_cause() -> None:
-    events = [event(kind, t) for t, kind in enumerate(["started", "failed", "resized", "preempted", "preempted", "started"])]
-    assert restarts(events) == {"failures": 1, "preemptions": 2, "resizes": 1, "driver": 1}
+    events = [
+        event(kind, t) for t, kind in enumerate(["started", "failed", "resized", "preempted", "preempted", "storage_failed", "started"])
+    ]
+    assert restarts(events) == {"failures": 1, "preemptions": 2, "storage": 1, "resizes": 1, "driver": 1}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.predict import main
 from ray_app.data.dataset.arrays import from_column, spec_of
 from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.read.reader import Reader, probe, whole
+from ray_app.data.read.first import probe
+from ray_app.data.read.reader import Reader, whole
 from ray_app.data.read.slices import fetch_here
 from ray_app.errors import DataError
 from ray_app.predict.actor import Model, PredictJob, Predictor

@@ -5,32 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import ray
 from ray.train import ScalingConfig
+from ray.train.v2._internal.execution.scaling_policy import create_scaling_policy
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.hooks import Control
+from ray_app.cluster.hooks import Control, take_over
 from ray_app.cluster.sizes import Sizes
 from ray_app.config.config import Config
 
 
-def sizes(run_root: str, config: Config, workers: int) -> Any:
+def started(run_root: str, config: Config, workers: int) -> Any:
     """The policy of a start that has asked for all CPUs of the cluster."""
-    made = Sizes(ScalingConfig(num_workers=(1, workers)), Control(run_root, 1, config, None, 0, True))
-    made.after_controller_start(None)
+    scaling = ScalingConfig(num_workers=(1, workers))
+    control = Control(run_root, 1, config, None, 0, True)
+    made = Sizes(scaling, control) if config.failure.recovery == "in_place" else create_scaling_policy(scaling)
+    trainer = DataParallelTrainer(lambda: None, scaling_config=scaling)
+    take_over(trainer, run_root)
+    made.after_controller_start(trainer.train_run_context)
     return made
 
 
-def test_a_start_does_not_wait_for_what_its_killed_predecessor_asked_for(ray_cluster: None, short_run: Callable[..., Config]) -> None:
+def possible(policy: Any) -> int:
+    """Workers that it finds room for."""
+    return policy.possible() if isinstance(policy, Sizes) else policy._count_possible_workers(policy._get_reserved_resources())
+
+
+@pytest.mark.parametrize("recovery", ["in_place", "restart"])
+def test_a_start_does_not_wait_for_what_its_killed_predecessor_asked_for(
+    ray_cluster: None, short_run: Callable[..., Config], recovery: str
+) -> None:
     workers = int(ray.cluster_resources()["CPU"])
-    config = short_run(scaling__max_workers=workers, scaling__logical_workers=workers, data__global_batch_size=workers * 4)
-    killed = sizes("/runs/this", config, workers)
+    shape = {"scaling__max_workers": workers, "scaling__logical_workers": workers, "data__global_batch_size": workers * 4}
+    config = short_run(**shape, failure__recovery=recovery)
+    killed = started("/runs/this", config, workers)
     try:
-        assert killed.possible() == workers
-        other = sizes("/runs/other", config, workers)
+        assert possible(killed) == workers
+        other = started("/runs/other", config, workers)
         try:
-            assert other.possible() == 0, "this cluster has room for both, so nothing is shown"
+            assert possible(other) == 0, "this cluster has room for both, so nothing is shown"
         finally:
             other._cancel_resource_request()
-        assert sizes("/runs/this", config, workers).possible() == workers
+        assert possible(started("/runs/this", config, workers)) == workers
     finally:
         killed._cancel_resource_request()

@@ -91,18 +91,18 @@ def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
     )
 
 
-def write_cifar(folder: Path, kind: str) -> dict[str, tuple[np.ndarray, list[int]]]:
+def write_cifar(folder: Path, kind: str, rows: int = 3) -> dict[str, tuple[np.ndarray, list[int]]]:
     """A folder as one of the archives unpacks; returns pixels and labels by file."""
     folder.mkdir()
     hundred = kind.endswith("100")
     names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    made = {name: cifar_rows(3) for name in names}
+    made = {name: cifar_rows(rows) for name in names}
     for name, (pixels, labels) in made.items():
         if kind.startswith("binary"):
             marks = np.array([[9, label] if hundred else [label] for label in labels], np.uint8)
             (folder / f"{name}.bin").write_bytes(np.concatenate([marks, pixels], axis=1).tobytes())
         elif hundred:
-            content = {b"data": pixels, b"fine_labels": labels, b"coarse_labels": [9] * 3, b"filenames": [b"x.png"] * 3}
+            content = {b"data": pixels, b"fine_labels": labels, b"coarse_labels": [9] * rows, b"filenames": [b"x.png"] * rows}
             (folder / name).write_bytes(pickle.dumps(content, protocol=2))
         else:
             (folder / name).write_bytes(python2_pickle(pixels, labels))

@@ -34,7 +34,7 @@ from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.feed.feed import Feed
 from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import CachedWindows, Windows
-from ray_app.data.read.reader import probe
+from ray_app.data.read.first import probe
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.exchange.exchange import World, collective
@@ -422,7 +422,9 @@ def result_of(job: Job) -> Trained:
         columns = json.loads(path.read_bytes())
         for i, step in enumerate(columns["step"]):
             values = tuple(columns[name][i] for name in ("epoch", "loss", "lr", "grad_norm"))
-            found.setdefault(step, set()).add((*values, tuple(columns["rows"][i]), tuple(columns["row_hash"][i])))
+            own = [tuple(sorted(columns["metrics"][i].items()))] if "metrics" in columns else []
+            over = [columns["weight"][i]] if "weight" in columns else []
+            found.setdefault(step, set()).add((*values, tuple(columns["rows"][i]), tuple(columns["row_hash"][i]), *over, *own))
             workers.setdefault(step, []).append(columns["workers"][i])
     steps = sorted(found)
     assert steps == list(range(1, len(steps) + 1)), "a step has no record"

@@ -54,7 +54,7 @@ class MadeRun:
         self, first: int, last: int, at_s: float, each_s: float = 0.1, workers: int = 2, generation: str = "1.1", **fields: Any
     ) -> float:
         """Steps that follow one another; returns when the last was done. `losses` replaces the loss of some steps."""
-        losses = fields.pop("losses", {})
+        losses, own = fields.pop("losses", {}), {name: fields.pop(name) for name in ("weight", "metrics") if name in fields}
         records = [
             StepRecord(
                 step,
@@ -69,6 +69,7 @@ class MadeRun:
                 [16, 16],
                 [step, step + 1],
                 generation,
+                **own,
             )
             for step in range(first, last + 1)
         ]

@@ -69,6 +69,13 @@ def _mnist(folder: Path) -> None:
     write_idx(folder / "mnist", "t10k", 64, packed=False)
 
 
+def _mnist_of_keras(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    sides = {"train": 320, "test": 64}
+    images = {f"x_{side}": rng.integers(0, 256, (rows, 28, 28), dtype=np.uint8) for side, rows in sides.items()}
+    np.savez(folder / "mnist.npz", **images, **{f"y_{side}": (np.arange(rows) % 10).astype(np.uint8) for side, rows in sides.items()})
+
+
 def _iris(folder: Path) -> None:
     kinds = ("setosa", "versicolor", "virginica")
     lines = [f"{i % 3 + i / 900},{i % 7},{kinds[i % 3]}\n" for i in range(150)]
@@ -82,6 +89,7 @@ def _every_source(folder: Path) -> None:
     write_cifar(folder / "cifar-10-batches-py", "python10")
     for number in range(13):
         write_tar(folder / "shards" / f"train-{number:03}.tar", {f"{number}.cls": b"1", f"{number}.txt": b"a"})
+    (folder / "records").symlink_to(SUPPORT / "tfrecord")
     (folder / "saved").symlink_to(SUPPORT / "hf" / "saved")
     (folder / "table.parquet").symlink_to(ROOT / "datasets" / "digits" / "eval" / "part-00000.parquet")
 
@@ -93,6 +101,7 @@ def _nothing(folder: Path) -> None:
 EXECUTED: dict[str, Callable[[Path], None]] = {
     "README.md": _nothing,
     "docs/data.md": _every_source,
+    "docs/keras-guides.md": _mnist_of_keras,
     "docs/start/images.md": _photos,
     "docs/start/keras.md": _mnist,
     "docs/start/own-model.md": _nothing,

@@ -60,7 +60,7 @@ class Worker:
 
     @property
     def beat(self) -> Beat:
-        phase: Any = "saving" if self.state == "saving" else "compute" if self.group else "waiting"
+        phase: Any = {"saving": "saving", "left": "done"}.get(self.state, "compute" if self.group else "waiting")
         return Beat(self.name, self.node, "host", 1, 1, self._generation, self.rank, self.step, phase)
 
 
@@ -167,15 +167,15 @@ class World:
         if w.group is not None:
             return self._break_up(w) if w.group.broken else None
         if w.waits is None:
-            if self.actor and self.now >= w.cut_until_s:
-                w.waits = self.actor.enter(w.beat, w.lost)
-            return None
+            if not self.actor or self.now < w.cut_until_s:
+                return None
+            w.waits = self.actor.enter(w.beat, w.lost)
         return self._wait(w)
 
     def _wait(self, w: Worker) -> None:
         assert w.waits is not None
         if not w.waits.done():
-            if w._orders.leave:
+            if w._orders.leave and w._orders.waits:
                 self._leave(w, saves_at_leave(Flags(0), RayMembership.flags(w), w.rank))  # type: ignore[arg-type]
             return
         found, w.waits = w.waits, None

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.dataset.arrays import is_text, spec_of
+from ray_app.data.dataset.arrays import is_numbers, is_text, spec_of
 from ray_app.data.dataset.below import files_below
 from ray_app.data.dataset.files import find, is_folder, parquet, parsing, relative
 from ray_app.data.dataset.labels import count_labels
@@ -99,7 +99,7 @@ def _facts(path: str, rows: int, schema: pa.Schema, footers: list[pq.FileMetaDat
 def _column_facts(field: pa.Field, footers: list[_Placed]) -> ColumnFacts:
     spec = spec_of(field)
     if spec is not None:
-        return ColumnFacts("array", spec.dtype, spec.shape)
+        return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape)
     kind = field.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind):
         dtype = str(kind.to_pandas_dtype().__name__)
@@ -108,6 +108,8 @@ def _column_facts(field: pa.Field, footers: list[_Placed]) -> ColumnFacts:
         return ColumnFacts("bytes")
     if is_text(kind):
         return ColumnFacts("text")
+    if is_numbers(kind):
+        return ColumnFacts("list", str(kind))
     return ColumnFacts("other", str(kind))
 
 

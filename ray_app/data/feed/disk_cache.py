@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import ArraySpec, from_column, to_column
+from ray_app.data.dataset.arrays import ArraySpec, fixed, to_column
 from ray_app.data.read.bad_rows import REASON, reasons_in
 from ray_app.data.read.cutting import Cut
 from ray_app.data.read.reader import POSITION, Fetch, Reader, ReadSpec, Span, check_positions
@@ -130,7 +130,7 @@ class DiskCache:
     def _store_span(self, position: int, table: pa.Table) -> None:
         if not table.num_rows:
             return
-        part = {name: from_column(table.column(name), spec) for name, spec in self._fields.items()}
+        part = {name: fixed(table.column(name), spec) for name, spec in self._fields.items()}
         marks = _checksums(part, position)
         for bad, reason in reasons_in(table, np.arange(position, position + table.num_rows)).items():
             self._reason(bad).write_text(reason)

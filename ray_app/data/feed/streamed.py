@@ -7,23 +7,23 @@ import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import torch
-from torch import Tensor
 
-from ray_app.data.dataset.arrays import from_column
-from ray_app.data.feed.windows import Window
+from ray_app.data.dataset.arrays import Columns
+from ray_app.data.feed.windows import Storage, Window, as_storage
 from ray_app.data.read.bad_rows import reasons_in
 from ray_app.data.read.cutting import Cut
 from ray_app.data.read.reader import Fetch, ReadSpec, RowSource, check_positions, specs_of
 from ray_app.plan.cursor import Cursor
+from ray_app.plan.keyed import key
 from ray_app.plan.order import EpochOrder, Plan
 
+_DECODE = 13  # salt: what an epoch's key is for
 _TASKS_PER_EXECUTION = 64
 _PREPARED, _PREPARED_BYTES = 3, 16 << 20
 """Steps of a window that are gathered before it is taken; all of them, if they are no more than so many bytes."""
@@ -132,6 +132,9 @@ class StreamedWindows:
             for window, v in product(range(first, self._plan.windows_per_epoch), self._played):
                 segments = order.window_segments(v, window)
                 specs = specs_of(self._plan.manifest, segments, self._source.task_rows, self._plan.window_rows)
+                if self._source.reader.keyed:
+                    base = key(_DECODE, self._plan.seed, epoch)
+                    specs = [tuple(replace(span, key=base) for span in spec) for spec in specs]
                 group.append(_Wanted(order, v, window, specs))
                 tasks += len(specs)
                 is_sliced = is_sliced or any(span.of for spec in specs for span in spec)
@@ -164,13 +167,12 @@ class StreamedWindows:
             made = Window(order, v, window, fields, index, stored[index], reasons).prepare(_PREPARED, _PREPARED_BYTES)
             yield (order.epoch, window, v), made
 
-    def _tensors(self, rows: Cut, stored: npt.NDArray[np.int64]) -> tuple[dict[str, Tensor], dict[int, str]]:
+    def _tensors(self, rows: Cut, stored: npt.NDArray[np.int64]) -> tuple[Storage, dict[int, str]]:
         """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are the planned ones.
 
         Each table is copied to its place as it comes and let go, so that a window is in memory once.
         """
-        specs = self._source.fields
-        fields = {name: np.empty((len(stored), *spec.shape), np.dtype(spec.dtype)) for name, spec in specs.items()}
+        columns = Columns(self._source.fields, len(stored))
         reasons: dict[int, str] = {}
         done = 0
         while done < len(stored):
@@ -178,7 +180,6 @@ class StreamedWindows:
             positions = stored[done : done + table.num_rows]
             check_positions(table, positions)
             reasons |= reasons_in(table, positions)
-            for name, spec in specs.items():
-                fields[name][done : done + table.num_rows] = from_column(table.column(name), spec)
+            columns.add(table)
             done += table.num_rows
-        return {name: torch.from_numpy(values) for name, values in fields.items()}, reasons
+        return as_storage(columns.all()), reasons

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -14,9 +13,13 @@ from torch import Tensor
 
 from ray_app.data.read.whole import Decoded
 from ray_app.plan.keyed import hash_array, key
+from ray_app.plan.lengths import by_length
 from ray_app.plan.order import EpochOrder
+from ray_app.task.ragged import Arrays, Ragged
 
-_ROW, _AUGMENT = 11, 12  # salts: what a row's hash is for
+Storage = dict[str, Tensor | Ragged]
+"""Decoded rows that micro-batches are gathered from."""
+_ROW, _AUGMENT, _LENGTH = 11, 12, 14  # salts: what a row's hash, or a window's key, is for
 _REPEAT_BITS = 40
 """Above the bits of a manifest position in a key: which use of the row in its epoch it is for."""
 
@@ -59,7 +62,7 @@ class Window:
         order: The epoch's order.
         logical_worker: Whose window.
         window: Which.
-        fields: Storage that `index` points into, each (rows, ...).
+        fields: Storage that `index` points into.
         index: Where the window's rows are in the storage, in the order of consumption, shape (rows,).
         positions: Their manifest positions, shape (rows,).
         reasons: Why rows cannot be decoded, by manifest position; may have those of other windows.
@@ -74,7 +77,7 @@ class Window:
         order: EpochOrder,
         logical_worker: int,
         window: int,
-        fields: dict[str, Tensor],
+        fields: Storage,
         index: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         reasons: dict[int, str],
@@ -82,9 +85,14 @@ class Window:
         self._micro, self._logical_worker = order.plan.micro_batch, logical_worker
         self._first_step = window * order.plan.steps_per_window
         self._end = min(self._first_step + order.plan.steps_per_window, order.plan.steps_per_epoch)
-        self.step_bytes = self._micro * sum(math.prod(values.shape[1:]) * values.element_size() for values in fields.values())
-        self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
+        self.step_bytes = self._micro * sum(values.nbytes // max(1, len(values)) for values in fields.values())
         uses = positions + (order.window_repeats(logical_worker, window) << _REPEAT_BITS)
+        if order.plan.by_length is not None:
+            field = fields[order.plan.by_length]
+            assert isinstance(field, Ragged), "checked before the start"
+            alike = by_length(field.lengths[index], self._micro, key(_LENGTH, order.plan.seed, order.epoch, window))
+            index, positions, uses = index[alike], positions[alike], uses[alike]
+        self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
         self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64))
         starts = np.arange(0, len(positions), self._micro)
         self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
@@ -119,8 +127,26 @@ class Window:
             num_skipped = len(index) - int(good.sum())
             index, keys, positions = index[good], keys[good], positions[~bad]
             row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
-        fields = {name: values.index_select(0, index) for name, values in self._fields.items()}
+        fields = gathered(self._fields, index)
         return MicroBatch(self._logical_worker, len(index), fields, keys, row_hash, positions, named, num_skipped)
+
+
+def as_storage(arrays: Arrays) -> Storage:
+    """Decoded rows, without copying them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return {name: values if isinstance(values, Ragged) else torch.from_numpy(values) for name, values in arrays.items()}
+
+
+def gathered(fields: Storage, index: Tensor) -> dict[str, Tensor]:
+    """Some rows as the batch that a task gets, see `ray_app.task.ragged.to_batch`."""
+    batch: dict[str, Tensor] = {}
+    for name, values in fields.items():
+        if isinstance(values, Ragged):
+            batch |= values.batch(name, index.numpy())
+        else:
+            batch[name] = values.index_select(0, index)
+    return batch
 
 
 class Windows(Protocol):
@@ -143,10 +169,7 @@ class CachedWindows:
     """
 
     def __init__(self, decoded: Decoded) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            self._fields = {name: torch.from_numpy(values) for name, values in decoded.arrays.items()}
-        self._reasons = decoded.reasons
+        self._fields, self._reasons = as_storage(decoded.arrays), decoded.reasons
 
     def take(self, order: EpochOrder, logical_worker: int, window: int) -> Window:
         """See `Windows.take`."""

@@ -11,17 +11,18 @@ import pyarrow as pa
 
 from ray_app.data.dataset.arrays import ArraySpec, spec_like
 from ray_app.task.own_code import refusal
+from ray_app.task.ragged import Arrays, Field, Ragged, put_together
 
 REASON = "__reason__"
 """Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are skipped."""
+KEYS = "__keys__"
+"""Beside the columns of rows that are decoded another way in every epoch: their keys, int64, shape (rows,)."""
 _LONGEST = 500
 
-Arrays = dict[str, npt.NDArray]
-"""Decoded rows: a field by its name, each (rows, ...)."""
 Decode = Callable[[dict[str, Any]], Arrays]
 
 
-def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> Arrays:
+def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> dict[str, Field]:
     """Decodes rows.
 
     Args:
@@ -45,7 +46,9 @@ def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[st
     return {name: decoded[name] for name in fields}
 
 
-def decode_around(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> tuple[Arrays, list[str | None]]:
+def decode_around(
+    decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]
+) -> tuple[dict[str, Field], list[str | None]]:
     """Decodes rows of which some may be bad, which become zeros; see `decode_all`.
 
     Returns:
@@ -55,7 +58,7 @@ def decode_around(decode: Decode, rows: dict[str, Any], count: int, fields: dict
         ImportError: This process cannot decode any row.
     """
     reasons: list[str | None] = [None] * count
-    into = {name: np.zeros((count, *spec.shape), np.dtype(spec.dtype)) for name, spec in fields.items()}
+    good: dict[int, dict[str, Field]] = {}
     todo = [(0, count)]
     while todo:
         low, high = todo.pop()
@@ -71,9 +74,26 @@ def decode_around(decode: Decode, rows: dict[str, Any], count: int, fields: dict
             continue
         if high - low == count:
             return part, reasons
-        for name, values in part.items():
-            into[name][low:high] = values
-    return into, reasons
+        good[low] = part
+    parts = []
+    for low in range(count):
+        if reasons[low] is not None:
+            parts.append({name: _empty(spec) for name, spec in fields.items()})
+        elif low in good:
+            parts.append(good[low])
+    return {name: _joined([part[name] for part in parts]) for name in fields}, reasons
+
+
+def _empty(spec: ArraySpec) -> Field:
+    """One row of zeros, or of no length."""
+    if spec.padding is not None:
+        return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(2, np.int64), *spec.padding)
+    return np.zeros((1, *spec.shape), np.dtype(spec.dtype))
+
+
+def _joined(parts: list[Field]) -> Field:
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    return put_together(ragged) if ragged else np.concatenate(parts)  # type: ignore[arg-type]
 
 
 def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:

@@ -6,12 +6,10 @@ it got exactly the rows that it asked for.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,12 +17,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.dataset.arrays import ArraySpec, from_column, is_text, spec_like, spec_of, to_column
-from ray_app.data.dataset.dataset import Dataset
+from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, is_text, ragged_lists, spec_of, to_column
 from ray_app.data.dataset.files import parquet
-from ray_app.data.read.bad_rows import REASON, Arrays, Decode, decode_all, decode_around
+from ray_app.data.read.bad_rows import KEYS, REASON, Decode, decode_all, decode_around
 from ray_app.data.read.patience import patiently
 from ray_app.errors import BadRowError, DataError
+from ray_app.plan.keyed import hash_array
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.record.files import location
@@ -47,6 +45,7 @@ class Span:
         rows: How many rows.
         position: Manifest position of the first one.
         of: Rows of the row group, if it is so large that it is read in slices (`slices.py`), otherwise 0.
+        key: Of (seed, epoch), where rows are decoded another way in every epoch.
     """
 
     path: str
@@ -55,6 +54,7 @@ class Span:
     rows: int
     position: int
     of: int = 0
+    key: int | None = None
 
 
 ReadSpec = tuple[Span, ...]
@@ -75,6 +75,7 @@ class Reader:
         fields: What a decoded row looks like, see `probe`.
         skips: Whether rows that cannot be decoded are put as zeros, with the reason in a column of its own; otherwise such a row is an
             error.
+        keyed: Whether `decode` takes keys of the rows, too, in `rows[KEYS]`: it makes something else of a row in every epoch.
     """
 
     root: str
@@ -82,6 +83,7 @@ class Reader:
     decode: Decode
     fields: dict[str, ArraySpec]
     skips: bool = False
+    keyed: bool = False
 
     def read(self, spec: ReadSpec, sliced: Sliced | None = None) -> Iterator[pa.Table]:
         """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh memory costs more.
@@ -111,9 +113,12 @@ class Reader:
         """The rows of a span as they are stored; files are opened once."""
         if span.path not in files:
             files[span.path] = parquet(location(self.root) / span.path)
-        return _stored(files[span.path], span, self.columns)
+        return stored(files[span.path], span, self.columns)
 
     def _decoded(self, span: Span, rows: dict[str, Any]) -> pa.Table:
+        if span.key is not None:
+            hashed = hash_array(span.key, np.arange(span.position, span.position + span.rows))
+            rows = rows | {KEYS: (hashed >> np.uint64(1)).astype(np.int64)}
         reasons: list[str | None] = []
         if self.skips:
             decoded, reasons = decode_around(self.decode, rows, span.rows, self.fields)
@@ -137,12 +142,15 @@ class Reader:
         return DataError(f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {refusal(error)}")
 
 
-def _stored(file: pq.ParquetFile, span: Span, columns: list[str]) -> pa.Table:
+def stored(file: pq.ParquetFile, span: Span, columns: list[str]) -> pa.Table:
+    """The rows of a span as they are stored."""
     return file.read_row_group(span.row_group, columns=columns, use_threads=False).slice(span.first, span.rows)
 
 
 def rows_of(table: pa.Table) -> dict[str, Any]:
-    """A table as rows for `Task.decode`: arrays where the column has numbers or arrays, lists of bytes or text otherwise."""
+    """A table as rows for `Task.decode`: arrays where the column has numbers or arrays, `Ragged` where it has lists of numbers, lists of
+    bytes or text otherwise.
+    """
     rows: dict[str, Any] = {}
     for field, column in zip(table.schema, table.columns, strict=True):
         spec = spec_of(field)
@@ -150,6 +158,8 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
             rows[field.name] = from_column(column, spec)
         elif is_text(field.type) or pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
             rows[field.name] = column.to_pylist()
+        elif (lists := ragged_lists(column)) is not None:
+            rows[field.name] = lists
         else:
             rows[field.name] = column.to_numpy()
     return rows
@@ -185,12 +195,13 @@ def cut_specs(manifest: Manifest, segments: list[Segment], max_rows: int) -> lis
                 specs.append([])
                 room = max_rows
             take = min(room, segment.rows - done)
-            specs[-1].append(_span(manifest, segment.row_group, segment.first + done, take))
+            specs[-1].append(span_of(manifest, segment.row_group, segment.first + done, take))
             done, room = done + take, room - take
     return [tuple(spec) for spec in specs if spec]
 
 
-def _span(manifest: Manifest, row_group: int, first: int, rows: int) -> Span:
+def span_of(manifest: Manifest, row_group: int, first: int, rows: int) -> Span:
+    """Some rows of a row group, by its number in the manifest."""
     path = manifest.paths[int(manifest.file_of[row_group])]
     position = int(manifest.first_row[row_group]) + first
     return Span(path, int(manifest.index_in_file[row_group]), first, rows, position)
@@ -200,60 +211,6 @@ def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
     """The whole data set in manifest order, in read tasks of about `max_rows` rows."""
     segments = [Segment(i, 0, int(rows)) for i, rows in enumerate(manifest.rows) if rows]
     return specs_of(manifest, segments, max_rows)
-
-
-def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> Arrays:
-    """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1, ...).
-
-    Raises:
-        DataError: A column is not there.
-        BadRowError: More than `most_bad` rows before it cannot be decoded, or none can.
-    """
-    _need_columns(dataset, columns)
-    manifest = dataset.manifest
-    places = ((group, row) for group, rows in enumerate(manifest.rows) for row in range(int(rows)))
-    refused: list[BadRowError] = []
-    for group, row in islice(places, most_bad + 1):
-        span = _span(manifest, group, row, 1)
-        try:
-            return decode_rows(rows_of(_stored(parquet(location(dataset.root) / span.path), span, columns)))
-        except Exception as error:
-            refused.append(BadRowError(span.path, span.row_group, row, refusal(error)))
-    raise refused[-1]
-
-
-def _need_columns(dataset: Dataset, columns: list[str]) -> None:
-    """Refuses columns to read that are not there; `a.b` is part of a column `a` of objects."""
-    there = sorted(dataset.facts.columns)
-    for name in columns:
-        if name not in there and name.partition(".")[0] not in there:
-            like = difflib.get_close_matches(name, there, 1)
-            hint = f"; did you mean {like[0]!r}?" if like else "."
-            raise DataError(
-                f"{dataset.facts.path} has no column {name!r}, which the task reads (Task.columns); its columns are"
-                f" {', '.join(there)}{hint} Name another column in task.init_args or ingest the data again."
-            )
-
-
-def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, npt.NDArray]:
-    """Decodes the first good rows of a data set, at most so many and all of one row group; each field is of shape (rows, ...).
-
-    Raises:
-        BadRowError: One cannot be decoded, and the reader does not skip it.
-        DataError: There is no good row.
-    """
-    for group, rows in enumerate(manifest.rows):
-        for first in range(0, int(rows), most):
-            table = pa.concat_tables(reader.read((_span(manifest, group, first, min(most, int(rows) - first)),)))
-            good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips else table
-            if good.num_rows:
-                return rows_of(good.drop_columns([POSITION]))
-    raise DataError(f"{reader.root} has no row that can be decoded.")
-
-
-def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
-    """What a decoded row of a data set looks like."""
-    return {name: spec_like(values) for name, values in first_row(dataset, columns, decode_rows).items()}
 
 
 def rows_per_task(fields: dict[str, ArraySpec], read_task_mb: float) -> int:
@@ -291,7 +248,7 @@ def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
     Raises:
         DataError: It does not: the rows would not be consumed exactly once.
     """
-    arrived = from_column(table.column(POSITION), ArraySpec("<i8", ()))
+    arrived = fixed(table.column(POSITION), ArraySpec("<i8", ()))
     if not np.array_equal(arrived, expected):
         raise DataError(
             f"A read task delivered {len(arrived)} rows from position {arrived[:1]} where {len(expected)} from {expected[:1]} were planned;"

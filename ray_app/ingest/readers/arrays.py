@@ -129,7 +129,7 @@ def _tables(
 
 @dataclass(frozen=True)
 class Numpy:
-    """One .npz file, one .npy file, or a folder of .npy files, one column an array.
+    """One .npz file, one .npy file, or a folder of .npy files, one column an array (two, of `_train` and `_test`).
 
     Args:
         path: The file or folder.
@@ -151,13 +151,26 @@ class Numpy:
         return found
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part: x becomes `image` or `features`, y `label` or `target`, other arrays keep their names."""
+        """x becomes `image` or `features`, y `label` or `target`, other arrays keep their names.
+
+        Where all names end in `_train` or `_test`, as in Keras' `mnist.npz`, these are two parts, otherwise there is one.
+        """
         del run
         arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
+        ends = {name.rpartition("_")[2] for name in arrays}
+        if ends != {"train", "test"}:
+            return [_array_part("", self._columns(arrays), self.piece_rows)]
+        sides = {end: {name[: -len(end) - 1]: arrays[name] for name in arrays if name.endswith(f"_{end}")} for end in ("train", "test")}
+        if sides["train"].keys() != sides["test"].keys():
+            raise DataError(f"{self.path}: the arrays are {sorted(arrays)}; there must be a `_test` for each `_train`. Rename some.")
+        return [_array_part(end, self._columns(side), self.piece_rows, f"{end}:") for end, side in sides.items()]
+
+    def _columns(self, arrays: dict[str, _Stored]) -> dict[str, _Stored]:
+        """The arrays by the names of their columns."""
         columns = {_column_name(name, *array.layout()): array for name, array in arrays.items()}
         if len(columns) < len(arrays):
             raise DataError(f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one.")
-        return [_array_part("", columns, self.piece_rows)]
+        return columns
 
 
 def _arrays_in(file: File) -> dict[str, _Stored]:
@@ -199,7 +212,7 @@ def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Idx:
-    """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `eval`.
+    """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `test`.
 
     Args:
         root: The folder.
@@ -220,7 +233,7 @@ class Idx:
         parts = []
         for prefix, (images, labels) in self._pairs().items():
             arrays = {"image": _in_file(images, partial(_idx_header, 3)), "label": _in_file(labels, partial(_idx_header, 1))}
-            parts.append(_array_part("train" if prefix == "train" else "eval", arrays, self.piece_rows, f"{prefix}:"))
+            parts.append(_array_part("train" if prefix == "train" else "test", arrays, self.piece_rows, f"{prefix}:"))
         return parts
 
     def _pairs(self) -> dict[str, list[File]]:

@@ -25,7 +25,7 @@ class _Version:
     """One way in which CIFAR is published.
 
     Args:
-        files: Names of the files of `train` and of `eval`.
+        files: Names of the files of `train` and of `test`.
         meta: Files with the names of the classes: column -> name (text, one a line) or key in the pickle `meta`.
         labels: Columns of labels, as they stand before the pixels, or keys in the pickle -> column.
     """
@@ -37,17 +37,17 @@ class _Version:
 
 _TEN = [f"data_batch_{i}" for i in range(1, 6)]
 _BINARY = [
-    _Version({"train": [f"{name}.bin" for name in _TEN], "eval": ["test_batch.bin"]}, {"label": "batches.meta.txt"}, {"label": "label"}),
+    _Version({"train": [f"{name}.bin" for name in _TEN], "test": ["test_batch.bin"]}, {"label": "batches.meta.txt"}, {"label": "label"}),
     _Version(
-        {"train": ["train.bin"], "eval": ["test.bin"]},
+        {"train": ["train.bin"], "test": ["test.bin"]},
         {"label": "fine_label_names.txt"},
         {"coarse": "coarse_label", "fine": "label"},
     ),
 ]
 _PYTHON = [
-    _Version({"train": _TEN, "eval": ["test_batch"]}, {"batches.meta": "label_names"}, {"labels": "label"}),
+    _Version({"train": _TEN, "test": ["test_batch"]}, {"batches.meta": "label_names"}, {"labels": "label"}),
     _Version(
-        {"train": ["train"], "eval": ["test"]}, {"meta": "fine_label_names"}, {"fine_labels": "label", "coarse_labels": "coarse_label"}
+        {"train": ["train"], "test": ["test"]}, {"meta": "fine_label_names"}, {"fine_labels": "label", "coarse_labels": "coarse_label"}
     ),
 ]
 
@@ -69,7 +69,7 @@ class Cifar:
         return [*(file for files in found.values() for file in files), *([names] if names else [])]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """`train` and `eval`, a piece a file."""
+        """`train` and `test`, a piece a file."""
         del run
         version, found = self._found()
         read = partial(_binary, list(version.labels.values())) if version in _BINARY else partial(_python, version.labels)

@@ -82,7 +82,7 @@ class HuggingFace:
                 " or a folder with .arrow or .parquet files, or one of them. Save it with dataset.save_to_disk(DIR)."
             )
         if not one:
-            _need_all_numbers(self.root, there)
+            need_all_numbers(self.root, there)
         return splits
 
     def _form(self, file: File) -> Form:
@@ -122,7 +122,7 @@ def _saved(folder: Location) -> list[File]:
         return [file for file in found if file]
 
 
-def _need_all_numbers(folder: Location, files: list[File]) -> None:
+def need_all_numbers(folder: Location | str, files: list[File]) -> None:
     """Raises `DataError` where files that are numbered as parts of one are not there just once."""
     found: dict[str, dict[int, list[int]]] = {}
     for file in files:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import PurePosixPath
 from typing import Any, Self, cast
@@ -18,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from ray_app.data.dataset.arrays import Array
-from ray_app.data.dataset.files import File, files_in, find, is_folder, parsing, text
+from ray_app.data.dataset.files import File, parsing, text
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.record.files import location
+from ray_app.ingest.readers.patterns import matching
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 MAX_ROW_BYTES = 512 << 20
@@ -30,7 +28,6 @@ MAX_ROW_BYTES = 512 << 20
 MAX_HEADER_BYTES = 1 << 20
 """Of what is said about one member beside its header (pax, or a long name of GNU); `tarfile` reads it whole."""
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
-_BRACES = re.compile(r"\{([^{}]*)\}")
 _ABOUT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
 
@@ -86,13 +83,7 @@ class WebDataset:
 
     @cached_property
     def _files(self) -> list[File]:
-        found = [file for name in expanded(self.pattern) for file in _matching(name)]
-        if not found:
-            raise DataError(
-                f"{self.pattern}: no tar file; expected a folder with {', '.join(SUFFIXES)} files, one of them, or a pattern such as"
-                " DIR/train-{000..012}.tar or DIR/train-*.tar (in quotes)."
-            )
-        return found
+        return matching(self.pattern, lambda name: name.endswith(SUFFIXES), "tar file")
 
 
 @dataclass(frozen=True)
@@ -102,37 +93,6 @@ class _Form:
     members: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
     label: str | None
     check: bool
-
-
-def expanded(pattern: str) -> list[str]:
-    """A pattern with braces as the names that it stands for: `x{08..11}` and `x{a,b}`, also several of them."""
-    found = _BRACES.search(pattern)
-    if found is None:
-        return [pattern]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
-    choices = found[1].split(",")
-    if span:
-        choices = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
-    return [name for choice in choices for name in expanded(pattern[: found.start()] + choice + pattern[found.end() :])]
-
-
-def _matching(name: str) -> list[File]:
-    """The tar files of a folder or of a pattern with `*`, or the one file.
-
-    Raises:
-        DataError: It is neither.
-    """
-    place = location(name)
-    if "*" in place.name:
-        folder = place.parent
-        found = [file for file in files_in(folder) if fnmatchcase(file.place.name, place.name)] if is_folder(folder) else []
-    elif is_folder(place):
-        found = [file for file in files_in(place) if file.place.name.endswith(SUFFIXES)]
-    elif file := find(place):
-        found = [file]
-    else:
-        raise DataError(f"{name}: no such file or folder; expected tar files of a WebDataset. Correct the name or the pattern.")
-    return found
 
 
 def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:

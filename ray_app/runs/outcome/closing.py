@@ -14,8 +14,9 @@ from typing import Literal
 from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.plan.balance import Classes
+from ray_app.record.ends import put_summary
 from ray_app.record.evaluations import evaluated_steps
-from ray_app.record.files import location, put_json, read_json
+from ray_app.record.files import location, read_json
 from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import acquire, is_released, newest_fence
 from ray_app.record.paths import RunPaths
@@ -78,7 +79,7 @@ def close_orphan(root: str) -> bool:
         logger.warning("The driver of %s is gone; the run is closed as %s.", paths.name, status)
         if _is_tracked(job.config):
             late_tracker(job, job.config).close(mlflow_status(status), _TRACKING_S)
-            put_json(paths.summary, summarize(job, status))
+            put_summary(paths, summarize(job, status))
         return True
 
 
@@ -149,7 +150,7 @@ def settle(job: Job, start: Start) -> Status:
         noticed_by = f"process {os.getpid()} on {platform.node()}"
         put_event(job.paths, "driver_lost", start.fence, status=status, step=step, noticed_by=noticed_by)
     if start.status is None or (read_json(job.paths.summary) or {}).get("status") != status or _lacks_evaluations(job.paths):
-        put_json(job.paths.summary, summarize(job, status))
+        put_summary(job.paths, summarize(job, status))
     return status
 
 

@@ -15,13 +15,14 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.checks import check
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.data.read.reader import first_rows
+from ray_app.data.read.first import first_rows
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.package import make_package
 from ray_app.models.registry import Registered, find, promote, register
 from ray_app.models.upload import seconds_for
+from ray_app.record.ends import put_summary
 from ray_app.record.evaluations import Evaluation
-from ray_app.record.files import Location, location, put_json, read_json
+from ray_app.record.files import Location, location, read_json
 from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
@@ -174,7 +175,7 @@ def register_run(options: RegisterOptions) -> Registered:
     if options.promote is not None and promote(connect(uri), name, done.version, options.promote, user()):
         done = Registered(done.name, done.version, tuple(sorted({*done.aliases, "champion"})))
         put_event(paths, "registered", 0, name=done.name, version=done.version, aliases=list(done.aliases))
-    put_json(paths.summary, summary | {"model": {"name": done.name, "version": done.version, "aliases": list(done.aliases)}})
+    put_summary(paths, summary | {"model": {"name": done.name, "version": done.version, "aliases": list(done.aliases)}})
     return done
 
 

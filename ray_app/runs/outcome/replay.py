@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ray_app.errors import TrackingError
-from ray_app.record.files import location, put_json, read_json
+from ray_app.record.ends import put_summary
+from ray_app.record.files import location, read_json
 from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
@@ -63,5 +64,5 @@ def replay(root: str, uri: str | None = None, experiment: str | None = None) -> 
                 f"It took {tracker.sent_points} points now, which are not sent again. Try again when it can be reached."
             ) from error
         if (read_json(paths.summary) or {}).get("mlflow_run_id") != tracker.run_id:
-            put_json(paths.summary, summarize(job, status))
+            put_summary(paths, summarize(job, status))
         return Replayed(str(tracker.run_id), redact(tracker.uri), mlflow_status(status), tracker.sent_points, tracker.sent_evaluations)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import nn
 
-from ray_app.errors import CheckpointError
-from ray_app.models.exported import read_rows
+from ray_app.errors import CheckpointError, DataError
+from ray_app.models.exported import read_decoded, read_rows
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import Location
 from ray_app.record.journal import MetricsReader
@@ -20,6 +23,9 @@ from ray_app.runs.outcome.closing import stored_job
 from ray_app.runs.outcome.exporting import ExportOptions, export_run
 from ray_app.runs.outcome.stored import chosen, load_model
 from ray_app.task.base import Batch, Task
+from ray_app.task.ragged import Arrays, to_batch
+from ray_app.task.scoring import combine, score
+from ray_app.task.without_targets import WithoutTargets
 from ray_app.train.job import Job
 
 
@@ -104,6 +110,53 @@ class Result:
             DataError: It is not there, or cannot be decoded.
         """
         return read_rows(self.task, path)
+
+    def evaluate(self, path: str, which: str = "best") -> dict[str, float]:
+        """Scores a model on a data set, such as test rows that have chosen nothing, in this process; needs no Ray and records nothing.
+
+        Args:
+            path: Folder (or file) of Parquet, with the columns of the training data.
+            which: See `ExportOptions.checkpoint`.
+
+        Returns:
+            The mean `loss` and the task's metrics of one number, by name.
+
+        Raises:
+            DataError: It is not there, or cannot be decoded.
+            CheckpointError: There is no checkpoint, or it is damaged.
+        """
+        rows, batch_size = read_decoded(self.task, path), self._job.config.evaluate.batch_size
+        return combine(self.task, score(self.task, self.load_model(which), rows, batch_size, torch.device("cpu"))).values
+
+    def predict(self, data: str | npt.ArrayLike | dict[str, Any], which: str = "best") -> dict[str, npt.NDArray]:
+        """Predicts rows in this process; needs no Ray, and the rows no targets.
+
+        Args:
+            data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes; where the task reads one column besides
+                its targets also the array alone. Or the folder (or file) of a data set.
+            which: See `ExportOptions.checkpoint`.
+
+        Returns:
+            What `Task.predictions` gives, by name, each (rows, ...): of a classification `predicted`, `predicted_index`, `confidence`.
+
+        Raises:
+            DataError: A column is missing.
+        """
+        model, size = self.load_model(which), self._job.config.evaluate.batch_size
+        rows = read_decoded(self.task, data, targets=False) if isinstance(data, str) else self._decoded(data)
+        found = []
+        with torch.inference_mode():
+            for low in range(0, len(next(iter(rows.values()))), size):
+                found.append(self.task.predictions(self.task.forward(model, to_batch(rows, slice(low, low + size)))))
+        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+
+    def _decoded(self, data: Any) -> Arrays:
+        """Decodes columns that are given."""
+        decode = WithoutTargets(self.task)
+        rows = data if isinstance(data, dict) else dict.fromkeys(decode.columns[:1], np.asarray(data))
+        if missing := [name for name in decode.columns if name not in rows]:
+            raise DataError(f"No column {', '.join(map(repr, missing))} is given; the task reads {decode.columns}. Give all by name.")
+        return decode({name: rows[name] for name in decode.columns})
 
     def metrics(self) -> list[StepRecord]:
         """The record of every step, in order."""

@@ -12,8 +12,8 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import params_digest, unpack_model
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
-from ray_app.data.dataset.arrays import spec_like
 from ray_app.data.dataset.dataset import Dataset, open_dataset
+from ray_app.data.read.first import specs_like
 from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.record.evaluations import Evaluation
 from ray_app.record.paths import RunPaths
@@ -37,7 +37,8 @@ def trained_job(paths: RunPaths) -> Job:
     job = stored_job(paths)
     dataset = training_data(paths, job.config)
     task = job.task.prepare(dataset.facts)
-    fields = {name: spec_like(values) for name, values in training_row(job.config, dataset, task).items()}
+    skips = job.config.data.on_bad_row == "skip"
+    fields = specs_like(training_row(job.config, dataset, task), dataset, task.columns(), task.decode, skips)
     return replace(job, task=task, data_root=dataset.root, fields=fields)
 
 

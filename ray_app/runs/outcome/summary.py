@@ -10,7 +10,7 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import names, read_json
-from ray_app.record.history import count, goodput, recoveries, restarts, world_sizes
+from ray_app.record.history import count, goodput, means, recoveries, restarts, world_sizes
 from ray_app.record.journal import Event, read_events
 from ray_app.record.segments import StepRecord
 from ray_app.record.steps import read_steps
@@ -48,6 +48,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "goodput": goodput(records, course.repeated),
         "params_digest": _digest_at(job, stop.best_step) if stop else newest.params_digest if newest else None,
         "metrics": evaluations[-1].metrics if evaluations else {},
+        "training": means(records[-((last_step - 1) % job.steps_per_epoch + 1) :]) if records else {},
         "best": {"step": best[0].step, "metric": job.best_metric, "value": best[0].metrics[job.best_metric]} if best else None,
         "stopped_early": {"step": stop.stop_step, "best_step": stop.best_step} if stop else None,
         "evaluation": {

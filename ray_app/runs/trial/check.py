@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ray_app.config.config import Config
-from ray_app.data.read.reader import first_rows
+from ray_app.data.read.first import first_rows
 from ray_app.errors import BadRowError, ConfigError, TaskError
 from ray_app.models.package_files import write_files
 from ray_app.record.redact import redact

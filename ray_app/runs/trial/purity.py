@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -17,11 +18,14 @@ from ray_app.data.read.whole import load_all
 from ray_app.plan.keyed import hash_array
 from ray_app.runs.trial.generators import TORCH, Draw, generators, same, watched
 from ray_app.task.base import Batch, Rows, Task
+from ray_app.task.losses import Losses
 from ray_app.task.own_code import own_code
+from ray_app.task.ragged import Arrays, Field, Ragged, to_batch
 from ray_app.train.job import Job
 from ray_app.train.state.seeds import seed_init, seed_step
 
 _CPU = torch.device("cpu")
+_DRAWN = "Draw from the keys that it gets: with drawing(key): for what draws from torch, numpy.random.default_rng(key) for the rest"
 _KEYED = "Draw from the keys that augment gets (uniform(keys, salt=1)), or from torch's default generators in the model and the loss"
 
 
@@ -32,19 +36,32 @@ def impurities(job: Job) -> list[str]:
 
 def _found(job: Job) -> Iterator[str]:
     task, rows = job.task, _raw(job)
-    decoded = {name: np.asarray(values) for name, values in task.decode(rows).items()}
+    decoded = task.decode(rows)
     may_not = "Its result may be cached and used in every epoch, so it draws nothing: make the random part of it in augment, from the keys"
-    drawn = list(_twice(task, "decode", lambda: task.decode(rows), may_not, ()))
+    drawn = list(_twice(task, "decode", lambda: _plain(task.decode(rows)), may_not, ()))
     yield from drawn or _alone(task, rows)
-    batch = {name: torch.from_numpy(values) for name, values in decoded.items()}
+    batch = to_batch(decoded)
     keys = torch.from_numpy((hash_array(1, np.arange(len(next(iter(decoded.values()))))) >> np.uint64(1)).astype(np.int64))
+    if task.decodes_by_epoch:
+        yield from _twice(task, "decode_training", lambda: _plain(task.decode_training(rows, keys.numpy())), _DRAWN, ())
     yield from _twice(task, "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,))
     yield from _twice(task, "build_model", lambda: _model(task).state_dict(), _KEYED, (TORCH,))
     model, fields = _model(task).train(), task.augment(dict(batch), keys)
-    yield from _twice(task, "training_loss", partial(_loss, task, model, fields), _KEYED, (TORCH,))
+    for turn in job.config.optimizers or [""]:
+        name = f"turn_loss of {turn}" if turn else "training_loss"
+        yield from _twice(task, name, partial(_loss, task, turn, model, fields), _KEYED, (TORCH,))
     evaluated = _model(task).eval()
     may_not = "Evaluations and predictions of one checkpoint would differ: draw only where self.training is true, from torch's generators"
     yield from _twice(task, "forward (in an evaluation)", partial(_outputs, task, evaluated, batch), may_not, (TORCH,))
+
+
+def _plain(fields: Arrays) -> dict[str, npt.NDArray]:
+    """Decoded rows that can be compared."""
+    return {name: _rows(values) for name, values in fields.items()}
+
+
+def _rows(values: Field) -> npt.NDArray:
+    return values.compact().values if isinstance(values, Ragged) else np.asarray(values)
 
 
 def _raw(job: Job) -> Rows:
@@ -65,8 +82,11 @@ def _model(task: Task) -> nn.Module:
     return task.build_model()
 
 
-def _loss(task: Task, model: nn.Module, fields: Batch) -> Any:
-    return task.training_loss(deepcopy(model), {name: values.clone() for name, values in fields.items()}).detach()
+def _loss(task: Task, turn: str, model: nn.Module, fields: Batch) -> Any:
+    copied = deepcopy(model), {name: values.clone() for name, values in fields.items()}
+    found = Losses.of(task.turn_loss(turn, *copied) if turn else task.training_loss(*copied))
+    weights = {} if found.weights is None else {"weights": found.weights}
+    return {name: values.detach() for name, values in {"values": found.values, **weights, **found.metrics}.items()}
 
 
 def _outputs(task: Task, model: nn.Module, batch: Batch) -> Any:
@@ -100,7 +120,7 @@ def _alone(task: Task, rows: Rows) -> Iterator[str]:
     together = task.decode({name: values[:count] for name, values in rows.items()})
     for i in range(count):
         one = task.decode({name: values[i : i + 1] for name, values in rows.items()})
-        differing = [name for name in together if not same(np.asarray(together[name][i : i + 1]), np.asarray(one[name]))]
+        differing = [name for name in together if not same(_rows(together[name][i : i + 1]), _rows(one[name]))]
         if differing:
             yield (
                 f"decode makes another {differing[0]!r} of a row by itself than of the same row with others, so the result would depend on"

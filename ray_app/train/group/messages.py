@@ -69,6 +69,7 @@ class Orders:
         dump: Whether it should record the stacks of its threads.
         exit: Whether it must end its process now; nobody counts on it any more.
         recorded: The last step whose record is on storage.
+        waits: Whether it was known to wait for the next generation; what it was told before may not hold while it does.
     """
 
     generation: int = 0
@@ -78,6 +79,7 @@ class Orders:
     dump: bool = False
     exit: bool = False
     recorded: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True)

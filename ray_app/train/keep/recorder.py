@@ -29,7 +29,7 @@ from ray_app.train.job import Job
 from ray_app.train.keep.saver import Saver
 from ray_app.train.keep.snapshots import SnapshotSender
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import StepResult
+from ray_app.train.step.table import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ class Recorder:
             row_hash=result.row_hash,
             generation=self._generation,
             skipped=sum(result.skipped),
+            weight=None if result.weight == sum(result.rows) else result.weight,
+            metrics=result.metrics,
         )
         self._previous_s = now
         self._kept.append(record)

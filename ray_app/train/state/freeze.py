@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.errors import ConfigError
+from ray_app.train.state.names import matching, some
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
@@ -25,16 +24,9 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
-        found = [p for name, p in named.items() if fnmatchcase(name, pattern)]
-        if not found:
-            raise ConfigError(f"train.freeze names {pattern!r}, which matches no parameter; the model has {_some(list(named))}.")
-        for p in found:
-            p.requires_grad_(False)
+        for name in matching(named, pattern, "train.freeze"):
+            named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):
-        raise ConfigError(f"train.freeze {patterns} leaves nothing to train; the model has {_some(list(named))}.")
+        raise ConfigError(f"train.freeze {patterns} leaves nothing to train; the model has {some(list(named))}.")
     layers = [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, _BatchNorm)] if patterns else []
     return [layer for layer, trained in layers if trained and not any(trained)]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -16,16 +16,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
+from ray_app.config.optimizers import OptimizerSpec
 from ray_app.config.sections import ClassSpec
+from ray_app.errors import ConfigError
 from ray_app.exchange.exchange import World, gather
 from ray_app.task.own_code import own_code
 from ray_app.train.state.average import Average
 from ray_app.train.state.eager import without_compiler
 from ray_app.train.state.freeze import freeze
+from ray_app.train.state.groups import grouped, refuse_unknown_options
 from ray_app.train.state.initial import begin_with
 from ray_app.train.state.scale import LossScale
 from ray_app.train.state.seeds import seed_init
 from ray_app.train.state.transfer import lacking, transfer
+from ray_app.train.state.turns import Turns, TurnSchedules
 
 NOTHING = -1
 """The step of a worker that has no state yet."""
@@ -85,12 +89,30 @@ class TrainingState:
         self.train()
         self.average = Average(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.scale = LossScale() if config.train.precision == "fp16" else None
-        if not config.train.compile:
-            without_compiler(load_class(config.optimizer))
-        self.optimizer = _optimizer(config.optimizer, model, self._can_fuse)
-        self.schedule: LRScheduler | None = None
+        named, self.turns = dict(model.named_parameters()), None
+        self.optimizer: Optimizer
+        self.schedule: LRScheduler | TurnSchedules | None = None
+        if config.optimizers is not None:
+            self.optimizer = self.turns = Turns(config.optimizers, named, self._optimizer)
+            self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, _schedule)
+            return
+        self.optimizer = self._optimizer(config.optimizer, named)
         if config.schedule is not None:
             self.schedule = _schedule(config.schedule, self.optimizer, self._total_steps)
+
+    def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
+        made, args = load_class(spec), dict(spec.init_args)
+        if not self._config.train.compile:
+            without_compiler(made)
+        if self._can_fuse(made) and not {"fused", "foreach"} & args.keys():
+            args["fused"] = True  # on CPU it must be asked for
+        optimizer = made(self._groups(spec, named), **args)
+        refuse_unknown_options(optimizer, spec.groups or [])
+        return optimizer
+
+    def _groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
+        """What an optimizer is made with: the trained ones of these parameters, or groups of them."""
+        return grouped(named, spec.groups) if spec.groups else [p for p in named.values() if p.requires_grad]
 
     def _can_fuse(self, optimizer: Any) -> bool:
         """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
@@ -113,8 +135,13 @@ class TrainingState:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the first parameter group: the one that is not asked for, unless every parameter is in another."""
+        return float(self._moving.param_groups[0]["lr"])
+
+    @property
+    def _moving(self) -> Optimizer:
+        """The optimizer of the next step."""
+        return self.optimizer if self.turns is None else self.turns.at(self.step)
 
     def train(self) -> None:
         """Puts the model into training mode, but for what is frozen."""
@@ -134,14 +161,16 @@ class TrainingState:
     def advance(self) -> None:
         """Moves the optimizer and the schedule by the gradients that the parameters hold."""
         with own_code(lambda: "the update of the parameters"):
-            self._task.apply_gradients(self.master, self.optimizer)
+            self._task.apply_gradients(self.master, self._moving)
         if self.average is not None:
             self.average.update(self.step)
         self.pass_over()
 
     def pass_over(self) -> None:
         """Moves the schedule, and nothing else: the step is over."""
-        if self.schedule is not None:
+        if isinstance(self.schedule, TurnSchedules):
+            self.schedule.step(self.step)
+        elif self.schedule is not None:
             self.schedule.step()
         self.step += 1
 
@@ -212,14 +241,6 @@ class TrainingState:
             self.load(received)
 
 
-def _optimizer(spec: ClassSpec, model: nn.Module, can_fuse: Callable[[Any], bool]) -> Optimizer:
-    made = load_class(spec)
-    args = dict(spec.init_args)
-    if can_fuse(made) and not {"fused", "foreach"} & args.keys():
-        args["fused"] = True  # on CPU it must be asked for
-    return made([p for p in model.parameters() if p.requires_grad], **args)
-
-
 def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """Makes a schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
     made = load_class(spec)
@@ -235,9 +256,25 @@ def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRSche
         return value
 
     args = {name: given(name, value) for name, value in spec.init_args.items()}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if len(set(rates)) > 1 and isinstance(args.get("max_lr"), float | int):
+        raise ConfigError(
+            f"schedule {made.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters, whose own rates {rates} it"
+            " would replace; give max_lr as a list, one for each of these."
+        )
     if "total_steps" in parameters and "epochs" not in args:
         args.setdefault("total_steps", total_steps)
     return made(optimizer=optimizer, **args)
+
+
+def counts_total_steps(spec: ClassSpec) -> bool:
+    """Whether a schedule, or one that it is made of, is told the steps of the whole run."""
+    parts = [part for value in spec.init_args.values() for part in (value if isinstance(value, list) else [value])]
+    inner = [
+        ClassSpec(part["class_path"], part.get("init_args") or {}) for part in parts if isinstance(part, dict) and "class_path" in part
+    ]
+    takes = "total_steps" in inspect.signature(load_class(spec)).parameters
+    return (takes and not {"epochs", "total_steps"} & spec.init_args.keys()) or any(map(counts_total_steps, inner))
 
 
 def _with_counters(value: Any, like: Any) -> Any:

@@ -1,9 +1,10 @@
 """Local SGD: every logical worker goes some steps on its own, then all take the average.
 
-Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. The average is weighted by rows (McMahan et al., AISTATS 2017) and
-takes in the optimizer's state (Yu et al., ICML 2019), so after it there is one state for all: workers may come and go between two averages,
-and what one loses of a round is done again from its beginning, with the same bits. The change of the parameters is applied by an outer
-optimizer; with Nesterov momentum that is DiLoCo (Douillard et al., 2023).
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. A replica moves by the mean over its own rows, or over their weight
+where the task gives rows weights. The average is weighted by the same, summed over the round (McMahan et al., AISTATS 2017), and takes in
+the optimizer's state (Yu et al., ICML 2019), so after it there is one state for all: workers may come and go between two averages, and what
+one loses of a round is done again from its beginning, with the same bits. The change of the parameters is applied by an outer optimizer;
+with Nesterov momentum that is DiLoCo (Douillard et al., 2023).
 
 A replica belongs to a logical worker, not to a worker, so the number of workers changes nothing; a worker holds one for each that it plays.
 """
@@ -27,11 +28,14 @@ from ray_app.exchange.ddp import DataParallel
 from ray_app.exchange.exchange import World, gather
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Task
+from ray_app.task.losses import NOTHING, Sums, summed
 from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.job import Job
 from ray_app.train.state.eager import without_compiler
+from ray_app.train.state.groups import in_order, numbers
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import Row, Step, StepResult
+from ray_app.train.step.step import Step, line
+from ray_app.train.step.table import StepResult
 
 
 class LocalState(TrainingState):
@@ -103,24 +107,24 @@ class LocalStep(Step):
     def _begin_round(self) -> None:
         for replica in self._replicas.values():
             replica.follow(self._state)
-        self._done, self._consumed, self._flags = self._state.step, [0] * self._world.logical_workers, Flags(0)
+        self._done, self._consumed, self._flags = self._state.step, [0.0] * self._world.logical_workers, Flags(0)
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """See `Step.run`; a worker that is lost takes all back to the last average."""
         mine = []
         for batch in batches:
             with self._blaming(batch):
-                loss, norm = self._go(cursor, batch)
-            share = batch.rows / global_rows
-            mine.append(Row(batch.logical_worker, batch.rows, batch.row_hash, loss * share, flags, norm * norm * share, batch.num_skipped))
+                sums, norm = self._go(cursor, batch)
+            share = sums.weight / global_rows
+            mine.append(line(batch, sums, sums.loss / sums.weight * share if share else 0.0, flags, norm * norm * share))
         self._enter("exchange")
-        result = self._settled(cursor, self._exchange_table(mine), global_rows)
+        result = self._settled(cursor, self._table.exchange(mine), global_rows)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._refuse(cursor, batches, global_rows, result)
         for batch in batches:
-            self._replicas[batch.logical_worker].move(batch.rows > 0)
+            self._replicas[batch.logical_worker].move(result.weights[batch.logical_worker] > 0)
         self._done += 1
-        self._consumed = [before + now for before, now in zip(self._consumed, result.rows, strict=True)]
+        self._consumed = [before + now for before, now in zip(self._consumed, result.weights, strict=True)]
         self._flags |= result.flags
         flags = Flags(0)
         if self._done % self._job.steps_per_round == 0 or self._done == self._job.total_steps:
@@ -128,22 +132,25 @@ class LocalStep(Step):
             self._average()
         return replace(result, flags=flags)
 
-    def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[float, float]:
-        """Forward and backward of one logical worker on its own replica; returns the mean loss of its rows and the gradient's norm."""
+    def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[Sums, float]:
+        """Forward and backward of one logical worker on its own replica, of its own mean; returns also the gradient's norm."""
         replica = self._replicas[batch.logical_worker]
         replica.optimizer.zero_grad()
         if not batch.rows:
-            return 0.0, 0.0
+            return NOTHING, 0.0
         losses = self._losses(cursor, batch, replica.model)
-        losses.backward(self._weights(batch.rows, batch.rows, 1.0))
+        sums = summed(self._task, losses)
+        if not sums.weight:
+            return sums, 0.0
+        losses.values.backward(self._weights(batch.rows, sums.weight, 1.0))
         for p in replica.trained:
             if p.grad is None:  # or the optimizer would hold a part of what it needs of it after the average
                 p.grad = torch.zeros_like(p)
-        return losses.detach().sum().item() / batch.rows, self._clip(replica.trained)
+        return sums, self._clip(replica.trained)
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
         replica = self._replicas[batch.logical_worker]
-        loss = self._losses(cursor, batch, replica.model).sum() / batch.rows
+        loss = self._losses(cursor, batch, replica.model).values.sum() / batch.rows
         gradients = torch.autograd.grad(loss, replica.trained, allow_unused=True)
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
@@ -154,33 +161,34 @@ class LocalStep(Step):
             PeerLostError: A peer left meanwhile; the state is that of the beginning of the round.
         """
         state, first = self._common, next(iter(self._replicas.values()))
-        if not any(self._consumed):  # every row of the round is bad: nothing moves
+        if not any(self._consumed):  # every row of the round is bad, or counts for nothing: nothing moves
             while state.step < self._done:
                 state.pass_over()
             self._begin_round()
             return
         starts = [p.detach().clone() for p in self._parameters]
         held = copy.deepcopy(first.optimizer.state_dict())
+        places = numbers(first.optimizer, first.trained)
         here = {name for replica in self._replicas.values() for name in replica.averaged()}
         for name in sorted(set().union(*gather(here, self._world))):  # a logical worker that had no rows yet knows none
             for i, value in enumerate(self._mean({v: replica.values(name) for v, replica in self._replicas.items()})):
-                held["state"].setdefault(i, {})[name] = value
+                held["state"].setdefault(places[i], {})[name] = value
         most = self._consumed.index(max(self._consumed))  # logical worker 0, unless rows were skipped
         for found in gather(self._replicas[most].numbers() if most in self._replicas else {}, self._world):
-            for i, numbers in found.items():
-                held["state"].setdefault(i, {}).update(numbers)
+            for i, rest in found.items():
+                held["state"].setdefault(i, {}).update(rest)
         change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
         state.take_round(change, held, first, self._done)
         self._begin_round()
 
     def _mean(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
-        """The mean over all logical workers, weighted by the rows that they used in this round.
+        """The mean over all logical workers, weighted by what their rows counted in this round.
 
         Args:
             values: Those of the replicas here, one per trained parameter.
         """
-        total = max(1, sum(self._consumed))
+        total = math.fsum(self._consumed)
         return self._sums.sum({v: [value * (self._consumed[v] / total) for value in own] for v, own in values.items()})
 
     def _share_buffers(self) -> None:
@@ -234,7 +242,7 @@ class _Replica(TrainingState):
     def numbers(self) -> dict[int, dict[str, Any]]:
         """The rest of the optimizer's state, such as its number of steps, by the number of the parameter; on the CPU, since it is sent."""
         averaged, found = self.averaged(), dict[int, dict[str, Any]]()
-        for i, p in enumerate(self.trained):
+        for i, p in enumerate(in_order(self.optimizer)):
             rest = {name: value for name, value in self.optimizer.state[p].items() if name not in averaged}
             found[i] = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in rest.items()}
         return found

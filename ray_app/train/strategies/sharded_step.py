@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.exchange.exchange import collective
 from ray_app.plan.assign import micro_batches
 from ray_app.plan.cursor import Cursor
+from ray_app.task.losses import NOTHING, Losses, Sums
 from ray_app.train.group.messages import Flags
-from ray_app.train.step.step import Step, StepResult
+from ray_app.train.step.step import Step
+from ray_app.train.step.table import StepResult
 
 
 class ShardedStep(Step):
@@ -38,30 +40,30 @@ class ShardedStep(Step):
         self._before = next((batch for batch in batches if batch.rows), self._before) or _blank(batches[0])
         return super().run(cursor, batches, global_rows, flags)
 
-    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> float:
+    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Sums:
         if batch.rows:
-            loss = super()._play(cursor, batch, global_rows)
+            sums = super()._play(cursor, batch, global_rows)
         else:
-            loss = 0.0
+            sums = NOTHING
             self._pass_idly(cursor)
-        if not math.isfinite(loss):
+        if not math.isfinite(sums.loss):
             self._bad.add(batch.logical_worker)
         if batch.logical_worker == self._world.played[-1]:
             for _ in range(self._missing):
                 self._pass_idly(cursor)
-        return loss
+        return sums
 
     def _pass_idly(self, cursor: Cursor) -> None:
         batch, buffers = self._before, list(self._state.model.buffers())
         assert batch is not None
         before = [b.clone() for b in buffers]
-        losses = self._losses(cursor, batch, self._state.model)
+        losses = self._losses(cursor, batch, self._state.model).values
         self._exchange.backward(losses, torch.zeros_like(losses), batch.logical_worker)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
 
-    def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Tensor:
+    def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:
         with collective():
             return super()._losses(cursor, batch, model)
 

@@ -136,14 +136,16 @@ def server_names(paths: RunPaths, fence: int, servers: int) -> list[str]:
 
 
 def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
-    """Starts servers and coordinator: the ones wherever there is room, the other on this node, so that it lives as long as the driver."""
+    """Starts servers and coordinator: the ones where labels allow, the other on this node, so that it lives as long as the driver."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config, name = job.config, f"{job.paths.unique_name}-{job.fence}"
     server = ray.remote(ParameterServer)
-    anywhere = {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
+    where: dict[str, Any] = {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
+    if config.train.server_label_selector:
+        where["label_selector"] = config.train.server_label_selector
     names = server_names(job.paths, job.fence, config.train.servers)
-    servers = RayServers(tuple(server.options(name=each, **anywhere).remote(config, job.total_steps) for each in names))
+    servers = RayServers(tuple(server.options(name=each, **where).remote(config, job.total_steps) for each in names))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
     options["max_concurrency"] = config.logical_workers + 8  # who asks waits in a thread

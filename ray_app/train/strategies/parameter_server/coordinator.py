@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,14 +23,14 @@ from ray_app.plan.cursor import Cursor
 from ray_app.record.journal import put_event
 from ray_app.train import environment
 from ray_app.train.group.alone import Alone
-from ray_app.train.group.messages import Flags, Phase
+from ray_app.train.group.messages import Phase
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.keep.recorder import Recorder
 from ray_app.train.keep.restoring import restore
 from ray_app.train.keep.snapshots import SnapshotSender
 from ray_app.train.state.state import NOTHING, TrainingState
-from ray_app.train.step.step import StepResult
+from ray_app.train.step.table import added, refuse_different
 from ray_app.train.strategies.parameter_server.messages import Answer, Done, NotReadyError, Servers, Unit
 from ray_app.train.strategies.parameter_server.state import ServedState
 from ray_app.train.strategies.parameter_server.units import Units
@@ -180,25 +181,28 @@ class Coordinator:
     def _end_step(self, step: int, table: dict[int, Done]) -> None:
         """Every unit of a step is done."""
         cursor, parts = Cursor.at(step, self._plan.steps_per_epoch), [table[v] for v in sorted(table)]
-        rows, planned = [part.rows for part in parts], self._plan.global_rows(cursor.step)
-        if sum(rows) != planned:
-            raise DataError(f"Step {cursor} consumed {sum(rows)} rows, {planned} were planned; please report this.")
-        norm = self._apply(cursor, step) if self._synchronous else math.sqrt(sum(part.norm for part in parts))
-        result = StepResult(math.fsum(p.loss for p in parts), norm, rows, [p.row_hash for p in parts], Flags(0), [0] * len(parts))
+        lines, planned = [part.row for part in parts], self._plan.global_rows(cursor.step)
+        refuse_different(tuple(sorted(row.metrics)) for row in lines if row.rows)
+        result = added(lines)
+        if sum(result.rows) != planned:
+            raise DataError(f"Step {cursor} consumed {sum(result.rows)} rows, {planned} were planned; please report this.")
+        result = result.over_weight(planned)
+        if self._synchronous:
+            result = replace(result, grad_norm=self._apply(cursor, step, planned / result.weight if result.weight else 0.0))
         wait_s = sum(part.wait_s for part in parts) / max(1, self._workers)
         self._recorder.finished(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
         if step + 1 == self._end:
             self._cut()
 
-    def _apply(self, cursor: Cursor, step: int) -> float:
-        """Lets the servers move their parameters by the sum of a step's gradients; returns its norm."""
-        norm = self._served.norm(step)
+    def _apply(self, cursor: Cursor, step: int, correction: float) -> float:
+        """Lets the servers move their parameters by the corrected sum of a step's gradients; 0: nothing moves. Returns its norm."""
+        norm = self._served.norm(step, correction)
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The optimizer did not"
                 " move. Lower the learning rate, or set train.grad_clip_norm."
             )
-        self._served.move(step, norm)
+        self._served.move(step, norm, bool(correction))
         return norm
 
     # Cuts.

@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
+from ray_app.train.state.groups import in_order
 from ray_app.train.strategies.parameter_server.partition import Strip, partition
 
 Bytes = npt.NDArray[np.uint8]
@@ -40,18 +42,19 @@ def _aligned(part: Tensor) -> Tensor:
 
 
 class Layout:
-    """Where the trained parameters of a model lie.
+    """Where the trained parameters of a model lie; they are numbered as the optimizer numbers them.
 
     Args:
         model: Whose parameters.
+        optimizer: What moves them.
         train: Number of servers and size of the smallest part.
 
     Raises:
         ConfigError: There are more servers than parts, or parameters of several types.
     """
 
-    def __init__(self, model: nn.Module, train: TrainSection) -> None:
-        self.trained = [p for p in model.parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, optimizer: Optimizer, train: TrainSection) -> None:
+        self.trained = in_order(optimizer)
         self.buffers = list(model.buffers())
         numbers = {id(p): i for i, p in enumerate(self.trained)}
         self._names: list[list[str]] = [[] for _ in self.trained]
@@ -130,7 +133,10 @@ class Layout:
 
         held, more = whole.optimizer["state"], {name: cut(value) for name, value in whole.more.items()}
         state = {i: self._cut(held[strip.variable], strip) for i, strip in enumerate(part) if strip.variable in held}
-        groups = [{**group, "params": list(range(len(part)))} for group in whole.optimizer["param_groups"]]
+        groups = [
+            {**group, "params": [i for i, strip in enumerate(part) if strip.variable in group["params"]]}
+            for group in whole.optimizer["param_groups"]
+        ]
         return Snapshot(whole.step, cut(whole.model), {"state": state, "param_groups": groups}, whole.schedule, more)
 
     def _cut(self, values: dict[str, Any], strip: Strip) -> dict[str, Any]:
@@ -153,7 +159,8 @@ class Layout:
                     strip.of(whole.more[kind][name]).copy_(values[str(i)])
             found.setdefault(variable, []).append(held.optimizer["state"].get(i, {}))
         state = {variable: self._joined(values, variable) for variable, values in found.items() if values[0]}
-        groups = [{**group, "params": list(range(len(self.trained)))} for group in parts[0].optimizer["param_groups"]]
+        members = [group["params"] for group in whole.optimizer["param_groups"]]
+        groups = [{**group, "params": params} for group, params in zip(parts[0].optimizer["param_groups"], members, strict=True)]
         optimizer = {"state": state, "param_groups": groups}
         return Snapshot(parts[0].step, whole.model, optimizer, parts[0].schedule, whole.more)
 

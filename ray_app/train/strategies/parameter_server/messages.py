@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ray_app.record.segments import StepRecord
+from ray_app.train.step.table import Row
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,13 @@ class Done:
 
     Args:
         unit: Which.
-        rows: Its rows.
-        row_hash: The sum of their hashes.
-        loss: Its share of the mean loss of the step.
-        norm: Its share of the square of the gradient's norm.
+        row: What it has to say about the step.
         lr: Learning rate that it was used with.
         wait_s: Seconds that it waited for data.
     """
 
     unit: Unit
-    rows: int
-    row_hash: int
-    loss: float
-    norm: float
+    row: Row
     lr: float
     wait_s: float
 

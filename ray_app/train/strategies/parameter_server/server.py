@@ -7,12 +7,16 @@ way each logical worker's gradient of each step counts once, however often it is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import pack, unpack
 from ray_app.config.config import Config
+from ray_app.config.optimizers import OptimizerSpec
 from ray_app.errors import DataError
 from ray_app.exchange.tree import TreeSum, parents
 from ray_app.train.state.state import TrainingState
@@ -48,7 +52,7 @@ class ParameterServer:
         snapshot = unpack(files)
         trained = snapshot.more.get("parameters", snapshot.model)
         held = _Held([trained[str(i)] for i in range(len(trained))])
-        self._state = TrainingState(self._config, held, CPU, self._total_steps)
+        self._state = _Part(self._config, held, snapshot.optimizer["param_groups"], self._total_steps)
         self._state.load(snapshot)
         self._parameters: list[Tensor] = list(self._state.model.parameters())
         self._buffers = buffers
@@ -88,13 +92,14 @@ class ParameterServer:
             self._apply_now(gradient, found)
         return lr
 
-    def norms(self, era: int, step: int, incomplete: list[int]) -> tuple[list[float], Bytes] | None:
+    def norms(self, era: int, step: int, incomplete: list[int], correction: float) -> tuple[list[float], Bytes] | None:
         """The norm of each parameter's gradient in a step whose gradients are all there; synchronous only.
 
         Args:
             era: See the class.
             step: The step, counted from 0 over the run.
             incomplete: Numbers of the parameters of which the gradient itself is wanted, since they are parts of one.
+            correction: What the sum of the gradients is multiplied by.
 
         Raises:
             DataError: They are not all there.
@@ -105,6 +110,7 @@ class ParameterServer:
         if [node for node, _ in added] != [(0, self._config.logical_workers)]:
             raise DataError(f"Step {step} is to end with the gradients of {[node for node, _ in added]} only; please report this.")
         [(_, total)] = added
+        total = total * correction if correction != 1 else total
         parts = total.split([p.numel() for p in self._parameters])
         for p, part in zip(self._parameters, parts, strict=True):
             p.grad = part.view_as(p)
@@ -112,15 +118,15 @@ class ParameterServer:
         norms = torch.stack(torch._foreach_norm(whole)).tolist() if whole else []
         return norms, to_bytes([parts[i] for i in incomplete])
 
-    def apply(self, era: int, step: int, norm: float) -> bool | None:
-        """Ends a step after `norms`; `norm` is that of the gradient on all servers. Synchronous only."""
+    def apply(self, era: int, step: int, norm: float, counts: bool) -> bool | None:
+        """Ends a step after `norms`; `norm` is that of the gradient on all servers, which moves nothing unless it counts. Synchronous."""
         if era != self._era:
             return None
         if step == self._state.step:
             if self._config.train.grad_clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.train.grad_clip_norm, torch.tensor(norm))
             self._keep_buffers(self._sums.pop(step))
-            self._state.advance()
+            self._state.advance() if counts else self._state.pass_over()
         return True
 
     def state(self, era: int) -> tuple[dict[str, bytes], Bytes] | None:
@@ -163,6 +169,18 @@ class _Sum:
 
 
 _NONE = _Sum(TreeSum({}))
+
+
+class _Part(TrainingState):
+    """What a server trains, in the groups of the whole, of which some may have no parameter here."""
+
+    def __init__(self, config: Config, held: _Held, groups: list[dict[str, Any]], total_steps: int) -> None:
+        self._members = [group["params"] for group in groups]
+        super().__init__(config, held, CPU, total_steps)
+
+    def _groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
+        parameters = list(named.values())
+        return [{"params": [parameters[i] for i in members]} for members in self._members]
 
 
 class _Held:

@@ -27,24 +27,24 @@ class ServedState:
     def __init__(self, job: Job, servers: Servers, state: TrainingState) -> None:
         self._servers, self._state = servers, state
         self._clips = job.config.train.grad_clip_norm is not None
-        self.layout = Layout(state.model, job.config.train)
+        self.layout = Layout(state.model, state.optimizer, job.config.train)
         self.era = 0
 
     def eras(self) -> list[int]:
         """In which era each server is; 0 for one that holds nothing."""
         return call_each(self._servers, "era", [()] * len(self.layout.parts))
 
-    def norm(self, step: int) -> float:
-        """The norm of a step's gradient. If it decides how far parameters move, its bits are those of one server, that is of `ddp`."""
+    def norm(self, step: int, correction: float) -> float:
+        """The norm of a step's gradient, times a number. If it decides how far parameters move, its bits are those of `ddp`."""
         asked = self.layout.incomplete() if self._clips else [[] for _ in self.layout.parts]
-        answers = call_each(self._servers, "norms", [(self.era, step, some) for some in asked])
+        answers = call_each(self._servers, "norms", [(self.era, step, some, correction) for some in asked])
         norms = [n for some, _ in answers for n in some]
         norms += self.layout.norms_of_joined([data for _, data in answers]) if self._clips else []
         return math.sqrt(math.fsum(n * n for n in norms))
 
-    def move(self, step: int, norm: float) -> None:
-        """Lets the servers move their parameters by the sum of a step's gradients, whose norm is that."""
-        self._call("apply", step, norm)
+    def move(self, step: int, norm: float, counts: bool) -> None:
+        """Lets the servers move their parameters by the gradient that `norm` looked at, or go on without if it does not count."""
+        self._call("apply", step, norm, counts)
 
     def take_over(self) -> None:
         """Makes what they hold the state here."""

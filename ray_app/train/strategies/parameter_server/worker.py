@@ -14,13 +14,15 @@ from ray_app.errors import TaskError
 from ray_app.exchange.build import build_exchange
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
+from ray_app.task.losses import NOTHING, summed
 from ray_app.train import environment
 from ray_app.train.group.membership import Membership
 from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import Step, StepResult
+from ray_app.train.step.step import Step, line
+from ray_app.train.step.table import Row, StepResult
 from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
 from ray_app.train.strategies.parameter_server.messages import Answer, Done, Servers, Unit
 
@@ -68,7 +70,7 @@ class ParameterWorker:
         state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
         if job.config.train.freeze is not None:  # servers hold no more than what is trained
             state.begin(job.read_initial())
-        self._layout = Layout(state.model, job.config.train)
+        self._layout = Layout(state.model, state.optimizer, job.config.train)
         self._step = _UnitStep(job.config, job.task, state, build_exchange(job.config.train, state.model, _ALONE), _ALONE, device)
         self._streams: dict[int, _Stream] = {}
         self._done: Done | None = None
@@ -114,19 +116,19 @@ class ParameterWorker:
         self._enter("compute")
         self._layout.put([parameters for parameters, _ in pulled], pulled[0][1])
         try:
-            loss, norm = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
+            row = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
         except TaskError as error:
             rows = self._job.plan.manifest.named(error.positions)
             raise error.met(f"rank {self._rank} after step {unit.step}", rows) from error.__cause__
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
-        sent = enumerate(self._layout.gradients() if batch.rows else [None] * len(self._layout.parts))
+        sent = enumerate(self._layout.gradients() if self._step.moves(row) else [None] * len(self._layout.parts))
         self._enter("exchange")
         rates = self._servers.call("push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent])
         if rates is None or any(rate is None for rate in rates):
             return None
         if self._hooks.after_step is not None:
             self._hooks.after_step(self._rank, unit.step + 1)
-        return Done(unit, batch.rows, batch.row_hash, loss, norm, rates[0], wait_s)
+        return Done(unit, row, rates[0], wait_s)
 
     def _batch(self, unit: Unit, cursor: Cursor) -> tuple[MicroBatch, float]:
         """The rows of a unit, and the seconds that they took."""
@@ -149,30 +151,37 @@ class ParameterWorker:
 
 
 class _UnitStep(Step):
-    """Forward and backward of one logical worker; the parameters' `.grad` is its share of the step's gradient."""
+    """Forward and backward of one logical worker; the parameters' `.grad` is its share of the step's gradient.
 
-    def play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> tuple[float, float]:
-        """Computes a unit.
+    With staleness a gradient is applied before anybody knows what the step's rows weigh: it is then that of the mean over the own weight,
+    and counts by rows.
+    """
 
-        Returns:
-            Its share of the step's mean loss, and of the square of the gradient's norm, weighted by rows.
+    def moves(self, row: Row) -> bool:
+        """Whether a unit has a gradient for the servers."""
+        return row.rows > 0 and (row.weight > 0 or not self._config.train.staleness)
+
+    def play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Row:
+        """Computes a unit; its norm is weighted by rows.
 
         Raises:
-            NonFiniteError: One of them is not finite.
+            NonFiniteError: Loss or norm is not finite.
         """
         for p in self._parameters:
             p.grad = None
         if not batch.rows:
-            return 0.0, 0.0
+            return line(batch, NOTHING, 0.0, Flags(0))
         with self._blaming(batch):
             losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
-            losses.backward(self._weights(batch.rows, global_rows, 1.0))
-        loss = losses.detach().sum().item() / global_rows
+            sums = summed(self._task, losses)
+            own = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
+            losses.values.backward(self._weights(batch.rows, global_rows * own, 1.0))
+        loss = sums.loss / global_rows
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(torch._foreach_norm(gradients)).tolist())) / share
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._refuse(cursor, [batch], global_rows, StepResult(loss, norm, [], [], Flags(0), []))
+            self._refuse(cursor, [batch], global_rows, StepResult(loss, norm, [], [], Flags(0), [], []))
         most = self._config.train.grad_clip_norm
         if self._config.train.staleness and most is not None and norm > most:
             torch._foreach_mul_(gradients, most / norm)
-        return loss, norm * norm * share
+        return line(batch, sums, loss, Flags(0), norm * norm * share)

@@ -1,0 +1,93 @@
+"""The first rows of a data set: what a decoded row looks like."""
+
+from __future__ import annotations
+
+import difflib
+from itertools import islice
+
+import pyarrow as pa
+
+from ray_app.data.dataset.arrays import ArraySpec, spec_like
+from ray_app.data.dataset.dataset import Dataset
+from ray_app.data.dataset.files import parquet
+from ray_app.data.read.bad_rows import REASON, Decode
+from ray_app.data.read.reader import POSITION, Reader, rows_of, span_of, stored
+from ray_app.errors import BadRowError, DataError
+from ray_app.plan.manifest import Manifest
+from ray_app.record.files import location
+from ray_app.task.own_code import refusal
+from ray_app.task.ragged import Arrays, Field
+
+_MEASURED = 256
+"""Rows whose lengths are looked at, where rows have different ones."""
+
+
+def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> Arrays:
+    """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1, ...).
+
+    Raises:
+        DataError: A column is not there.
+        BadRowError: More than `most_bad` rows before it cannot be decoded, or none can.
+    """
+    _need_columns(dataset, columns)
+    manifest = dataset.manifest
+    places = ((group, row) for group, rows in enumerate(manifest.rows) for row in range(int(rows)))
+    refused: list[BadRowError] = []
+    for group, row in islice(places, most_bad + 1):
+        span = span_of(manifest, group, row, 1)
+        try:
+            return decode_rows(rows_of(stored(parquet(location(dataset.root) / span.path), span, columns)))
+        except Exception as error:
+            refused.append(BadRowError(span.path, span.row_group, row, refusal(error)))
+    raise refused[-1]
+
+
+def _need_columns(dataset: Dataset, columns: list[str]) -> None:
+    """Refuses columns to read that are not there; `a.b` is part of a column `a` of objects."""
+    there = sorted(dataset.facts.columns)
+    for name in columns:
+        if name not in there and name.partition(".")[0] not in there:
+            like = difflib.get_close_matches(name, there, 1)
+            hint = f"; did you mean {like[0]!r}?" if like else "."
+            raise DataError(
+                f"{dataset.facts.path} has no column {name!r}, which the task reads (Task.columns); its columns are"
+                f" {', '.join(there)}{hint} Name another column in task.init_args or ingest the data again."
+            )
+
+
+def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, Field]:
+    """Decodes the first good rows of a data set, at most so many and all of one row group; each field is of shape (rows, ...).
+
+    Raises:
+        BadRowError: One cannot be decoded, and the reader does not skip it.
+        DataError: There is no good row.
+    """
+    for group, rows in enumerate(manifest.rows):
+        for first in range(0, int(rows), most):
+            table = pa.concat_tables(reader.read((span_of(manifest, group, first, min(most, int(rows) - first)),)))
+            good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips else table
+            if good.num_rows:
+                return rows_of(good.drop_columns([POSITION]))
+    raise DataError(f"{reader.root} has no row that can be decoded.")
+
+
+def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
+    """What a decoded row of a data set looks like."""
+    return specs_like(first_row(dataset, columns, decode_rows), dataset, columns, decode_rows)
+
+
+def specs_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False) -> dict[str, ArraySpec]:
+    """What decoded rows look like, of which one is known; where they have different lengths, the first ones are measured.
+
+    Args:
+        row: The first good one.
+        dataset: Where it is from.
+        columns: Columns to read.
+        decode_rows: See `Task.decode`.
+        skips: Whether rows that cannot be decoded are passed over.
+    """
+    fields = {name: spec_like(values) for name, values in row.items()}
+    if all(spec.padding is None for spec in fields.values()):
+        return fields
+    rows = first_rows(Reader(dataset.root, columns, decode_rows, fields, skips), dataset.manifest, _MEASURED)
+    return {name: spec_like(rows[name]) for name in fields}

@@ -1,0 +1,61 @@
+"""Random numbers of a row's own, for code that draws from torch without asking where from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_DRAWING = {
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.normal,
+    torch.bernoulli,
+    torch.multinomial,
+    torch.poisson,
+    Tensor.uniform_,
+    Tensor.normal_,
+    Tensor.random_,
+    Tensor.bernoulli_,
+    Tensor.bernoulli,
+    Tensor.exponential_,
+    Tensor.geometric_,
+    Tensor.log_normal_,
+    Tensor.cauchy_,
+    Tensor.multinomial,
+}
+_LIKE = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
+
+
+class drawing(TorchFunctionMode):
+    """Lets what draws from torch's default generator in this thread draw from a generator of its own::
+
+        with drawing(key):
+            image = RandomResizedCrop(224)(image)
+
+    Other threads, and torch's generators, are not touched: a step may be drawing at the same time.
+
+    Args:
+        key: Seed, such as the key of a row.
+    """
+
+    def __init__(self, key: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(int(key))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        named = dict(kwargs or {})
+        if func in _LIKE:
+            like = args[0]
+            return _LIKE[func](like.shape, generator=self._generator, **{"dtype": like.dtype, "device": like.device} | named)
+        if func in _DRAWING and named.get("generator") is None:
+            named["generator"] = self._generator
+        return func(*args, **named)

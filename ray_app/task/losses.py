@@ -1,0 +1,108 @@
+"""What a task says of the rows of a batch: their losses, how much each counts, and what else is recorded of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ray_app.errors import ConfigError
+
+TAKEN = frozenset({"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"})
+"""What is recorded of every step; a metric of a task's own has another name."""
+_NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of a batch whose mean is not one over rows, or with which more is recorded.
+
+    The loss of a step, or of an evaluation, is the sum of `values` over the sum of `weights`, both over all rows of the global batch, and
+    so is its gradient. In a language model the values of a row are the sum over its tokens, its weight is their number.
+
+    Args:
+        values: The sum of the losses of each row's parts, shape (rows,).
+        weights: How much each row counts, 0 or more, shape (rows,); not given: 1 each.
+        metrics: What else is recorded of every training step, by name, as sums over each row's parts like `values`, shape (rows,); the
+            mean is over the same weights.
+    """
+
+    values: Tensor
+    weights: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Tensor | Losses) -> Losses:
+        """What `Task.loss` or `Task.training_loss` returned."""
+        return found if isinstance(found, Losses) else cls(found)
+
+    def float(self) -> Losses:
+        """With values in full precision, which their backward begins with."""
+        return self if self.values.dtype == torch.float32 else replace(self, values=self.values.float())
+
+
+class Sums(NamedTuple):
+    """What rows add to the means of a step or an evaluation.
+
+    Args:
+        loss: The sum of their losses.
+        weight: The sum of their weights.
+        metrics: The sum of each of their metrics.
+    """
+
+    loss: float
+    weight: float
+    metrics: dict[str, float]
+
+
+NOTHING = Sums(0.0, 0.0, {})
+"""What no rows add."""
+
+
+def of_rows(task: object, found: Tensor | Losses, rows: int) -> Losses:
+    """What `Task.loss` or `Task.training_loss` returned for so many rows.
+
+    Raises:
+        ConfigError: It is not one value for each row, or a metric has a name that cannot be recorded.
+    """
+    losses = Losses.of(found)
+    given = {"": losses.values} | ({"weights": losses.weights} if losses.weights is not None else {}) | dict(losses.metrics)
+    for name, value in given.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if shape != (rows,):
+            raise ConfigError(
+                f"{type(task).__name__}.loss returned {name and f'{name!r} of '}shape {shape} for {rows} rows; it must return one value per"
+                " row, shape (rows,). Use reduction='none' in the loss function."
+            )
+    for name in losses.metrics:
+        if name in TAKEN or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{type(task).__name__}.loss returned a metric {name!r}; use letters, digits, '_', '.', '-' and spaces, nothing that begins"
+                f" with eval_, and none of {', '.join(sorted(TAKEN))}, which every step has."
+            )
+    return losses
+
+
+def summed(task: object, losses: Losses) -> Sums:
+    """The sums over rows; waits for the device once.
+
+    Raises:
+        ConfigError: The weights are negative, infinite or NaN.
+    """
+    values = losses.values.detach()
+    if losses.weights is None and not losses.metrics:
+        return Sums(values.sum().item(), float(len(values)), {})
+    weights = losses.weights.detach() if losses.weights is not None else torch.ones_like(values)
+    more = [each.detach().sum(dtype=torch.float64) for each in (weights, *losses.metrics.values())]
+    loss, weight, *metrics = torch.stack([values.sum().double(), *more]).tolist()
+    if not 0 <= weight < math.inf:
+        raise ConfigError(
+            f"{type(task).__name__}.loss returned weights whose sum over {len(values)} rows is {weight}; each must be a number of at least"
+            " 0, such as how many tokens a row has."
+        )
+    return Sums(loss, weight, dict(zip(losses.metrics, metrics, strict=True)))

@@ -1,0 +1,139 @@
+"""Rows of different length: texts as tokens, boxes of an image, images of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+LENGTHS = "_lengths"
+"""What is added to a ragged field's name for the lengths of its rows in a batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """A field whose rows have different lengths; the rows of a micro-batch are padded to the longest of them.
+
+    A micro-batch belongs to one logical worker, so what it is padded to depends on nothing else.
+
+    Args:
+        values: All rows, one after the other, shape (sum of lengths, ...).
+        offsets: Where each row begins in them, and where the last one ends, int64, shape (rows + 1,).
+        fill: What a row is padded with.
+        multiple: What a padded length is a multiple of.
+    """
+
+    values: npt.NDArray
+    offsets: npt.NDArray[np.int64]
+    fill: float = 0
+    multiple: int = 1
+
+    @classmethod
+    def of(
+        cls, rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike, fill: float = 0, multiple: int = 1, row_shape: tuple[int, ...] = ()
+    ) -> Ragged:
+        """Puts rows together, each of shape (length, ...) with `row_shape` in the place of the dots."""
+        arrays = [np.asarray(row, dtype).reshape(-1, *row_shape) for row in rows]
+        offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+        return cls(np.concatenate([*arrays, np.empty((0, *row_shape), dtype)]), offsets, fill, multiple)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a row without its length."""
+        return self.values.shape[1:]
+
+    def padded_with(self, fill: float, multiple: int = 1) -> Ragged:
+        """The same rows, padded otherwise."""
+        return Ragged(self.values, self.offsets, fill, multiple)
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Of each row, shape (rows,)."""
+        return np.diff(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return int(self.offsets[-1] - self.offsets[0]) * self.values[:1].nbytes if len(self.values) else 0
+
+    def __getitem__(self, rows: slice | npt.NDArray) -> Ragged:
+        """Consecutive rows, without copying them, or those of an index or a mask."""
+        if isinstance(rows, np.ndarray):
+            return Ragged.of((self.row(i) for i in np.arange(len(self))[rows]), self.values.dtype, self.fill, self.multiple, self.row_shape)
+        low, high, _ = rows.indices(len(self))
+        return Ragged(self.values, self.offsets[low : max(low, high) + 1], self.fill, self.multiple)
+
+    def row(self, number: int) -> npt.NDArray:
+        """One row, shape (length, ...)."""
+        return self.values[self.offsets[number] : self.offsets[number + 1]]
+
+    def compact(self) -> Ragged:
+        """The same rows, whose values begin with the first and end with the last."""
+        low, high = int(self.offsets[0]), int(self.offsets[-1])
+        return Ragged(self.values[low:high], self.offsets - low, self.fill, self.multiple)
+
+    def copied(self) -> Ragged:
+        """The same rows in memory of their own."""
+        return Ragged(self.values.copy(), self.offsets.copy(), self.fill, self.multiple)
+
+    def batch(self, name: str, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        """Some rows padded, and their lengths, as they stand in a task's batch."""
+        return {name: torch.from_numpy(self.padded(index)), name + LENGTHS: torch.from_numpy(self.lengths[index])}
+
+    def padded(self, index: npt.NDArray[np.int64]) -> npt.NDArray:
+        """Some rows, padded to the longest of them, shape (rows, length, ...)."""
+        lengths = self.lengths[index]
+        longest = -(-int(lengths.max(initial=0)) // self.multiple) * self.multiple
+        into = np.full((len(index), longest, *self.values.shape[1:]), self.fill, self.values.dtype)
+        if not len(index):
+            return into
+        place = np.arange(longest)
+        there = place < lengths[:, None]
+        into[there] = self.values[(self.offsets[:-1][index][:, None] + place)[there]]
+        return into
+
+
+Field = npt.NDArray | Ragged
+Arrays = Mapping[str, Field]
+"""Decoded rows: a field by its name, each of as many rows."""
+
+
+def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None) -> dict[str, Tensor]:
+    """Decoded rows as the batch that a task gets, in host memory.
+
+    Args:
+        arrays: The fields.
+        index: Which rows, in which order; not given: all.
+
+    Returns:
+        Each field, (rows, ...); a ragged one padded, (rows, length, ...), with its lengths beside it, int64, (rows,), as NAME_lengths.
+    """
+    batch: dict[str, Tensor] = {}
+    for name, values in arrays.items():
+        if isinstance(values, Ragged):
+            batch |= values.batch(name, np.arange(len(values))[slice(None) if index is None else index])
+        else:
+            batch[name] = torch.from_numpy(values if index is None else values[index])
+    return batch
+
+
+def twice(values: Field) -> Field:
+    """The same rows two times."""
+    return put_together([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])
+
+
+def put_together(parts: list[Ragged]) -> Ragged:
+    """The rows of several, one after the other."""
+    own = [part.compact() for part in parts]
+    if len(own) == 1:
+        return own[0]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([part.lengths for part in own]))])
+    return Ragged(np.concatenate([part.values for part in own]), offsets, own[0].fill, own[0].multiple)

@@ -1,0 +1,135 @@
+"""Observers of a run: classes of the user's that the driver tells what happens. They see the record, and never hold up a step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ray_app.record.files import poll_s
+from ray_app.record.history import means
+from ray_app.record.journal import Event, FirstRecords, put_event, read_events
+from ray_app.record.segments import StepRecord
+from ray_app.train.job import Job
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = ("failed", "preempted", "storage_failed")
+
+
+class Observer:
+    """To be derived from; every method does nothing. It is called in a thread of the driver, some seconds after what it tells happened.
+
+    What it raises becomes an event of the run, `observer_failed`, and nothing else.
+    """
+
+    def begun(self, run: str) -> None:
+        """A start of the run, whose directory that is, begins."""
+
+    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        """An epoch, counted from 0, has ended.
+
+        Args:
+            epoch: Which.
+            step: Finished steps of the run.
+            metrics: `loss` and the task's own metrics, means over the epoch's training steps (of this start).
+        """
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """The checkpoint of a step was evaluated."""
+
+    def checkpointed(self, step: int) -> None:
+        """A checkpoint was committed."""
+
+    def failed(self, reason: str) -> None:
+        """A worker failed, a node went away, or the storage did not answer; the run may go on."""
+
+    def ended(self, status: str, summary: dict[str, Any]) -> None:
+        """This start of the run has ended.
+
+        Args:
+            status: `finished`, `stopped_early`, `interrupted` or `failed`.
+            summary: What stands in `summary.json`.
+        """
+
+
+class Observers:
+    """Tells observers what the record of a run says.
+
+    Args:
+        job: The run.
+        observers: Who is told.
+    """
+
+    def __init__(self, job: Job, observers: Sequence[Observer]) -> None:
+        self._job, self._observers = job, observers
+        self._records, self._epoch = FirstRecords(job.paths), list[StepRecord]()
+        self._began = self._seen = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The time of a start; a thread looks at the record meanwhile, and once more at the end."""
+        if not self._observers:
+            yield
+            return
+        self._began = self._seen = time.time()  # what was there before this start is no news
+        self._tell("begun", str(self._job.paths.root))
+        over = threading.Event()
+        thread = threading.Thread(target=self._run, args=(over,), name="observers", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self._look()
+
+    def ended(self, status: str, summary: dict[str, Any]) -> None:
+        """Tells them that the run has ended."""
+        self._tell("ended", status, summary)
+
+    def _run(self, over: threading.Event) -> None:
+        while not over.wait(max(1.0, poll_s(self._job.paths.root))):
+            self._look()
+
+    def _look(self) -> None:
+        """Tells what is new; what cannot be read now is told later."""
+        try:
+            steps = list(self._records.poll())
+            events = [event for event in read_events(self._job.paths) if event.time_s > self._seen]
+        except Exception as error:
+            logger.warning("The record could not be read for observers, will try again: %s", error)
+            return
+        for record in steps:
+            if record.time_s >= self._began:
+                self._step(record)
+        for event in events:
+            self._seen = max(self._seen, event.time_s)
+            self._event(event)
+
+    def _step(self, record: StepRecord) -> None:
+        self._epoch.append(record)
+        if record.step % self._job.steps_per_epoch == 0:
+            epoch, self._epoch = self._epoch, []
+            self._tell("epoch_ended", record.step // self._job.steps_per_epoch - 1, record.step, means(epoch))
+
+    def _event(self, event: Event) -> None:
+        details = event.details
+        if event.kind == "evaluated" and "by" not in details:
+            self._tell("evaluated", details["step"], details["metrics"])
+        elif event.kind == "checkpointed":
+            self._tell("checkpointed", details["step"])
+        elif event.kind in _FAILURES:
+            self._tell("failed", str(details.get("errors") or details.get("reason") or event.kind))
+
+    def _tell(self, what: str, *facts: Any) -> None:
+        for observer in self._observers:
+            try:
+                getattr(observer, what)(*facts)
+            except Exception as error:
+                logger.warning("Observer %s raised in %s: %s", type(observer).__name__, what, error)
+                said = f"{type(observer).__name__}.{what}: {type(error).__name__}: {error}"
+                put_event(self._job.paths, "observer_failed", self._job.fence, reason=said)

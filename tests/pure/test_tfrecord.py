@@ -1,0 +1,171 @@
+"""TFRecord files: those that TensorFlow wrote (`tests/support/tfrecord/make.py`), and damaged and unusual ones."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ray_app.errors import ConfigError, DataError
+from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
+from ray_app.ingest.readers.tfrecord import _example, _masked
+from tests.support.ingest_inputs import read
+from tests.support.places import SUPPORT
+
+WRITTEN = SUPPORT / "tfrecord"
+COLUMNS = ["image/encoded", "image/class/label", "image/class/text", "floats", "integers"]
+
+
+def made(tmp_path: Path, source: Path | str, **options: Any) -> DatasetSummary:
+    return ingest(IngestOptions("tfrecord", str(tmp_path / "out"), str(source), **options))
+
+
+def refusal(tmp_path: Path, source: Path | str, **options: Any) -> str:
+    with pytest.raises((DataError, ConfigError)) as caught:
+        made(tmp_path, source, **options)
+    assert not (tmp_path / "out").exists()
+    return str(caught.value)
+
+
+def test_what_tensorflow_wrote_comes_back_equal(tmp_path: Path) -> None:
+    """Two files, one that is gzipped, text, images, floats and integers to their limits."""
+    summary = made(tmp_path, WRITTEN, label="image/class/label", columns=COLUMNS, rename={"image/encoded": "image"}, piece_bytes=1)
+    assert {name: part.rows for name, part in summary.parts.items()} == {"train": 5, "test": 3}
+    for side, rows in (("train", range(5)), ("test", range(5, 8))):
+        got = read(tmp_path / "out" / side)
+        assert got["label"] == [i % 3 for i in rows]
+        assert [text.decode() for text in got["image/class/text"]] == [f"class {i % 3} ä" for i in rows]
+        np.testing.assert_array_equal(got["floats"], np.array([[i, i / 8, -1e30, 0.1] for i in rows], np.float32))
+        np.testing.assert_array_equal(got["integers"], np.array([[-i, 2**63 - 1, -(2**63)] for i in rows]))
+        for i, encoded in zip(rows, got["image"], strict=True):
+            np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(encoded))), np.full((5, 4, 3), 10 * i))
+    assert got["row_id"] == [f"test.tfrecord-00000-of-00001:{i}" for i in range(3)]
+
+
+def test_a_pattern_or_a_file_gives_one_data_set(tmp_path: Path) -> None:
+    pattern = str(WRITTEN / "train.tfrecord-*")
+    assert {name: part.rows for name, part in made(tmp_path / "a", pattern, columns=COLUMNS, eval_fraction=0.5).parts.items()}.keys() == {
+        "train",
+        "eval",
+    }
+    assert made(tmp_path / "b", WRITTEN / "test.tfrecord-00000-of-00001", columns=COLUMNS).rows == 3
+
+
+def test_the_training_files_may_be_split_further(tmp_path: Path) -> None:
+    summary = made(tmp_path, WRITTEN, columns=["floats"], eval_fraction=0.4)
+    assert summary.parts.keys() == {"train", "eval", "test"}
+    assert summary.rows == 8
+
+
+def record(data: bytes) -> bytes:
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
+
+
+def example(**features: list[Any]) -> bytes:
+    """A serialized row; the kind of a feature is that of its values."""
+    made = _example()()
+    for name, values in features.items():
+        kind = {bytes: "bytes_list", float: "float_list", int: "int64_list"}[type(values[0])] if values else "int64_list"
+        getattr(made.features.feature[name], kind).value.extend(values)
+    return made.SerializeToString()
+
+
+def write(path: Path, *rows: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(map(record, rows)))
+    return path
+
+
+def test_every_cut_and_every_flipped_bit_is_refused_with_the_byte(tmp_path: Path) -> None:
+    intact = (WRITTEN / "train.tfrecord-00001-of-00002").read_bytes()
+    (second,) = struct.unpack("<Q", intact[:8])
+    second += 16
+    bad = tmp_path / "in" / "one.tfrecord"
+    bad.parent.mkdir()
+    for at in range(0, len(intact), 7):
+        flipped = bytearray(intact)
+        flipped[at] ^= 1 << at % 8
+        bad.write_bytes(flipped)
+        said = refusal(tmp_path, bad, columns=["floats"])
+        assert str(bad) in said
+        assert f"at byte {second if at >= second else 0} " in said
+        if at not in (0, second):
+            bad.write_bytes(intact[:at])
+            assert f"at byte {second if at >= second else 0}" in refusal(tmp_path, bad, columns=["floats"])
+
+
+def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    packed = (WRITTEN / "test.tfrecord-00000-of-00001").read_bytes()
+    (tmp_path / "cut.tfrecord").write_bytes(packed[:-9])
+    assert "cut.tfrecord: " in refusal(tmp_path, tmp_path / "cut.tfrecord", columns=["floats"])
+
+
+def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
+    size = int.from_bytes(b"\x1f\x8b\x00", "little")
+    row = example(a=[b"x" * (size - 60)])
+    row = example(a=[b"x" * (size - 60 + size - len(row))])
+    assert record(row).startswith(b"\x1f\x8b")
+    assert made(tmp_path / "plain", write(tmp_path / "a.tfrecord", row, row)).rows == 2
+    (tmp_path / "b.tfrecord").write_bytes(gzip.compress(record(row)))
+    assert made(tmp_path / "packed", tmp_path / "b.tfrecord").rows == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ([], {}, "no record in these files"),
+        ([b"\xff\xff"], {}, "no tf.train.Example"),
+        ([b""], {}, "no tf.train.Example with features"),
+        ([b"\x12\x03abc"], {}, "SequenceExample"),
+        ([example(a=[1])], {"columns": ["b"]}, "no feature 'b' in the first row; the features are ['a']"),
+        ([example(a=[1, 2])], {"label": "a"}, "int64_list of 2 in the first row; allowed is one integer"),
+        ([example(a=[1], label=[2])], {"label": "a"}, "another feature 'label'"),
+        ([example(a=[])], {}, "'a' has 0 values"),
+        ([example(a=[b"x", b"y"])], {}, "'a' has 2 values (bytes_list)"),
+        ([example(a=[1, 2]), example(a=[1, 2, 3])], {}, ":1: feature 'a' has 3 values (int64_list), in the first row 2 (int64_list)"),
+        ([example(a=[1]), example(b=[1])], {}, "'a' has 0 values (nothing)"),
+        ([example(a=[1]), b"\xff\xff"], {}, ":1: no tf.train.Example"),
+        ([example(a=[1.5]), example(a=[1])], {}, "(int64_list), in the first row 1 (float_list)"),
+        ([example(label=[1.5])], {}, "label 'label' is a float_list"),
+        ([example(a=[b"\x89PNG\r\n"])], {}, "not an image that can be decoded"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(tmp_path: Path, rows: list[bytes], options: dict[str, Any], expected: str) -> None:
+    said = refusal(tmp_path, write(tmp_path / "in" / "a.tfrecord", *rows), **options)
+    assert expected in said
+    assert str(tmp_path / "in" / "a.tfrecord") in said
+
+
+def test_a_row_of_another_form_may_be_left_out(tmp_path: Path) -> None:
+    file = write(tmp_path / "in" / "a.tfrecord", example(a=[1], b=[b"x"]), example(a=[1, 2], b=[b"x"]), example(a=[3], b=[b"y"], c=[1]))
+    summary = made(tmp_path, file, on_bad_row="skip")
+    assert (summary.rows, summary.parts[""].refused) == (2, 1)
+    assert read(tmp_path / "out")["a"] == [1, 3]
+
+
+def test_files_of_which_it_is_not_clear_what_they_are_of_are_refused(tmp_path: Path) -> None:
+    for name in ("train.tfrecord", "other.tfrecord"):
+        write(tmp_path / "in" / name, example(a=[1]))
+    assert "other.tfrecord does not say whether it is of train" in refusal(tmp_path, tmp_path / "in")
+    (tmp_path / "in" / "other.tfrecord").rename(tmp_path / "in" / "test.tfrecord")
+    assert made(tmp_path, tmp_path / "in").parts.keys() == {"train", "test"}
+
+
+def test_a_missing_file_of_several_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN, tmp_path / "in")
+    (tmp_path / "in" / "train.tfrecord-00001-of-00002").unlink()
+    assert "train.tfrecord-00001-of-00002 is missing" in refusal(tmp_path, tmp_path / "in", columns=["floats"])
+
+
+def test_a_folder_without_such_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("x")
+    assert "no TFRecord file" in refusal(tmp_path, tmp_path / "in")

@@ -1,0 +1,89 @@
+"""The part of MLflow's client that moves aliases, without MLflow: for histories of hundreds of calls."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_NOT_EXIST
+
+
+class LostError(Exception):
+    """The connection broke."""
+
+
+class MemoryClient:
+    """Models, versions, tags and aliases in memory. A call can be lost, before or after it took effect.
+
+    Attributes:
+        left: Calls that go through before one is lost; below 0: none is.
+        after: Whether that one takes effect.
+    """
+
+    def __init__(self) -> None:
+        self.left, self.after = -1, False
+        self.models: dict[str, SimpleNamespace] = {}
+        self.versions: dict[str, list[SimpleNamespace]] = {}
+
+    def _call(self, act: Any) -> Any:
+        self.left -= 1
+        if self.left == -1 and not self.after:
+            raise LostError
+        found = act()
+        if self.left == -1:
+            raise LostError
+        return found
+
+    def create_registered_model(self, name: str) -> None:
+        def act() -> None:
+            if name in self.models:
+                raise MlflowException("there is one", RESOURCE_ALREADY_EXISTS)
+            self.models[name], self.versions[name] = SimpleNamespace(aliases={}), []
+
+        self._call(act)
+
+    def get_registered_model(self, name: str) -> SimpleNamespace:
+        def act() -> SimpleNamespace:
+            if name not in self.models:
+                raise MlflowException("there is none", RESOURCE_DOES_NOT_EXIST)
+            return SimpleNamespace(aliases=dict(self.models[name].aliases))
+
+        return self._call(act)
+
+    def create_model_version(self, name: str, source: str, run_id: str, tags: dict[str, str]) -> SimpleNamespace:
+        def act() -> SimpleNamespace:
+            made = SimpleNamespace(name=name, version=str(len(self.versions[name]) + 1), run_id=run_id, source=source, tags=dict(tags))
+            self.versions[name].append(made)
+            return _copy(made)
+
+        return self._call(act)
+
+    def _one(self, name: str, version: str) -> SimpleNamespace:
+        for made in self.versions.get(name, []):
+            if made.version == str(version):
+                return made
+        raise MlflowException("there is none", RESOURCE_DOES_NOT_EXIST)
+
+    def get_model_version(self, name: str, version: str) -> SimpleNamespace:
+        return self._call(lambda: _copy(self._one(name, version)))
+
+    def search_model_versions(self, filter_string: str) -> list[SimpleNamespace]:
+        wanted = dict(re.findall(r"(name|tags\.`[^`]+`) = '([^']*)'", filter_string))
+        tags = {key[6:-1]: value for key, value in wanted.items() if key != "name"}
+        found = [v for v in self.versions.get(wanted["name"], []) if tags.items() <= v.tags.items()]
+        return self._call(lambda: [_copy(v) for v in reversed(found)])
+
+    def set_model_version_tag(self, name: str, version: str, key: str, value: str) -> None:
+        self._call(lambda: self._one(name, version).tags.update({key: value}))
+
+    def delete_model_version_tag(self, name: str, version: str, key: str) -> None:
+        self._call(lambda: self._one(name, version).tags.pop(key))
+
+    def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
+        self._call(lambda: self.models[name].aliases.update({alias: self._one(name, version).version}))
+
+
+def _copy(version: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(**vars(version) | {"tags": dict(version.tags)})
