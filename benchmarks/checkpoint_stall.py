@@ -35,8 +35,8 @@ import torch
 from benchmarks.harness import ROOT, ingest_rows
 from ray_app.config.config import Config
 from ray_app.exchange.exchange import World
-from ray_app.record.journal import MetricsReader, read_events
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import MetricsReader, read_events
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import Flags, Formed, Phase
 from ray_app.train.job import Job
 
@@ -172,7 +172,7 @@ def side(name: str, folder: Path) -> Cost:
     from ray_app.data.read.slices import fetch_here
     from ray_app.data.read.whole import load_all
     from ray_app.record.lease import acquire
-    from ray_app.runs.prepare import claim, prepare
+    from ray_app.runs.preparing.prepare import claim, prepare
     from ray_app.train.hooks import Hooks
     from ray_app.train.loop import train
 

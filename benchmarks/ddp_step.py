@@ -84,7 +84,7 @@ class Ours:
         from rich.console import Console
 
         from ray_app import load_config, run_training
-        from ray_app.runs.in_process import Faults
+        from ray_app.runs.faults import Faults
         from ray_app.train.hooks import Hooks
 
         self._number += 1

@@ -52,7 +52,7 @@ def beside(folder: Path, number: int, evaluated: bool) -> Sample:
     from rich.console import Console
 
     from ray_app import run_training
-    from ray_app.runs.in_process import Faults
+    from ray_app.runs.faults import Faults
     from ray_app.train.hooks import Hooks
 
     watch = Stopwatch(str(folder / f"watch-{number}"), WARM_UP, STEPS)
@@ -72,7 +72,7 @@ def trained(folder: Path) -> Any:
     from rich.console import Console
 
     from ray_app import run_training
-    from ray_app.runs.prepare import prepare
+    from ray_app.runs.preparing.prepare import prepare
 
     fields = {"train__max_steps": CHECKPOINTS * 10, "checkpoint__every_steps": 10, "checkpoint__keep_last": CHECKPOINTS}
     run_training(make_config(folder, "trained", data__eval_path=None, **fields), Console(quiet=True))

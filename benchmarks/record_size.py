@@ -21,12 +21,12 @@ from pathlib import Path
 from unittest import mock
 
 from ray_app.config.config import Config
-from ray_app.record.history import goodput, recoveries, world_sizes
-from ray_app.record.journal import MetricsWriter, put_event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import MOST_SMALL, StepRecord, join
-from ray_app.record.steps import read_steps
-from ray_app.record.system import Look, join_looks, put_look
+from ray_app.record.progress.history import goodput, recoveries, world_sizes
+from ray_app.record.progress.journal import MetricsWriter, put_event, read_events
+from ray_app.record.progress.segments import MOST_SMALL, StepRecord, join
+from ray_app.record.progress.steps import read_steps
+from ray_app.record.progress.system import Look, join_looks, put_look
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from ray_app.track.points import Backlog, Sent

@@ -90,9 +90,9 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
     from rich.console import Console
 
     from ray_app import load_config, run_training
-    from ray_app.record.journal import read_events
     from ray_app.record.paths import RunPaths
-    from ray_app.runs.in_process import Faults
+    from ray_app.record.progress.journal import read_events
+    from ray_app.runs.faults import Faults
     from ray_app.train.hooks import Hooks
     from ray_app.train.job import Job
 

@@ -42,7 +42,7 @@ _READ_AHEAD_S = 3.0
 def make_job(folder: Path) -> Job:
     """A run over rows that are made on the fly."""
     from ray_app import load_config
-    from ray_app.runs.prepare import prepare
+    from ray_app.runs.preparing.prepare import prepare
 
     generator = np.random.default_rng(0)
     ingest_rows(folder, generator.random((ROWS, COLUMNS), dtype=np.float32), generator.integers(0, 10, ROWS))

@@ -97,7 +97,7 @@ class Ours:
         from rich.console import Console
 
         from ray_app import load_config, run_training
-        from ray_app.runs.in_process import Faults
+        from ray_app.runs.faults import Faults
         from ray_app.train.hooks import Hooks
 
         self._number += 1
@@ -121,7 +121,7 @@ def evaluations(rounds: int) -> dict[str, list[Sample]]:
     """The evaluator's pass over all rows against a bare forward loop that counts right answers, in one process."""
     import torch
 
-    from ray_app.task.scoring import combine, score
+    from ray_app.task.score.scoring import combine, score
     from ray_app.task.tabular import TabularClassification
 
     torch.set_num_threads(1)

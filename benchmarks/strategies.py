@@ -43,7 +43,7 @@ from ray_app import load_config, run_training
 from ray_app.config.config import Config
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.record.paths import RunPaths
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from ray_app.train.state.state import TrainingState
 from ray_app.train.strategies.parameter_server.actors import server_names

@@ -44,7 +44,7 @@ class Digits:
         from rich.console import Console
 
         from ray_app import load_config, run_training
-        from ray_app.runs.in_process import Faults
+        from ray_app.runs.faults import Faults
         from ray_app.train.hooks import Hooks
 
         self._number += 1

@@ -22,7 +22,10 @@ add_module_names = False
 napoleon_include_init_with_doc = False
 nitpick_ignore_regex = [
     ("py:.*", r"(?!ray_app).*"),  # what other projects document is not looked up, so that the build needs no network
-    ("py:class", r"ray_app\.(runs\.in_process\.(Run|Faults)|record\.s3\.S3Path|config\.(sections|optimizers)\.\w+)"),  # what no user makes
+    (
+        "py:class",
+        r"ray_app\.(runs\.(in_process\.Run|faults\.Faults)|record\.s3\.S3Path|config\.(sections|training|optimizers)\.\w+)",
+    ),  # what no user makes
     ("py:class", r"ray_app\.(train\.job\.Job|report\.facts\.Facts)"),
 ]
 

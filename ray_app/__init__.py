@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from ray_app.models.exported import load_for_training, load_model, read_rows
     from ray_app.report.comparison import Comparison
     from ray_app.runs.background import Training, Worker, start_training
-    from ray_app.runs.configuration import load_config
+    from ray_app.runs.given.configuration import load_config
     from ray_app.runs.in_process import run_training
     from ray_app.runs.outcome.comparing import compare_runs
     from ray_app.runs.outcome.result import Result
     from ray_app.runs.trial.check import TaskCheck, check_task
     from ray_app.task.losses import Losses
+    from ray_app.task.rows.drawing import drawing
+    from ray_app.task.rows.ragged import Ragged
     from ray_app.watch.observer import Observer
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "LocalCluster",
     "Losses",
     "Observer",
+    "Ragged",
     "Result",
     "TaskCheck",
     "Training",
@@ -33,6 +36,7 @@ __all__ = [
     "__version__",
     "check_task",
     "compare_runs",
+    "drawing",
     "ingest_arrays",
     "kill_worker",
     "load_config",
@@ -50,15 +54,17 @@ _PLACES = {
     "LocalCluster": "drill.local",
     "Losses": "task.losses",
     "Observer": "watch.observer",
+    "Ragged": "task.rows.ragged",
     "Result": "runs.outcome.result",
     "TaskCheck": "runs.trial.check",
     "Training": "runs.background",
     "Worker": "runs.background",
     "check_task": "runs.trial.check",
     "compare_runs": "runs.outcome.comparing",
+    "drawing": "task.rows.drawing",
     "ingest_arrays": "ingest.from_arrays",
     "kill_worker": "drill.local",
-    "load_config": "runs.configuration",
+    "load_config": "runs.given.configuration",
     "load_for_training": "models.exported",
     "load_model": "models.exported",
     "read_rows": "models.exported",

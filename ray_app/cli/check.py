@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from ray_app.cli.ending import exit_code
-from ray_app.runs.configuration import parse_more
+from ray_app.runs.given.configuration import parse_more
 from ray_app.runs.trial.check import check_task
 from ray_app.watch.findings import show
 

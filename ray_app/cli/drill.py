@@ -22,8 +22,8 @@ from ray_app.errors import ConfigError, is_refusal, own_error
 from ray_app.record.files import Location, location
 from ray_app.record.redact import redact
 from ray_app.runs.cluster import cluster
-from ray_app.runs.configuration import parse_more
-from ray_app.runs.prepare import prepare
+from ray_app.runs.given.configuration import parse_more
+from ray_app.runs.preparing.prepare import prepare
 from ray_app.runs.signals import ending_at_sigterm
 
 _DESCRIPTION = "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."

@@ -27,12 +27,12 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
 from ray_app.record.stored_config import read_config
 from ray_app.runs.cluster import cluster
-from ray_app.runs.configuration import Parser, importable_from_here
+from ray_app.runs.given.configuration import Parser, importable_from_here
 from ray_app.runs.outcome.closing import newest_start
 from ray_app.runs.outcome.replay import replay
 from ray_app.runs.outcome.report import report_end
 from ray_app.runs.outcome.stored import training_data
-from ray_app.runs.prepare import check_evaluation_data, evaluation_source, make_task
+from ray_app.runs.preparing.prepare import check_evaluation_data, evaluation_source, make_task
 from ray_app.task.base import Task
 
 logger = logging.getLogger(__name__)

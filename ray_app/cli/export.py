@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser
 
 from ray_app.cli.ending import exit_code
 from ray_app.record.redact import redact
-from ray_app.runs.configuration import importable_from_here
+from ray_app.runs.given.configuration import importable_from_here
 from ray_app.runs.outcome.exporting import ExportOptions, export_run
 
 

@@ -20,7 +20,7 @@ from ray_app.predict.prepare import MADE_FROM, PredictSection, Prepared, prepare
 from ray_app.record.files import Location, names, put_json, read_json, remove_temporary
 from ray_app.record.redact import redact
 from ray_app.runs.cluster import cluster, workers_that_fit
-from ray_app.runs.configuration import parse_more
+from ray_app.runs.given.configuration import parse_more
 from ray_app.runs.signals import ending_at_sigterm
 
 _DESCRIPTION = "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."

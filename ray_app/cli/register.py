@@ -6,7 +6,7 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from ray_app.cli.ending import exit_code
-from ray_app.runs.configuration import importable_from_here
+from ray_app.runs.given.configuration import importable_from_here
 from ray_app.runs.outcome.registering import RegisterOptions, register_run
 from ray_app.watch.console import model_line
 

@@ -13,7 +13,7 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
-from ray_app.runs.configuration import importable_from_here
+from ray_app.runs.given.configuration import importable_from_here
 from ray_app.runs.outcome.closing import close_orphan
 
 logger = logging.getLogger(__name__)

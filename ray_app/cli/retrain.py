@@ -16,7 +16,7 @@ from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.rollback import roll_back
 from ray_app.retrain.rounds import entries
 from ray_app.retrain.section import RetrainSection, check_section
-from ray_app.runs.configuration import parse_more
+from ray_app.runs.given.configuration import parse_more
 from ray_app.runs.signals import ending_at_sigterm
 
 _DESCRIPTION = "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."

@@ -11,8 +11,8 @@ from rich.console import Console
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError, DataError, is_refusal
 from ray_app.record.redact import redact
-from ray_app.runs.configuration import parse_more
-from ray_app.runs.prepare import new_run_name
+from ray_app.runs.given.configuration import parse_more
+from ray_app.runs.preparing.names import new_run_name
 from ray_app.submit.options import SubmitSection
 from ray_app.submit.preflight import Preflight, preflight
 from ray_app.submit.server import JobServer, LostContactError

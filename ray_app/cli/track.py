@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ray_app.cli.ending import exit_code
-from ray_app.runs.configuration import importable_from_here
+from ray_app.runs.given.configuration import importable_from_here
 from ray_app.runs.outcome.replay import replay
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ray_app.errors import is_refusal
 from ray_app.record.redact import redact
-from ray_app.runs.configuration import parse
+from ray_app.runs.given.configuration import parse
 from ray_app.runs.in_process import opened
 from ray_app.runs.signals import ending_at_sigterm
 

@@ -10,9 +10,9 @@ from typing import Any
 from ray_app.config.sections import FailureSection
 from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, RepeatedFailureError, StorageError, TaskError
 from ray_app.record.files import location
-from ray_app.record.history import disturbances
-from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.history import disturbances
+from ray_app.record.progress.journal import put_event, read_events
 from ray_app.record.redact import guard_run, redact
 
 _DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)

@@ -21,9 +21,9 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.exchange.exchange import World, collective
-from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import put_event
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.membership import LeavingError
 from ray_app.train.group.messages import Beat, Flags, Formed, Orders, Phase
 from ray_app.train.group.process_group import ProcessGroup, use_interface_of

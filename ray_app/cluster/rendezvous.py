@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import Beat, Flags, Formed, Orders, Status
 from ray_app.train.group.standstill import Standstill
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from ray_app.config.config import SECTIONS, Config, flatten
 from ray_app.config.optimizer_checks import check_optimizers
-from ray_app.config.sections import TrainSection
+from ray_app.config.training import TrainSection
 from ray_app.errors import ConfigError
 
 _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")

@@ -26,9 +26,9 @@ from ray_app.config.sections import (
     RunSection,
     ScalingSection,
     TrackingSection,
-    TrainSection,
     result,
 )
+from ray_app.config.training import TrainSection
 from ray_app.errors import ConfigError, RunExistsError
 
 SECTIONS: dict[str, type] = {

@@ -26,7 +26,8 @@ from ray_app.config.config import Config
 from ray_app.errors import RayAppError
 from ray_app.record.files import listing, location, put_json, read_json
 from ray_app.record.holder import Holder
-from ray_app.runs.in_process import Faults, run_training
+from ray_app.runs.faults import Faults
+from ray_app.runs.in_process import run_training
 
 TOGETHER_S = 20.0
 """Longest that workers which are to die together wait for each other."""

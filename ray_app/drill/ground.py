@@ -16,9 +16,9 @@ from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Pace, Proofs
 from ray_app.record.files import location
 from ray_app.record.holder import Holder
-from ray_app.record.journal import Event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.runs.in_process import Faults, Observe
+from ray_app.record.progress.journal import Event, read_events
+from ray_app.runs.faults import Faults, Observe
 from ray_app.runs.outcome.result import Result
 
 PACED_S = 40.0

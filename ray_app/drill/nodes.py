@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_app.drill.faults import Hold, Proofs, Several
 from ray_app.drill.ground import Disturbance, Ended, Ground, is_gone
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 
 _DRAIN_S = 60

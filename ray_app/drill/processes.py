@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ray_app.drill.faults import Freeze, Kill, KillAt, KillOnCommit, Several
 from ray_app.drill.ground import Disturbance, Ended, Ground, is_gone
 from ray_app.record.evaluations import read_evaluations
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 
 

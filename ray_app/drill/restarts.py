@@ -16,7 +16,7 @@ from ray_app.drill.ground import Disturbance, Ended, Ground
 from ray_app.errors import own_error
 from ray_app.record.files import Location, put_atomic
 from ray_app.record.paths import RunPaths
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 
 _DRIVER_S = 180.0

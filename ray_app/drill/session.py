@@ -30,9 +30,10 @@ from ray_app.errors import ConfigError, own_error
 from ray_app.record.files import Location, location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.runs.cluster import workers_that_fit
-from ray_app.runs.in_process import Faults, Observe, run_training
+from ray_app.runs.faults import Faults, Observe
+from ray_app.runs.in_process import run_training
 from ray_app.runs.outcome.result import Result
-from ray_app.runs.prepare import prepare
+from ray_app.runs.preparing.prepare import prepare
 from ray_app.train.job import Job
 
 _MADE = kill, kill_twice, kill_two, kill_all, kill_exchange, kill_saving, evaluator, freeze, node, node_rank0, grow, shrink, damage, driver

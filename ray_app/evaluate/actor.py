@@ -27,12 +27,12 @@ from ray_app.errors import DamagedError, RunHeldError
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.record.files import poll_s
-from ray_app.record.journal import put_event
 from ray_app.record.lease import LIFE_S, Observer, is_taken_over
 from ray_app.record.output import Output
+from ray_app.record.progress.journal import put_event
 from ray_app.record.redact import guard_run
-from ray_app.task.ragged import Arrays
-from ray_app.task.scoring import combine, score
+from ray_app.task.rows.ragged import Arrays
+from ray_app.task.score.scoring import combine, score
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ray_app.config.sections import TrainSection
+from ray_app.config.training import TrainSection
 from ray_app.exchange.ddp import DataParallel
 from ray_app.exchange.exchange import Exchange, World
 

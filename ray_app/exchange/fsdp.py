@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ray_app.config.sections import TrainSection
+from ray_app.config.training import TrainSection
 from ray_app.exchange.exchange import Exchange, World, collective
 
 

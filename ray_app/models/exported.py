@@ -31,7 +31,7 @@ from ray_app.models import loader
 from ray_app.models.package_files import write_files
 from ray_app.models.versions import parameters
 from ray_app.task.base import Batch, Task
-from ray_app.task.ragged import Arrays, to_batch
+from ray_app.task.rows.ragged import Arrays, to_batch
 from ray_app.task.without_targets import WithoutTargets
 
 EXPORT = "export.json"

@@ -30,7 +30,7 @@ from ray_app.models import loader
 from ray_app.models.sources import sources_of
 from ray_app.record.redact import redacted
 from ray_app.task.base import Batch, Task
-from ray_app.task.ragged import Arrays, Ragged, to_batch
+from ray_app.task.rows.ragged import Arrays, Ragged, to_batch
 
 LOADER_MODULE = f"ray_app_loader_{hashlib.sha256(Path(loader.__file__).read_bytes()).hexdigest()[:8]}"
 """Another version of the loader is another module, so that one process can load models of both."""

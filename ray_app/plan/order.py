@@ -255,7 +255,9 @@ class EpochOrder:
         return positions_of(self.plan.manifest, self.window_segments(logical_worker, window))
 
     def rows_at(self, logical_worker: int, step: int) -> Int64:
-        """Manifest positions of the rows of one logical worker in one step: the definition that a feed must meet."""
+        """Manifest positions of the rows of one logical worker in one step: the definition that a feed must meet, but for the order
+        within a window with `by_length`.
+        """
         window, offset = divmod(step, self.plan.steps_per_window)
         order = self.stored_positions(logical_worker, window)[self.window_order(logical_worker, window)]
         return order[offset * self.plan.micro_batch : (offset + 1) * self.plan.micro_batch]

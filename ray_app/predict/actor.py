@@ -29,7 +29,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.models import loader
 from ray_app.record.files import location, put_atomic
 from ray_app.task.base import Batch, Task
-from ray_app.task.ragged import to_batch
+from ray_app.task.rows.ragged import to_batch
 
 MADE_FROM = b"ray_app.made_from"
 Predict = Callable[[Batch], Any]

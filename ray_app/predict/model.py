@@ -17,7 +17,7 @@ from ray_app.record.files import location, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.stored_config import read_config
 from ray_app.runs.outcome.stored import chosen, trained_job
-from ray_app.runs.prepare import make_task
+from ray_app.runs.preparing.prepare import make_task
 
 Found = tuple[Model, dict[str, Any], list[dict[str, Any]]]
 """A model, what it is called, and name, dtype and shape of the inputs that it needs, as far as they are known."""

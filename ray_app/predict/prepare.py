@@ -23,7 +23,7 @@ from ray_app.predict.actor import PredictJob
 from ray_app.predict.model import model_of_package, model_of_run
 from ray_app.record.files import Location, folders, location, names, read_json
 from ray_app.task.base import Task
-from ray_app.task.ragged import LENGTHS
+from ray_app.task.rows.ragged import LENGTHS
 from ray_app.task.without_targets import WithoutTargets
 
 MADE_FROM = "made_from.json"

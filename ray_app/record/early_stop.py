@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.record.evaluations import Evaluation, evaluated_steps, ranked, read_scores
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from ray_app.record.verdict import Verdict, verdict
 
 Planned = Callable[[int], list[int]]

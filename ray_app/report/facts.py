@@ -17,13 +17,13 @@ from ray_app.errors import ConfigError
 from ray_app.record.ends import End, key_of, read_ends
 from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
 from ray_app.record.files import read_json
-from ray_app.record.history import goodput, world_sizes
-from ray_app.record.journal import Event, read_events
 from ray_app.record.lease import is_held
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.history import goodput, world_sizes
+from ray_app.record.progress.journal import Event, read_events
+from ray_app.record.progress.segments import StepRecord
+from ray_app.record.progress.steps import Course, read_steps
 from ray_app.record.redact import redacted
-from ray_app.record.segments import StepRecord
-from ray_app.record.steps import Course, read_steps
 from ray_app.record.stored_config import read_config
 from ray_app.report.rows import BadRows, read_bad_rows
 from ray_app.report.series import Clock, starts_of

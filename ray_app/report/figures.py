@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from ray_app.record.evaluations import Evaluation
-from ray_app.record.journal import Event
+from ray_app.record.progress.journal import Event
 from ray_app.report.axes import TIME, Axis, number, seconds, whole_ticks
 from ray_app.report.charts import Frame, Lane, Line, Mark, Tone, line_chart, timeline
 from ray_app.report.facts import Facts

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from ray_app.record.journal import Event
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import Event
+from ray_app.record.progress.segments import StepRecord
 
 MOST_POINTS = 1000
 """Most points of one curve."""

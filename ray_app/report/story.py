@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ray_app.config.sections import FailureSection
-from ray_app.record.history import counted_word, disturbances, recoveries, world_sizes
-from ray_app.record.journal import Event
-from ray_app.record.steps import Course
+from ray_app.record.progress.history import counted_word, disturbances, recoveries, world_sizes
+from ray_app.record.progress.journal import Event
+from ray_app.record.progress.steps import Course
 from ray_app.report.axes import seconds
 
 _MOST_SIZES = 8

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ray_app.record.history import count, recoveries, restarts
+from ray_app.record.progress.history import count, recoveries, restarts
 from ray_app.report.axes import seconds
 from ray_app.report.facts import Facts
 from ray_app.report.figures import described

@@ -28,8 +28,8 @@ from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.task.base import Batch, Task
-from ray_app.task.ragged import Arrays
-from ray_app.task.scoring import Chunk, score
+from ray_app.task.rows.ragged import Arrays
+from ray_app.task.score.scoring import Chunk, score
 
 if TYPE_CHECKING:
     pass

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from ray_app.plan.keyed import hash_array, key
 from ray_app.retrain.section import RetrainSection
 from ray_app.task.base import Task
-from ray_app.task.resampling import resampled
-from ray_app.task.scoring import Chunk, combine
+from ray_app.task.score.resampling import resampled
+from ray_app.task.score.scoring import Chunk, combine
 
 GUARD = "recall"
 """The metric of one number per class that is watched, where the task has it."""

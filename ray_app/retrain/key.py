@@ -15,8 +15,8 @@ from ray_app.data.dataset.files import find, is_folder, relative
 from ray_app.errors import DataError
 from ray_app.record.files import Location, location
 from ray_app.retrain.section import RetrainSection
-from ray_app.runs.code import classes_in, files_of
-from ray_app.runs.initial import find_beginning
+from ray_app.runs.preparing.code import classes_in, files_of
+from ray_app.runs.preparing.initial import find_beginning
 
 _DESCRIPTION = "dataset.json"
 

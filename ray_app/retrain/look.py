@@ -15,9 +15,9 @@ from ray_app.retrain.profile import Profile, profile, psi
 from ray_app.retrain.section import RetrainSection
 from ray_app.retrain.selection import gate_rows
 from ray_app.retrain.validate import Agreement, Gate
-from ray_app.runs.prepare import evaluation_source, prepare
+from ray_app.runs.preparing.prepare import evaluation_source, prepare
 from ray_app.task.base import Task
-from ray_app.task.scoring import combine
+from ray_app.task.score.scoring import combine
 from ray_app.train.job import Job
 
 

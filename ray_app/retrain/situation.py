@@ -19,7 +19,7 @@ from ray_app.retrain.section import RetrainSection
 from ray_app.retrain.selection import old_files
 from ray_app.retrain.triggers import Decision, Facts, decide
 from ray_app.runs.cluster import cluster
-from ray_app.runs.prepare import make_task
+from ray_app.runs.preparing.prepare import make_task
 from ray_app.task.base import Task
 
 

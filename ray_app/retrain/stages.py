@@ -31,7 +31,7 @@ from ray_app.retrain.situation import Situation
 from ray_app.retrain.validate import Known, problems
 from ray_app.runs.in_process import run_training
 from ray_app.runs.outcome.registering import register_best, user
-from ray_app.runs.prepare import prepare
+from ray_app.runs.preparing.prepare import prepare
 
 
 class InterruptedRunError(Exception):

@@ -7,9 +7,9 @@ from rich.console import Console
 
 from ray_app.cluster.labels import Node, labelled
 from ray_app.config.config import Config
-from ray_app.record.journal import read_events
+from ray_app.record.progress.journal import read_events
 from ray_app.record.redact import redact
-from ray_app.runs.prepare import Prepared
+from ray_app.runs.preparing.prepare import Prepared
 from ray_app.train.job import Job
 
 _MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."

@@ -18,7 +18,8 @@ from rich.console import Console
 from ray_app.config.config import Config
 from ray_app.errors import RunEndedError
 from ray_app.record.files import Location, location, put_atomic
-from ray_app.runs.in_process import Faults, Run, opened
+from ray_app.runs.faults import Faults
+from ray_app.runs.in_process import Run, opened
 from ray_app.runs.outcome.result import Result
 from ray_app.train.group.messages import Status
 from ray_app.train.hooks import Hooks

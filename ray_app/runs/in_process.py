@@ -7,14 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import ray
 from rich.console import Console
 
-from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.trainer import Start, fit
@@ -22,21 +20,22 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import LeaseLostError, own_error
 from ray_app.record.ends import put_summary
 from ray_app.record.files import poll_s
-from ray_app.record.journal import put_event
 from ray_app.record.lease import Lease, acquire
+from ray_app.record.progress.journal import put_event
 from ray_app.record.redact import redact
 from ray_app.runs.actors import start_actors
 from ray_app.runs.announce import announce, say_changed_environment
 from ray_app.runs.capacity import fits_object_stores, refuse_windows, shared_bytes
 from ray_app.runs.cluster import cluster, reserved_cpus, workers_that_fit
 from ray_app.runs.evaluator import Following
+from ray_app.runs.faults import Faults, Observe
 from ray_app.runs.front import train_in_front
 from ray_app.runs.outcome.closing import mlflow_status
 from ray_app.runs.outcome.registering import REGISTRABLE, try_to_register
 from ray_app.runs.outcome.report import report_end
 from ray_app.runs.outcome.result import Result
 from ray_app.runs.outcome.summary import Status, newest_commit, summarize
-from ray_app.runs.prepare import Prepared, claim, prepare
+from ray_app.runs.preparing.prepare import Prepared, claim, prepare
 from ray_app.runs.recorders import make_board, make_observers, make_sampler, make_tracker, observers_of
 from ray_app.runs.signals import stopping_at_signals
 from ray_app.runs.storage import check_storage
@@ -44,8 +43,6 @@ from ray_app.track.board import Board, check_board
 from ray_app.track.runs import Tracker, check_available
 from ray_app.train.group.messages import Flags
 from ray_app.train.group.messages import Status as Gathering
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
 from ray_app.train.keep.restoring import note_fallback
 from ray_app.version import __version__
 from ray_app.watch.console import RunConsole, print_end
@@ -57,23 +54,6 @@ T = TypeVar("T")
 _LOOK_S = 0.25
 _END_S, _END_PAUSE_S = 30.0, 1.0
 _TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as ray-app submit has it
-
-
-@dataclass(frozen=True)
-class Faults:
-    """Where fault tests can make something happen; users have no need of it.
-
-    Args:
-        train: In every worker.
-        before_evaluation: In the evaluator, before each evaluation.
-    """
-
-    train: Hooks = field(default_factory=Hooks)
-    before_evaluation: Callable[[Commit], None] | None = None
-
-
-Observe = Callable[[Job], None]
-"""Called in the driver, a few times a second while workers train; what it raises ends the run."""
 
 
 def run_training(config: Config, console: Console | None = None, faults: Faults = Faults(), observe: Observe | None = None) -> Result:

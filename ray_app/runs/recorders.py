@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ray
 
+from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.runs.code import completed
 from ray_app.runs.outcome.summary import newest_commit
+from ray_app.runs.preparing.code import completed
 from ray_app.track.board import Board
 from ray_app.track.client import DataSet
 from ray_app.track.runs import Tracker, run_tags
 from ray_app.train.job import Job
-from ray_app.train.state.state import load_class
 from ray_app.watch.observer import Observer, Observers
 from ray_app.watch.sampler import NodeSampler
 

@@ -11,7 +11,7 @@ from ray_app.config.config import default_tracking_uri
 from ray_app.record.redact import redact
 from ray_app.runs.capacity import megabytes, shared_bytes
 from ray_app.runs.outcome.summary import newest_commit
-from ray_app.runs.prepare import Prepared
+from ray_app.runs.preparing.prepare import Prepared
 from ray_app.train.state.state import TrainingState
 
 _STATES = 4  # parameters, gradients, and two values per parameter of the optimizer

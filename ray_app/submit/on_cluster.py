@@ -27,8 +27,8 @@ from ray_app.record.files import location
 from ray_app.record.redact import redact
 from ray_app.runs.capacity import fits_object_stores
 from ray_app.runs.cluster import cluster, counted, workers_that_fit
-from ray_app.runs.configuration import parse
-from ray_app.runs.prepare import prepare
+from ray_app.runs.given.configuration import parse
+from ray_app.runs.preparing.prepare import prepare
 from ray_app.submit.figures import Figures, figures
 from ray_app.submit.nodes import storage
 from ray_app.track.board import check_board

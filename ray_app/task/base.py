@@ -17,7 +17,7 @@ from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.keyed import hash_array, key
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.losses import Losses
-from ray_app.task.ragged import Arrays
+from ray_app.task.rows.ragged import Arrays
 
 _UNIT_VALUES = 100_000
 """Fewer are not worth an exchange of their own."""
@@ -109,7 +109,7 @@ class Task(ABC):
         Args:
             rows: As in `decode`.
             keys: A 63-bit integer for each row, a hash of (seed, epoch, row): the only source of randomness to use here, see
-                `ray_app.task.drawing.drawing`.
+                `ray_app.task.rows.drawing.drawing`.
         """
         del keys
         return self.decode(rows)

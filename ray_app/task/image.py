@@ -26,9 +26,9 @@ from ray_app.task.classification import (
     weighted,
     wrong_classes,
 )
-from ray_app.task.images import pixels_of
 from ray_app.task.losses import Losses
 from ray_app.task.mixing import mix, smooth_targets
+from ray_app.task.rows.images import pixels_of
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 

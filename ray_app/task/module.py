@@ -19,11 +19,12 @@ from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
-from ray_app.task.images import pixels_of
-from ray_app.task.ragged import LENGTHS, Arrays, Field, Ragged
-from ray_app.task.transforms import Spec, made, plain, transformed
+from ray_app.task.losses import Losses
+from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
+from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
+from ray_app.task.rows.transforms import Spec, made
 
-_MASK = ".mask"
+_PADDING = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")
 
 
@@ -44,16 +45,17 @@ class ModuleTask(Task):
               - {class_path: torchvision.transforms.v2.Resize, init_args: {size: [224, 224]}}
 
     Columns of numbers come to the model as float32, integers as int64, lists of numbers padded to the longest of a micro-batch, arrays as
-    they are, and images (encoded files, and arrays of uint8 with three axes) as float32 from 0 to 1, channels first.
+    they are, and images (encoded files, and arrays of uint8 with two or three axes) as float32 from 0 to 1, channels first.
 
     Args:
         model: The module, or a function that returns one; values of `init_args` may be specifications themselves, such as the
             configuration of a `transformers` model.
         inputs: Columns in the order of the model's arguments, or by their names: `{input_ids: tokens, attention_mask: tokens.mask}`, where
             `.mask` is 1 for the tokens of a list and 0 for what it is padded with.
-        target: Column that the outputs are compared with; images are class indices of pixels (masks).
-        loss: Called with outputs and target, as `torch.nn.CrossEntropyLoss`; its `reduction` is set to `none`, and a row's loss is the mean
-            of what it gives for the row.
+        target: Column that the outputs are compared with; beside images it may be their masks, encoded (PNG of one channel or a palette) or
+            integers of two axes: int64 class indices of pixels, which go through the same transforms.
+        loss: Called with outputs and target, as `torch.nn.CrossEntropyLoss`; its `reduction` is set to `none`; what it
+            gives more than one value of for a row counts as often (pixels, but those of its `ignore_index`).
         output: What of the model's outputs is compared, where they are a dictionary or an object: `logits`, `out`.
         metrics: `torchmetrics` by the name that they are recorded under.
         transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key, which is another one in
@@ -99,29 +101,33 @@ class ModuleTask(Task):
         """Looks at the columns; see `Task.prepare`."""
         prepared = copy.copy(self)
         prepared.kinds = {}
-        for column in self.columns():
-            facts = need_column(data, column, _KINDS, "target" if column == self.target else "model")
-            image = facts.kind == "bytes" or (facts.kind == "array" and len(facts.shape) == 3 and facts.dtype == "|u1")
-            prepared.kinds[column] = "image" if image else facts.kind
-            if facts.kind == "bytes":
-                require("torchvision", f"Decoding the images of column {column!r}")
+        facts = {name: need_column(data, name, _KINDS, "target" if name == self.target else "model") for name in self.columns()}
+        beside_images = any(is_image(facts[name]) for name in self._columns_of_model())
+        for name, column in facts.items():
+            is_target = name not in self._columns_of_model()
+            if is_target and beside_images and is_mask(column):
+                prepared.kinds[name] = MASK
+            else:
+                prepared.kinds[name] = IMAGE if is_image(column) else column.kind
+            if column.kind == "bytes":
+                require("torchvision", f"Decoding the images of column {name!r}")
                 if not self.evaluate_transforms:
                     raise DataError(
-                        f"Column {column!r} of {data.path} holds encoded images, which may have any size; set"
+                        f"Column {name!r} of {data.path} holds encoded images, which may have any size; set"
                         " task.init_args.evaluate_transforms to give them one size (torchvision.transforms.v2.Resize, CenterCrop)."
                     )
-        if (self.transforms or self.evaluate_transforms) and "image" not in prepared.kinds.values():
+        if (self.transforms or self.evaluate_transforms) and IMAGE not in prepared.kinds.values():
             raise DataError(
                 f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a column of images."
             )
-        facts = data.columns[self.target]
-        if facts.kind == "integer" and facts.maximum is not None and facts.minimum is not None and facts.minimum >= 0:
-            prepared.classes = class_names(data, int(facts.maximum) + 1)
+        compared = facts[self.target]
+        if compared.kind == "integer" and compared.maximum is not None and compared.minimum is not None and compared.minimum >= 0:
+            prepared.classes = class_names(data, int(compared.maximum) + 1)
         return prepared
 
     def _columns_of_model(self) -> list[str]:
         named = self.inputs.values() if isinstance(self.inputs, dict) else self.inputs
-        return list(dict.fromkeys(name.removesuffix(_MASK) for name in named))
+        return list(dict.fromkeys(name.removesuffix(_PADDING) for name in named))
 
     def columns(self) -> list[str]:
         """See `Task.columns`."""
@@ -129,7 +135,7 @@ class ModuleTask(Task):
 
     def targets(self) -> list[str]:
         """See `Task.targets`."""
-        return [] if self.target in self._columns_of_model() or self.kinds.get(self.target) != "integer" else [self.target]
+        return [] if self.target in self._columns_of_model() else [self.target]
 
     @property
     def decodes_by_epoch(self) -> bool:
@@ -145,38 +151,19 @@ class ModuleTask(Task):
         return self._decoded(rows, _once(self.transforms, "task.init_args.transforms"), keys)
 
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
-        fields: dict[str, Field] = {}
-        images = [name for name, kind in self.kinds.items() if kind == "image"]
-        for name, kind in self.kinds.items():
-            if kind == "list":
-                fields[name] = self._cut(rows[name])
-            elif kind != "image":
-                wanted = {"number": np.float32, "integer": np.int64}.get(kind)
-                fields[name] = np.asarray(rows[name], wanted) if wanted else np.asarray(rows[name])
-        if not images:
-            return fields
-        found: dict[str, list[npt.NDArray]] = {name: [] for name in images}
-        for row in range(len(rows[images[0]])):
-            sample = {name: self._image(rows[name][row], name) for name in images}
-            done = transformed(sample, transforms, None if keys is None else int(keys[row])) if transforms else sample
-            for name in images:
-                found[name].append(plain(done[name]).numpy())
-        shapes = {name: sorted({one.shape for one in values}) for name, values in found.items()}
-        if wrong := [name for name, several in shapes.items() if len(several) > 1]:
-            raise ValueError(
-                f"images of {wrong[0]!r} have the shapes {shapes[wrong[0]][:3]}; let task.init_args.transforms and evaluate_transforms give"
-                " them one size (Resize, CenterCrop, RandomResizedCrop)"
-            )
-        return fields | {name: np.stack(values) for name, values in found.items()}
+        images = {name: kind for name, kind in self.kinds.items() if kind in (IMAGE, MASK)}
+        fields: dict[str, Field] = {name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images}
+        return fields | decoded({name: rows[name] for name in images}, images, transforms, keys) if images else fields
 
-    def _image(self, stored: Any, name: str) -> Tensor:
-        """A row's image or mask for transforms: channels first, a mask (height, width)."""
-        from torchvision import tv_tensors
-
-        image = pixels_of(stored) if isinstance(stored, bytes) else torch.from_numpy(np.ascontiguousarray(stored.transpose(2, 0, 1)))
-        return tv_tensors.Mask(image[0]) if name == self.target else tv_tensors.Image(image)
+    def _values(self, values: Any, kind: str) -> Field:
+        if kind == "list":
+            return self._cut(values)
+        wanted = {"number": np.float32, "integer": np.int64}.get(kind)
+        return np.asarray(values, wanted) if wanted else np.asarray(values)
 
     def _cut(self, lists: Any) -> Ragged:
+        if isinstance(lists, np.ndarray) and lists.dtype == np.int64:  # stands in for a target that was not read
+            lists = Ragged.of(lists, np.int64)
         if not isinstance(lists, Ragged):
             raise ValueError("a list holds no numbers, or a missing value")
         if self.max_length is not None and (lists.lengths > self.max_length).any():
@@ -192,11 +179,13 @@ class ModuleTask(Task):
         return model
 
     def _input(self, batch: Batch, name: str) -> Tensor:
-        column = name.removesuffix(_MASK)
+        column = name.removesuffix(_PADDING)
         values = batch[column]
-        if name.endswith(_MASK):
+        if name.endswith(_PADDING):
             return (torch.arange(values.shape[1], device=values.device) < batch[column + LENGTHS][:, None]).long()
-        if self.kinds[column] == "image":
+        if self.kinds[column] == MASK:
+            return values.long()
+        if self.kinds[column] == IMAGE:
             values = values.float() / 255
             if self.mean != [0.0] or self.std != [1.0]:
                 values = (values - values.new_tensor(self.mean)[:, None, None]) / values.new_tensor(self.std)[:, None, None]
@@ -214,18 +203,23 @@ class ModuleTask(Task):
 
     def _compared(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
         """Outputs and target in shapes that fit: (rows, 1) is (rows,) where the target has no such axis."""
-        target = batch[self.target]
-        if target.dtype == torch.uint8 and self.kinds[self.target] == "image":
-            target = target.long()
+        target = self._input(batch, self.target)
         if isinstance(outputs, Tensor) and outputs.ndim == target.ndim + 1 and outputs.shape[-1] == 1:
             outputs = outputs.squeeze(-1)
         return outputs, target
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """The mean of what the loss gives for each row, shape (rows,)."""
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
+        """What the loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of them."""
         per_value = {**self.loss_spec, "init_args": {**(self.loss_spec.get("init_args") or {}), "reduction": "none"}}
-        losses = _once(per_value, "task.init_args.loss")(*self._compared(outputs, batch))
-        return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+        loss = _once(per_value, "task.init_args.loss")
+        outputs, target = self._compared(outputs, batch)
+        losses = loss(outputs, target)
+        if losses.ndim < 2:
+            return losses
+        counted = torch.ones_like(losses)
+        if losses.shape == target.shape and (ignored := getattr(loss, "ignore_index", None)) is not None:
+            counted = (target != ignored).to(losses.dtype)
+        return Losses(losses.flatten(1).sum(1), counted.flatten(1).sum(1))
 
     def metrics(self) -> MetricCollection:
         """Those of the configuration."""
@@ -242,8 +236,14 @@ class ModuleTask(Task):
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)
 
     def predictions(self, outputs: Any) -> dict[str, npt.NDArray]:
-        """Class, number and confidence where there is one score for each class, else the outputs as `predicted`."""
-        return class_predictions(outputs, self.classes) if self._classifies(outputs) else super().predictions(outputs)
+        """Class, number and confidence where there is one score for each class; of pixels the numbers of their classes, as
+        `predicted_index`; else the outputs as `predicted`.
+        """
+        if self._classifies(outputs):
+            return class_predictions(outputs, self.classes)
+        if self.kinds[self.target] == MASK and isinstance(outputs, Tensor) and outputs.ndim == 4 and outputs.shape[1] > 1:
+            return {"predicted_index": outputs.argmax(1).numpy()}
+        return super().predictions(outputs)
 
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""

@@ -16,7 +16,7 @@ from ray_app.errors import RayAppError, TaskError
 
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
-_MACHINERY = tuple(Path(__file__).with_name(f"{name}.py") for name in ("base", "losses", "own_code", "scoring"))
+_MACHINERY = tuple(_TASKS / f"{name}.py" for name in ("base", "losses", "own_code", "score/scoring"))
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _MOST_CALLS = 30
 

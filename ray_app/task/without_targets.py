@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_app.task.base import Rows, Task
-from ray_app.task.ragged import Arrays
+from ray_app.task.rows.ragged import Arrays
 
 
 @dataclass(frozen=True)

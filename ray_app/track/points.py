@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from ray_app.record.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.record.files import Location, names
-from ray_app.record.history import means
-from ray_app.record.journal import FirstRecords, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
-from ray_app.record.system import Look, read_looks
+from ray_app.record.progress.history import means
+from ray_app.record.progress.journal import FirstRecords, read_events
+from ray_app.record.progress.segments import StepRecord
+from ray_app.record.progress.system import Look, read_looks
 
 _LOST_AFTER_S = 60.0
 

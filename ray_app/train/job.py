@@ -23,7 +23,7 @@ from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
 from ray_app.record.verdict import Verdict
 from ray_app.task.base import Rows, Task
-from ray_app.task.ragged import Arrays
+from ray_app.task.rows.ragged import Arrays
 from ray_app.train.state.initial import read
 
 

@@ -14,8 +14,8 @@ from ray_app.data.feed.feed import Feed
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
-from ray_app.record.journal import put_event
-from ray_app.task.ragged import Arrays
+from ray_app.record.progress.journal import put_event
+from ray_app.task.rows.ragged import Arrays
 from ray_app.train import environment
 from ray_app.train.build import build_state, build_step
 from ray_app.train.group.membership import LeavingError, Membership

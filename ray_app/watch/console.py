@@ -19,9 +19,9 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.cluster.budget import spent
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import poll_s
-from ray_app.record.journal import newest_record
 from ray_app.record.output import NewLines
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import newest_record
+from ray_app.record.progress.segments import StepRecord
 from ray_app.report.facts import Facts
 from ray_app.report.series import sparkline
 from ray_app.train.job import Job

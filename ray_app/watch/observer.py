@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray_app.record.files import poll_s
-from ray_app.record.history import means
-from ray_app.record.journal import Event, FirstRecords, put_event, read_events
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.history import means
+from ray_app.record.progress.journal import Event, FirstRecords, put_event, read_events
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)

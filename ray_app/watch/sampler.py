@@ -17,8 +17,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import MOST_SMALL
-from ray_app.record.system import Look, join_looks, put_look
+from ray_app.record.progress.segments import MOST_SMALL
+from ray_app.record.progress.system import Look, join_looks, put_look
 from ray_app.watch.probe import Probe
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from tests.support.places import ROOT
 from tests.support.train_command import Ended, of_images, write_images
 

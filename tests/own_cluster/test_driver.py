@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from ray_app.runs.outcome.closing import close_orphan
 from tests.support.cluster import record_of
 from tests.support.places import ROOT
@@ -25,7 +25,7 @@ DRIVER = """
 import sys
 from ray_app import run_training
 from ray_app.config.config import from_yaml
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from tests.support.injector import WaitFor
 run_training(from_yaml(open(sys.argv[1]).read()), faults=Faults(train=Hooks(after_step=WaitFor(sys.argv[2], step=20))))

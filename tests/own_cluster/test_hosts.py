@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from tests.support.cluster import record_of
 from tests.support.hosts import Hosts, why_not
 from tests.support.places import ROOT
@@ -23,7 +23,7 @@ DRIVER = """
 import json, os, sys
 from ray_app import run_training
 from ray_app.config.config import from_yaml
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from tests.support.injector import Linger
 config = from_yaml(open(sys.argv[1]).read())

@@ -21,8 +21,8 @@ import yaml
 
 from ray_app.config.config import default_tracking_uri, from_yaml
 from ray_app.record.evaluations import read_evaluations
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from tests.support.head import RAY, Head, started_head
 from tests.support.places import ROOT, SUPPORT
 from tests.support.waiting import until

@@ -21,8 +21,8 @@ from ray.train import ScalingConfig
 from ray_app import load_config, run_training
 from ray_app.drill.faults import Several
 from ray_app.errors import ConfigError
-from ray_app.runs.in_process import Faults
-from ray_app.record.journal import read_events
+from ray_app.runs.faults import Faults
+from ray_app.record.progress.journal import read_events
 from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
 from ray_app.cluster.sizes import Sizes

@@ -15,7 +15,7 @@ from pathlib import Path
 from ray_app.drill.cluster import local_nodes
 from ray_app.watch.sampler import NodeSampler
 from ray_app.record.paths import RunPaths
-from ray_app.record.system import read_looks
+from ray_app.record.progress.system import read_looks
 
 paths = RunPaths(Path(sys.argv[1]))
 

@@ -12,10 +12,10 @@ import pytest
 
 from ray_app.config.config import Config
 from ray_app.record.files import read_json
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from ray_app.runs.outcome.summary import newest_commit
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.preparing.prepare import claim, prepare
 from ray_app.train.group.alone import Alone
 from ray_app.train.hooks import Hooks
 from ray_app.train.single import train_here
@@ -29,8 +29,8 @@ from ray_app import run_training
 from ray_app.config.config import from_yaml
 from ray_app.drill.cluster import local_nodes
 from ray_app.drill.faults import Several
-from ray_app.runs.in_process import Faults
-from ray_app.record.journal import read_events
+from ray_app.runs.faults import Faults
+from ray_app.record.progress.journal import read_events
 from ray_app.train.hooks import Hooks
 from tests.support.injector import Linger
 

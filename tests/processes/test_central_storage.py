@@ -14,7 +14,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import ConfigError, PeerLostError, PreemptedError
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
-from ray_app.record.journal import read_events
+from ray_app.record.progress.journal import read_events
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state, build_step

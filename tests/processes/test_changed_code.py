@@ -13,8 +13,8 @@ from rich.console import Console
 
 from ray_app import compare_runs, load_config, run_training
 from ray_app.errors import RunExistsError
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from tests.support.places import ROOT
 
 TASK = """

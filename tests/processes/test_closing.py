@@ -22,9 +22,9 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import RunHeldError
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json, read_json
-from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import acquire, newest_fence
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import put_event, read_events
 from ray_app.runs.outcome import closing
 from ray_app.runs.outcome.closing import close_orphan
 from tests.support.checkpoints import commit_of, snapshot_of

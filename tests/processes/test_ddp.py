@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ray_app.config.sections import TrainSection
+from ray_app.config.training import TrainSection
 from ray_app.errors import ConfigError
 from ray_app.exchange.build import build_exchange
 from ray_app.exchange.ddp import _bucketed

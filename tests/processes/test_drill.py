@@ -27,9 +27,9 @@ from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.record.files import read_json
 from ray_app.record.holder import Holder
-from ray_app.record.journal import MetricsWriter, put_event
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import MetricsWriter, put_event
+from ray_app.record.progress.segments import StepRecord
 from tests.support.places import ROOT
 
 SUMMARY = {"status": "finished", "params_digest": "d", "rows": 8, "world_sizes": [[0, 2]], "redone_steps": 0, "recovery_s": [0.1]}

@@ -15,8 +15,8 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
 from ray_app.record.files import listing, put_atomic
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from ray_app.train.keep import saver as saver_module
 from ray_app.train.keep.saver import Saver
 from tests.support.checkpoints import commit_of, snapshot_of

@@ -10,7 +10,7 @@ import torch
 
 from ray_app.config.config import Config, digest, from_yaml, result_fields
 from ray_app.errors import ConfigError
-from ray_app.runs.configuration import load_config
+from ray_app.runs.given.configuration import load_config
 from ray_app.task.image import ImageClassification
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job

@@ -14,7 +14,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.record.lease import acquire
 from ray_app.runs.outcome.result import Result
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.preparing.prepare import claim, prepare
 from tests.support.places import ROOT
 
 STEPLR = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.5}}

@@ -16,7 +16,7 @@ _PROCESS_S = 240
 _DRIVER = """
 import json, sys
 from ray_app import load_config
-from ray_app.runs.prepare import prepare
+from ray_app.runs.preparing.prepare import prepare
 import ray_app.runs.in_process
 config = load_config("conf/digits.yaml", data__path=sys.argv[1], data__eval_path=None)
 prepare(config)  # makes model, optimizer and schedule, and takes a step

@@ -15,8 +15,8 @@ from ray_app import load_config
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, result_fields
 from ray_app.errors import ConfigError, RunExistsError
-from ray_app.runs.initial import find_beginning
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.preparing.initial import find_beginning
+from ray_app.runs.preparing.prepare import claim, prepare
 from ray_app.task.base import Task
 from ray_app.train.hooks import Hooks
 from ray_app.train.state.state import TrainingState

@@ -22,9 +22,9 @@ from ray_app.record import files as files_module
 from ray_app.record import lease as lease_module
 from ray_app.record.files import put_json, read_json
 from ray_app.record.holder import Holder, Record
-from ray_app.record.journal import read_events
 from ray_app.record.lease import Lease, Observer, acquire, newest_fence
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from ray_app.train.keep.saver import Saver
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.places import ROOT

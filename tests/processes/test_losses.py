@@ -18,9 +18,9 @@ from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.exchange.build import build_exchange
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
-from ray_app.record.journal import MetricsReader
+from ray_app.record.progress.journal import MetricsReader
 from ray_app.task.base import Batch
-from ray_app.task.scoring import combine, score
+from ray_app.task.score.scoring import combine, score
 from ray_app.train.build import build_state, build_step
 from ray_app.train.environment import set_up_torch
 from ray_app.train.group.messages import Flags

@@ -13,7 +13,7 @@ import yaml
 from ray_app import check_task, load_config
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError, DataError
-from ray_app.runs.prepare import prepare
+from ray_app.runs.preparing.prepare import prepare
 from tests.support.pictures import table_data, write_pictures
 from tests.support.places import ROOT
 

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from ray_app import Observer
 from ray_app.errors import ConfigError
-from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.runs.configuration import load_config
+from ray_app.record.progress.journal import put_event, read_events
+from ray_app.runs.given.configuration import load_config
 from ray_app.runs.in_process import run_training
 from ray_app.runs.outcome.result import Result
 from tests.support.local_world import Pool, cached, make_job, result_of, write_images

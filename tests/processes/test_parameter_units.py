@@ -23,7 +23,7 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from ray_app.record.journal import MetricsReader, read_events
+from ray_app.record.progress.journal import MetricsReader, read_events
 from ray_app.runs.outcome.summary import summarize
 from ray_app.task.image import ImageClassification
 from ray_app.train.group.messages import Status

@@ -28,7 +28,7 @@ from ray_app.plan.order import Plan
 from ray_app.record.paths import RunPaths
 from ray_app.runs.outcome.closing import stored_job
 from ray_app.runs.outcome.summary import summarize
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.preparing.prepare import claim, prepare
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification
 from ray_app.train.hooks import Hooks

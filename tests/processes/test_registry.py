@@ -36,7 +36,7 @@ from ray_app.models.sources import sources_of
 from ray_app.models.versions import fetch, named
 from ray_app.record.files import put_json, read_json
 from ray_app.runs.outcome.registering import example_of, register_best, try_to_register
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.preparing.prepare import claim, prepare
 from ray_app.task.base import Batch
 from ray_app.task.tabular import TabularClassification
 from ray_app.track.client import connect

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.record.journal import read_events
+from ray_app.record.progress.journal import read_events
 from ray_app.train.job import Job, OpenWindows
 from tests.processes.test_campaign import DILOCO, rows_of
 from tests.support.local_world import Pool, TinyImages, cached, disk_cached, make_job, result_of, streamed, write_images

@@ -30,8 +30,8 @@ from ray_app.errors import CheckpointError, ConfigError
 from ray_app.record import s3
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
 from ray_app.record.files import Location, folders, listing, location, names, put_atomic, put_json, read_json, remove_tree
-from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import put_event, read_events
 from ray_app.record.s3 import S3Path
 from ray_app.retrain.key import delivered
 from ray_app.retrain.profile import profile

@@ -13,10 +13,10 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.drill.faults import Several
-from ray_app.record.journal import read_events
-from ray_app.runs.prepare import evaluation_source
+from ray_app.record.progress.journal import read_events
+from ray_app.runs.preparing.prepare import evaluation_source
 from ray_app.task.image import ImageClassification
-from ray_app.task.scoring import combine, score
+from ray_app.task.score.scoring import combine, score
 from ray_app.train.group.alone import Alone
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job

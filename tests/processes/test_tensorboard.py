@@ -18,8 +18,8 @@ from ray_app import run_training
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.record.files import listing
-from ray_app.record.journal import MetricsWriter
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import MetricsWriter
 from ray_app.record.s3 import S3Path
 from ray_app.track.board import Board
 from ray_app.track.points import Backlog, Sent
@@ -35,8 +35,8 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from ray_app import run_training
 from ray_app.config.config import from_yaml
-from ray_app.runs.in_process import Faults
-from ray_app.record.journal import newest_record
+from ray_app.runs.faults import Faults
+from ray_app.record.progress.journal import newest_record
 from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
 

@@ -20,9 +20,9 @@ from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.record.evaluations import evaluated_steps, evaluator_names, read_evaluations
 from ray_app.record.files import put_json, read_json
-from ray_app.record.journal import Event, put_event
+from ray_app.record.progress.journal import Event, put_event
+from ray_app.record.progress.system import Look, put_look
 from ray_app.record.redact import redact
-from ray_app.record.system import Look, put_look
 from ray_app.track.client import DataSet
 from ray_app.track.points import OWN, Backlog, Sent
 from ray_app.track.runs import Tracker, check_available, run_tags

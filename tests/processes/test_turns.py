@@ -13,8 +13,8 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.config.checks import check
 from ray_app.config.optimizers import TurnSpec
 from ray_app.errors import ConfigError
-from ray_app.record.journal import MetricsReader
-from ray_app.runs.configuration import load_config
+from ray_app.record.progress.journal import MetricsReader
+from ray_app.runs.given.configuration import load_config
 from ray_app.task.base import Task
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job

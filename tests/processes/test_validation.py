@@ -13,9 +13,9 @@ import torch
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.record.evaluations import Evaluation, put_evaluation, read_evaluations
-from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.runs.prepare import evaluation_source
+from ray_app.record.progress.journal import put_event, read_events
+from ray_app.runs.preparing.prepare import evaluation_source
 from ray_app.train.group.alone import Alone
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job

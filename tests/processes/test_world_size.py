@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ray_app.errors import PeerLostError
-from ray_app.record.journal import read_events
+from ray_app.record.progress.journal import read_events
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
 from tests.support.local_world import DieAfter, KilledError, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images

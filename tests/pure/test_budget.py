@@ -9,7 +9,7 @@ import pytest
 from ray_app.cluster.budget import Budget, spent
 from ray_app.config.sections import FailureSection
 from ray_app.errors import BudgetSpentError, DataError, PreemptedError, RepeatedFailureError, StorageError, TaskError
-from ray_app.record.journal import put_event, read_events
+from ray_app.record.progress.journal import put_event, read_events
 
 DIED = "A worker health check failed. Worker exit detail: killed by signal 9. Some common causes include: (1) and so on"
 

@@ -26,11 +26,11 @@ from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.predict.model import model_of_run
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json
-from ray_app.record.journal import put_event
+from ray_app.record.progress.journal import put_event
 from ray_app.runs.outcome.exporting import ExportOptions, export_run
 from ray_app.runs.outcome.result import Result
 from ray_app.runs.outcome.stored import best_commit
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.preparing.prepare import claim, prepare
 from ray_app.train.job import Job
 from tests.support.checkpoints import commit_of
 from tests.support.places import ROOT

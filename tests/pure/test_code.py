@@ -16,7 +16,7 @@ from ray_app.config.config import Config, digest, flatten, from_yaml
 from ray_app.errors import RunExistsError
 from ray_app.record.paths import RunPaths
 from ray_app.record.stored_config import read_config
-from ray_app.runs.code import Code, changed_code, changes, code_of, completed, put_code, read_code
+from ray_app.runs.preparing.code import Code, changed_code, changes, code_of, completed, put_code, read_code
 
 TASK = """
 from ray_app.task.tabular import TabularRegression

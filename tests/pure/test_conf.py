@@ -18,8 +18,9 @@ from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.retrain.section import RetrainSection
-from ray_app.runs.configuration import parse, parse_more
-from ray_app.runs.prepare import make_task, new_run_name, prepare
+from ray_app.runs.given.configuration import parse, parse_more
+from ray_app.runs.preparing.names import new_run_name
+from ray_app.runs.preparing.prepare import make_task, prepare
 from ray_app.train.state.state import TrainingState
 from tests.support.places import ROOT
 

@@ -14,8 +14,8 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.cluster import sizes
 from ray_app.cluster.sizes import Sizes
 from ray_app.record.evaluations import Evaluation, put_evaluation
-from ray_app.record.journal import put_event
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import put_event
+from ray_app.record.progress.segments import StepRecord
 from ray_app.watch import console as module
 from ray_app.watch.console import RunConsole
 from tests.support.local_world import TinyImages, make_job, write_images

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
-from ray_app.task.scoring import combine, score
+from ray_app.task.score.scoring import combine, score
 from ray_app.train.environment import use_deterministic_algorithms
 
 CLASSES, ROWS = 200, 64

@@ -25,9 +25,9 @@ from ray_app.evaluate.actor import Evaluator
 from ray_app.evaluate.job import EvaluationJob, pause_s, pending
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import put_json
-from ray_app.record.journal import read_events
 from ray_app.record.lease import acquire
-from ray_app.task.scoring import combine, score
+from ray_app.record.progress.journal import read_events
+from ray_app.task.score.scoring import combine, score
 from tests.support.local_world import make_job, write_images
 
 

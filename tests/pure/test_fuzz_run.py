@@ -16,7 +16,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.record.paths import RunPaths
 from ray_app.record.stored_config import read_config, read_manifest
-from ray_app.runs.configuration import load_config
+from ray_app.runs.given.configuration import load_config
 from tests.support.checkpoints import store_of_three
 from tests.support.mutations import mutant
 

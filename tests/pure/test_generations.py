@@ -19,9 +19,9 @@ from ray_app.errors import CheckpointError, PeerLostError, PreemptedError
 from ray_app.exchange.exchange import World
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import Location, listing
-from ray_app.record.history import recoveries
-from ray_app.record.journal import MetricsReader, put_event, read_events
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.history import recoveries
+from ray_app.record.progress.journal import MetricsReader, put_event, read_events
+from ray_app.record.progress.segments import StepRecord
 from ray_app.record.verdict import Verdict
 from ray_app.train.group.alone import Alone
 from ray_app.train.group.membership import LeavingError

@@ -34,7 +34,7 @@ from ray_app.plan.manifest import Manifest
 from ray_app.predict.actor import Model
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
-from ray_app.runs.prepare import prepare
+from ray_app.runs.preparing.prepare import prepare
 from ray_app.task.tabular import TabularClassification
 from tests.support.checkpoints import commit_of
 from tests.support.places import ROOT

@@ -14,11 +14,11 @@ import pytest
 import ray
 
 from ray_app.errors import ConfigError
-from ray_app.record import system
 from ray_app.record.files import Location, names
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import MOST_SMALL
-from ray_app.record.system import Look, join_looks, put_look, read_looks
+from ray_app.record.progress import system
+from ray_app.record.progress.segments import MOST_SMALL
+from ray_app.record.progress.system import Look, join_looks, put_look, read_looks
 from ray_app.track.points import Backlog, Sent
 from ray_app.watch.sampler import NodeSampler
 

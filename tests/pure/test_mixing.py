@@ -20,7 +20,7 @@ from ray_app.errors import DataError
 from ray_app.ingest import mixing
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.plan.order import Plan
-from ray_app.runs.plan import mixing_doubts
+from ray_app.runs.preparing.plan import mixing_doubts
 
 CLASSES, BATCH, WINDOW = 100, 256, 10_000
 

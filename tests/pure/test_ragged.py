@@ -28,8 +28,8 @@ from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.lengths import by_length
 from ray_app.plan.order import Plan
-from ray_app.task.drawing import drawing
-from ray_app.task.ragged import Ragged, put_together, to_batch
+from ray_app.task.rows.drawing import drawing
+from ray_app.task.rows.ragged import Ragged, put_together, to_batch
 from tests.support.local_world import feed_of
 
 ROWS, EPOCHS = 300, 2
@@ -111,6 +111,18 @@ def test_a_batch_is_padded_to_its_longest(texts: Dataset) -> None:
         assert tokens.shape == (batch.rows, -(-longest // 4) * 4)
         assert torch.equal(tokens[:, 0].long(), batch.fields["id"])
         assert torch.equal(tokens == -1, torch.arange(tokens.shape[1]) >= lengths[:, None])
+
+
+def test_a_batch_without_numbers_has_a_place_for_one() -> None:
+    empty = Ragged.of([[], []], np.int64, fill=-1, multiple=8)
+    assert empty.padded(np.arange(2)).tolist() == [[-1] * 8] * 2
+    assert empty.batch("tokens", np.array([1]))["tokens_lengths"].tolist() == [0]
+
+
+def test_a_batch_looks_at_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Ragged.of([[1], [2, 3], [4, 5, 6]], np.int64)
+    monkeypatch.setattr(Ragged, "lengths", property(lambda rows: pytest.fail("the lengths of all rows were computed")))
+    assert rows.batch("x", np.array([2, 0]))["x"].tolist() == [[4, 5, 6], [1, 0, 0]]
 
 
 def test_grouped_by_length_little_is_padding(texts: Dataset) -> None:

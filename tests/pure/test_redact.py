@@ -23,8 +23,8 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.record import redact as module
 from ray_app.record.files import put_atomic
-from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import put_event, read_events
 from ray_app.record.redact import guard, is_secret_name, redact, redacted, redacted_yaml
 from ray_app.submit.options import refuse_secrets
 

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from ray_app.errors import ConfigError
-from ray_app.runs.rehearsal import rehearse
+from ray_app.runs.preparing.rehearsal import rehearse
 from ray_app.task.base import Batch
 from tests.support.local_world import TinyImages, make_job, write_images
 

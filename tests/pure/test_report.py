@@ -16,10 +16,10 @@ from ray_app.cli.report import main
 from ray_app.config.sections import FailureSection
 from ray_app.errors import TaskError
 from ray_app.record.files import put_json
-from ray_app.record.journal import Event
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
-from ray_app.record.steps import Course
+from ray_app.record.progress.journal import Event
+from ray_app.record.progress.segments import StepRecord
+from ray_app.record.progress.steps import Course
 from ray_app.report.axes import log_ticks, number, seconds, ticks, time_ticks, whole_ticks
 from ray_app.report.classes import by_class
 from ray_app.report.facts import read_facts

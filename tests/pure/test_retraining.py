@@ -50,8 +50,8 @@ from ray_app.retrain.section import RetrainSection, check_section
 from ray_app.retrain.selection import gate_rows, old_files, put_together, selection_part
 from ray_app.retrain.triggers import Facts, decide
 from ray_app.retrain.validate import Agreement, Gate, Known, problems
-from ray_app.task.resampling import resampled
-from ray_app.task.scoring import Chunk, combine, score
+from ray_app.task.score.resampling import resampled
+from ray_app.task.score.scoring import Chunk, combine, score
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,7 @@ from ray_app.record.stored_config import read_config
 from ray_app.runs import cluster as place
 from ray_app.runs.announce import idle_gpus
 from ray_app.runs.cluster import counted, workers_that_fit
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.preparing.prepare import claim, prepare
 from tests.support.places import ROOT
 
 

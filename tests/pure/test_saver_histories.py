@@ -31,8 +31,8 @@ from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json
-from ray_app.record.journal import put_event, read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import put_event, read_events
 from ray_app.train.keep import saver as module
 from ray_app.train.keep.saver import Saver
 

@@ -16,14 +16,14 @@ import pytest
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.errors import ConfigError
-from ray_app.record import journal, segments
 from ray_app.record.early_stop import early_stop
 from ray_app.record.evaluations import Evaluation, put_evaluation
-from ray_app.record.history import means
-from ray_app.record.journal import FirstRecords, MetricsReader, MetricsWriter, newest_record
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import MOST_SMALL, StepRecord, in_order, join, put_segment
-from ray_app.record.steps import read_steps
+from ray_app.record.progress import journal, segments
+from ray_app.record.progress.history import means
+from ray_app.record.progress.journal import FirstRecords, MetricsReader, MetricsWriter, newest_record
+from ray_app.record.progress.segments import MOST_SMALL, StepRecord, in_order, join, put_segment
+from ray_app.record.progress.steps import read_steps
 from ray_app.task.losses import TAKEN
 from ray_app.track.points import Backlog, Sent, step_point
 from tests.support.waiting import until

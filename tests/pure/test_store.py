@@ -34,9 +34,9 @@ from ray_app.exchange.exchange import World
 from ray_app.record import files as files_module
 from ray_app.record.evaluations import Evaluation, put_evaluation, read_evaluations, read_scores
 from ray_app.record.files import put_atomic
-from ray_app.record.journal import MetricsReader, MetricsWriter, put_event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import MetricsReader, MetricsWriter, put_event, read_events
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.keep import saver as saver_module

@@ -10,11 +10,11 @@ import pytest
 from ray_app import compare_runs, load_config
 from ray_app.errors import ConfigError
 from ray_app.record.files import put_json
-from ray_app.record.journal import read_events
+from ray_app.record.progress.journal import read_events
 from ray_app.record.stored_config import read_config
 from ray_app.report.facts import read_facts
 from ray_app.runs.outcome.closing import stored_job
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.preparing.prepare import claim, prepare
 from ray_app.train.job import Job
 from tests.support.places import ROOT
 

@@ -19,7 +19,7 @@ from ray._private.runtime_env.packaging import create_package
 from ray_app import load_config
 from ray_app.errors import ConfigError
 from ray_app.runs.capacity import fits_object_stores
-from ray_app.runs.configuration import parse
+from ray_app.runs.given.configuration import parse
 from ray_app.submit import server
 from ray_app.submit.nodes import storage
 from ray_app.submit.options import SubmitSection, given, refuse_secrets

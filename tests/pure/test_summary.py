@@ -15,16 +15,16 @@ from ray_app.config.sections import FailureSection
 from ray_app.errors import ConfigError
 from ray_app.record.evaluations import Evaluation, ranked
 from ray_app.record.files import put_json
-from ray_app.record.history import goodput, recoveries, restarts, world_sizes
-from ray_app.record.journal import Event, put_event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.history import goodput, recoveries, restarts, world_sizes
+from ray_app.record.progress.journal import Event, put_event, read_events
+from ray_app.record.progress.segments import StepRecord
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from ray_app.runs.announce import announce
 from ray_app.runs.cluster import workers_that_fit
 from ray_app.runs.outcome.summary import summarize
-from ray_app.runs.prepare import Prepared
+from ray_app.runs.preparing.prepare import Prepared
 from tests.support.checkpoints import commit_of
 from tests.support.local_world import make_job, write_images
 

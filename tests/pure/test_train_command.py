@@ -13,8 +13,8 @@ from ray_app import load_config
 from ray_app.errors import ConfigError
 from ray_app.record.lease import acquire
 from ray_app.runs.cluster import workers_that_fit
-from ray_app.runs.configuration import parse
-from ray_app.runs.prepare import claim, prepare
+from ray_app.runs.given.configuration import parse
+from ray_app.runs.preparing.prepare import claim, prepare
 from tests.support.places import ROOT
 from tests.support.train_command import Ended, of_images, write_images
 

@@ -13,7 +13,7 @@ from ray_app.cli.drill import main
 from ray_app.drill.faults import Kill
 from ray_app.drill.ground import Disturbance, Ground
 from ray_app.drill.session import SCENARIOS
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from tests.support.places import ROOT
 

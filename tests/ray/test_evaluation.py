@@ -17,9 +17,10 @@ from ray_app.config.config import Config
 from ray_app.errors import EvaluationError
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import read_json
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
-from ray_app.runs.in_process import Faults, opened
+from ray_app.record.progress.journal import read_events
+from ray_app.runs.faults import Faults
+from ray_app.runs.in_process import opened
 from ray_app.train.hooks import Hooks
 from tests.support.injector import Gate, Kill, KillAt, Late, Linger
 from tests.support.waiting import until

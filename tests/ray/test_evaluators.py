@@ -20,8 +20,8 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.evaluate import main
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.record.evaluations import evaluated_steps, read_evaluations
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from tests.support.places import ROOT
 from tests.support.waiting import until
 
@@ -29,7 +29,7 @@ DRIVER = """
 import sys
 from ray_app import run_training
 from ray_app.config.config import from_yaml
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from tests.support.injector import Gate, WaitFor
 faults = Faults(train=Hooks(after_step=WaitFor(sys.argv[2], step=20)), before_evaluation=Gate(sys.argv[3]))

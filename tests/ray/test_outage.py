@@ -18,12 +18,12 @@ from ray_app.cli.track import main as replay
 from ray_app.config.config import Config
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import read_json
-from ray_app.record.journal import MetricsReader
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
-from ray_app.record.system import read_looks
+from ray_app.record.progress.journal import MetricsReader
+from ray_app.record.progress.segments import StepRecord
+from ray_app.record.progress.system import read_looks
 from ray_app.runs import in_process as run_module
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from tests.support.injector import Gates

@@ -234,7 +234,7 @@ import json, os, signal, sys
 from pathlib import Path
 import mlflow, ray, torch
 from ray_app.errors import RunHeldError
-from ray_app.runs.configuration import parse_more
+from ray_app.runs.given.configuration import parse_more
 from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.section import RetrainSection
 

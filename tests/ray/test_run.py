@@ -17,9 +17,9 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.feed.disk_cache import SUMS
 from ray_app.errors import BudgetSpentError, ConfigError, NonFiniteError, RunExistsError
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
-from ray_app.runs.in_process import Faults
+from ray_app.record.progress.journal import read_events
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from tests.support.cluster import record_of
 from tests.support.injector import Break, Kill, KillEvaluator

@@ -10,9 +10,9 @@ import pytest
 
 from ray_app import run_training
 from ray_app.config.config import Config
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
-from ray_app.runs.in_process import Faults
+from ray_app.record.progress.journal import read_events
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from tests.support.cluster import record_of
 from tests.support.injector import Kill

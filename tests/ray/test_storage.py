@@ -21,10 +21,10 @@ from ray_app.config.config import Config
 from ray_app.errors import LeaseLostError, NonFiniteError, RunHeldError
 from ray_app.record.files import listing, names, put_atomic, put_json, read_json
 from ray_app.record.holder import Holder, Record
-from ray_app.record.journal import read_events
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from ray_app.record.s3 import S3Path
-from ray_app.runs.in_process import Faults
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from tests.support.injector import Break

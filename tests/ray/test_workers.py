@@ -17,9 +17,9 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
 from ray_app.drill.faults import Several
 from ray_app.errors import RepeatedFailureError
-from ray_app.record.journal import Event, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.runs.in_process import Faults
+from ray_app.record.progress.journal import Event, read_events
+from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from tests.support.cluster import record_of

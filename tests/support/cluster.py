@@ -13,8 +13,8 @@ import ray
 from ray_app import load_config, run_training
 from ray_app.config.config import Config
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.record.journal import MetricsReader
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import MetricsReader
 from ray_app.runs.cluster import environment
 from tests.support.mlflow_server import database
 from tests.support.places import ROOT

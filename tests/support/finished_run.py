@@ -18,7 +18,7 @@ from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json
 from ray_app.runs.outcome.registering import register_best
 from ray_app.runs.outcome.result import Result
-from ray_app.runs.prepare import Prepared, claim, prepare
+from ray_app.runs.preparing.prepare import Prepared, claim, prepare
 from ray_app.track.client import MlflowRun
 from tests.support.checkpoints import commit_of
 from tests.support.mlflow_server import database

@@ -16,9 +16,9 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import NonFiniteError
 from ray_app.record.files import location
-from ray_app.record.journal import read_events
 from ray_app.record.lease import newest_fence
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import read_events
 from tests.support.waiting import until
 
 

@@ -40,8 +40,8 @@ from ray_app.data.read.whole import load_all
 from ray_app.exchange.exchange import World, collective
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
-from ray_app.record.segments import StepRecord
-from ray_app.runs.plan import classes_of, make_plan
+from ray_app.record.progress.segments import StepRecord
+from ray_app.runs.preparing.plan import classes_of, make_plan
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
 from ray_app.train.group.messages import Flags, Formed, Phase

@@ -18,7 +18,7 @@ from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json
 from ray_app.record.holder import Holder, Record
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.segments import StepRecord
 
 BEGAN_S = 1_790_000_000.0
 

@@ -15,10 +15,10 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, from_yaml
 from ray_app.record.files import put_json
 from ray_app.record.holder import Holder, Record
-from ray_app.record.journal import MetricsWriter, put_event
 from ray_app.record.lease import Lease, acquire
-from ray_app.record.segments import StepRecord
-from ray_app.runs.prepare import claim, prepare
+from ray_app.record.progress.journal import MetricsWriter, put_event
+from ray_app.record.progress.segments import StepRecord
+from ray_app.runs.preparing.prepare import claim, prepare
 from ray_app.track.runs import Tracker
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.waiting import until

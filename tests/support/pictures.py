@@ -35,6 +35,11 @@ def write_pictures(folder: Path) -> dict[str, Any]:
 
 
 def _png(pixels: Any) -> bytes:
+    return encoded(Image.fromarray(pixels))
+
+
+def encoded(image: Image.Image, kind: str = "png") -> bytes:
+    """An image as a file."""
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
+    image.save(file, kind)
     return file.getvalue()

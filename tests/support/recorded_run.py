@@ -11,9 +11,9 @@ from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.files import put_json
-from ray_app.record.journal import MetricsWriter, read_events
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import MetricsWriter, read_events
+from ray_app.record.progress.segments import StepRecord
 from ray_app.track.runs import Tracker
 
 EVERY = 10

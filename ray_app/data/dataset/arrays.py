@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.task.ragged import Field, Ragged, put_together
+from ray_app.task.rows.ragged import Field, Ragged, put_together
 
 Array = npt.NDArray[np.generic]
 

@@ -15,7 +15,7 @@ from ray_app.data.read.whole import Decoded
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.lengths import by_length
 from ray_app.plan.order import EpochOrder
-from ray_app.task.ragged import Arrays, Ragged
+from ray_app.task.rows.ragged import Arrays, Ragged
 
 Storage = dict[str, Tensor | Ragged]
 """Decoded rows that micro-batches are gathered from."""
@@ -90,7 +90,7 @@ class Window:
         if order.plan.by_length is not None:
             field = fields[order.plan.by_length]
             assert isinstance(field, Ragged), "checked before the start"
-            alike = by_length(field.lengths[index], self._micro, key(_LENGTH, order.plan.seed, order.epoch, window))
+            alike = by_length(field.lengths_of(index), self._micro, key(_LENGTH, order.plan.seed, order.epoch, window))
             index, positions, uses = index[alike], positions[alike], uses[alike]
         self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
         self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64))
@@ -139,7 +139,7 @@ def as_storage(arrays: Arrays) -> Storage:
 
 
 def gathered(fields: Storage, index: Tensor) -> dict[str, Tensor]:
-    """Some rows as the batch that a task gets, see `ray_app.task.ragged.to_batch`."""
+    """Some rows as the batch that a task gets, see `ray_app.task.rows.ragged.to_batch`."""
     batch: dict[str, Tensor] = {}
     for name, values in fields.items():
         if isinstance(values, Ragged):

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from ray_app.data.dataset.arrays import ArraySpec, spec_like
 from ray_app.task.own_code import refusal
-from ray_app.task.ragged import Arrays, Field, Ragged, put_together
+from ray_app.task.rows.ragged import Arrays, Field, Ragged, put_together
 
 REASON = "__reason__"
 """Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are skipped."""

@@ -16,7 +16,7 @@ from ray_app.errors import BadRowError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.record.files import location
 from ray_app.task.own_code import refusal
-from ray_app.task.ragged import Arrays, Field
+from ray_app.task.rows.ragged import Arrays, Field
 
 _MEASURED = 256
 """Rows whose lengths are looked at, where rows have different ones."""

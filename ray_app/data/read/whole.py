@@ -10,7 +10,7 @@ from ray_app.data.dataset.arrays import Columns
 from ray_app.data.read.bad_rows import reasons_in
 from ray_app.data.read.reader import Fetch, RowSource, check_positions, whole
 from ray_app.errors import DataError
-from ray_app.task.ragged import Field
+from ray_app.task.rows.ragged import Field
 
 
 @dataclass(frozen=True)

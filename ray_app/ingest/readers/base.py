@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from ray_app.data.dataset.arrays import Array, to_column
 from ray_app.data.dataset.files import File
-from ray_app.task.images import pixels_of
+from ray_app.task.rows.images import pixels_of
 
 BLOCK_BYTES = 16 << 20
 T = TypeVar("T")

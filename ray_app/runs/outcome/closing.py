@@ -17,14 +17,14 @@ from ray_app.plan.balance import Classes
 from ray_app.record.ends import put_summary
 from ray_app.record.evaluations import evaluated_steps
 from ray_app.record.files import location, read_json
-from ray_app.record.journal import put_event, read_events
 from ray_app.record.lease import acquire, is_released, newest_fence
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import put_event, read_events
 from ray_app.record.redact import HIDDEN, redact
 from ray_app.record.stored_config import read_config, read_manifest
 from ray_app.runs.outcome.summary import Status, newest_commit, summarize
-from ray_app.runs.plan import make_plan
-from ray_app.runs.prepare import make_task
+from ray_app.runs.preparing.plan import make_plan
+from ray_app.runs.preparing.prepare import make_task
 from ray_app.track.client import DataSet
 from ray_app.track.runs import Status as MlflowStatus
 from ray_app.track.runs import Tracker, check_available, run_tags

@@ -14,7 +14,7 @@ from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
 from ray_app.runs.outcome.registering import example_of
 from ray_app.runs.outcome.stored import chosen, load_model, trained_job
-from ray_app.runs.prepare import evaluation_source
+from ray_app.runs.preparing.prepare import evaluation_source
 from ray_app.train.job import Job
 
 

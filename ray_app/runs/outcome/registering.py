@@ -23,13 +23,13 @@ from ray_app.models.upload import seconds_for
 from ray_app.record.ends import put_summary
 from ray_app.record.evaluations import Evaluation
 from ray_app.record.files import Location, location, read_json
-from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import put_event
 from ray_app.record.redact import redact
 from ray_app.record.s3 import S3Path
 from ray_app.record.stored_config import read_config
 from ray_app.runs.outcome.stored import best_commit, load_model
-from ray_app.runs.prepare import prepare
+from ray_app.runs.preparing.prepare import prepare
 from ray_app.track.client import connect
 from ray_app.track.runs import check_available
 from ray_app.train.job import Job

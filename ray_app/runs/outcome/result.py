@@ -14,17 +14,17 @@ from ray_app.errors import CheckpointError, DataError
 from ray_app.models.exported import read_decoded, read_rows
 from ray_app.record.evaluations import Evaluation, read_evaluations
 from ray_app.record.files import Location
-from ray_app.record.journal import MetricsReader
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import MetricsReader
+from ray_app.record.progress.segments import StepRecord
 from ray_app.report.cells import run_cell
 from ray_app.report.facts import read_facts
 from ray_app.runs.outcome.closing import stored_job
 from ray_app.runs.outcome.exporting import ExportOptions, export_run
 from ray_app.runs.outcome.stored import chosen, load_model
 from ray_app.task.base import Batch, Task
-from ray_app.task.ragged import Arrays, to_batch
-from ray_app.task.scoring import combine, score
+from ray_app.task.rows.ragged import Arrays, to_batch
+from ray_app.task.score.scoring import combine, score
 from ray_app.task.without_targets import WithoutTargets
 from ray_app.train.job import Job
 

@@ -19,7 +19,7 @@ from ray_app.record.evaluations import Evaluation
 from ray_app.record.paths import RunPaths
 from ray_app.record.stored_config import read_manifest
 from ray_app.runs.outcome.closing import stored_job
-from ray_app.runs.prepare import training_row
+from ray_app.runs.preparing.prepare import training_row
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import names, read_json
-from ray_app.record.history import count, goodput, means, recoveries, restarts, world_sizes
-from ray_app.record.journal import Event, read_events
-from ray_app.record.segments import StepRecord
-from ray_app.record.steps import read_steps
+from ray_app.record.progress.history import count, goodput, means, recoveries, restarts, world_sizes
+from ray_app.record.progress.journal import Event, read_events
+from ray_app.record.progress.segments import StepRecord
+from ray_app.record.progress.steps import read_steps
 from ray_app.train.job import Job
 
 Status = Literal["finished", "stopped_early", "interrupted", "failed"]

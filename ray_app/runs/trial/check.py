@@ -15,7 +15,7 @@ from ray_app.data.read.first import first_rows
 from ray_app.errors import BadRowError, ConfigError, TaskError
 from ray_app.models.package_files import write_files
 from ray_app.record.redact import redact
-from ray_app.runs.prepare import Prepared, prepare
+from ray_app.runs.preparing.prepare import Prepared, prepare
 from ray_app.runs.trial.processes import Ended, Processes
 from ray_app.runs.trial.purity import impurities
 from ray_app.runs.trial.training import MIDDLE, STEPS, WORKERS, Trained, calls, from_the_middle, outcome, trial_job

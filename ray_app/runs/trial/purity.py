@@ -20,7 +20,7 @@ from ray_app.runs.trial.generators import TORCH, Draw, generators, same, watched
 from ray_app.task.base import Batch, Rows, Task
 from ray_app.task.losses import Losses
 from ray_app.task.own_code import own_code
-from ray_app.task.ragged import Arrays, Field, Ragged, to_batch
+from ray_app.task.rows.ragged import Arrays, Field, Ragged, to_batch
 from ray_app.train.job import Job
 from ray_app.train.state.seeds import seed_init, seed_step
 

@@ -25,8 +25,8 @@ from ray_app.errors import PeerLostError, RayAppError
 from ray_app.exchange.exchange import World, collective
 from ray_app.plan.manifest import Manifest
 from ray_app.record.evaluations import read_scores
-from ray_app.runs.plan import make_plan
-from ray_app.runs.prepare import Prepared
+from ray_app.runs.preparing.plan import make_plan
+from ray_app.runs.preparing.prepare import Prepared
 from ray_app.runs.trial.processes import Ended
 from ray_app.train.group.alone import Alone
 from ray_app.train.group.messages import Formed

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ray_app.exchange.exchange import World
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import Flags, Formed, Phase
 
 

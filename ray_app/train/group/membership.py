@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import Flags, Phase
 
 

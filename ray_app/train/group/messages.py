@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import Literal
 
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.segments import StepRecord
 
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
 """What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up; who is `saving`

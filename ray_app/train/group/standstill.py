@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.segments import StepRecord
 
 _LEAST_S, _MEDIAN_STEPS, _FIRST_STEP_FACTOR = 60.0, 50, 5
 

@@ -19,8 +19,8 @@ from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.exchange.exchange import World, gather
 from ray_app.plan.cursor import Cursor
-from ray_app.record.journal import MetricsWriter, put_event
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import MetricsWriter, put_event
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train import environment
 from ray_app.train.group.membership import Membership
 from ray_app.train.group.messages import Phase

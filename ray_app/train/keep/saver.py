@@ -19,8 +19,8 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.record.evaluations import evaluated_steps
-from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import put_event
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ray_app.checkpoint.format import Snapshot, pack, unpack
 from ray_app.errors import ConfigError
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.segments import StepRecord
 
 logger = logging.getLogger(__name__)
 

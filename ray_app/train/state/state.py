@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.checkpoint.format import Snapshot
+from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OptimizerSpec
-from ray_app.config.sections import ClassSpec
-from ray_app.errors import ConfigError
 from ray_app.exchange.exchange import World, gather
 from ray_app.task.own_code import own_code
 from ray_app.train.state.average import Average
@@ -27,18 +25,13 @@ from ray_app.train.state.freeze import freeze
 from ray_app.train.state.groups import grouped, refuse_unknown_options
 from ray_app.train.state.initial import begin_with
 from ray_app.train.state.scale import LossScale
+from ray_app.train.state.schedules import make_schedule
 from ray_app.train.state.seeds import seed_init
 from ray_app.train.state.transfer import lacking, transfer
 from ray_app.train.state.turns import Turns, TurnSchedules
 
 NOTHING = -1
 """The step of a worker that has no state yet."""
-
-
-def load_class(spec: ClassSpec) -> Any:
-    """Imports the class, or the function, that a configuration names."""
-    module, _, name = spec.class_path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 class Trainable(Protocol):
@@ -94,11 +87,11 @@ class TrainingState:
         self.schedule: LRScheduler | TurnSchedules | None = None
         if config.optimizers is not None:
             self.optimizer = self.turns = Turns(config.optimizers, named, self._optimizer)
-            self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, _schedule)
+            self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, make_schedule)
             return
         self.optimizer = self._optimizer(config.optimizer, named)
         if config.schedule is not None:
-            self.schedule = _schedule(config.schedule, self.optimizer, self._total_steps)
+            self.schedule = make_schedule(config.schedule, self.optimizer, self._total_steps)
 
     def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
         made, args = load_class(spec), dict(spec.init_args)
@@ -239,42 +232,6 @@ class TrainingState:
         if world.rank in to:
             assert received is not None
             self.load(received)
-
-
-def _schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
-    """Makes a schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
-    made = load_class(spec)
-    parameters = inspect.signature(made).parameters
-
-    def given(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [given(name, part) for part in value]
-        if isinstance(value, dict) and "class_path" in value:
-            return _schedule(ClassSpec(value["class_path"], value.get("init_args") or {}), optimizer, total_steps)
-        if isinstance(value, str) and name in parameters and "Callable" in str(parameters[name].annotation):
-            return load_class(ClassSpec(value))
-        return value
-
-    args = {name: given(name, value) for name, value in spec.init_args.items()}
-    rates = [group["lr"] for group in optimizer.param_groups]
-    if len(set(rates)) > 1 and isinstance(args.get("max_lr"), float | int):
-        raise ConfigError(
-            f"schedule {made.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters, whose own rates {rates} it"
-            " would replace; give max_lr as a list, one for each of these."
-        )
-    if "total_steps" in parameters and "epochs" not in args:
-        args.setdefault("total_steps", total_steps)
-    return made(optimizer=optimizer, **args)
-
-
-def counts_total_steps(spec: ClassSpec) -> bool:
-    """Whether a schedule, or one that it is made of, is told the steps of the whole run."""
-    parts = [part for value in spec.init_args.values() for part in (value if isinstance(value, list) else [value])]
-    inner = [
-        ClassSpec(part["class_path"], part.get("init_args") or {}) for part in parts if isinstance(part, dict) and "class_path" in part
-    ]
-    takes = "total_steps" in inspect.signature(load_class(spec)).parameters
-    return (takes and not {"epochs", "total_steps"} & spec.init_args.keys()) or any(map(counts_total_steps, inner))
 
 
 def _with_counters(value: Any, like: Any) -> Any:

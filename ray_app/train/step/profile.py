@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ray_app.record.files import put_atomic
-from ray_app.record.journal import put_event
+from ray_app.record.progress.journal import put_event
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)

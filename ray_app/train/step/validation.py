@@ -15,9 +15,9 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.exchange.exchange import World, gather
 from ray_app.plan.cursor import Cursor
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
-from ray_app.record.journal import put_event
-from ray_app.task.ragged import Arrays
-from ray_app.task.scoring import combine, score
+from ray_app.record.progress.journal import put_event
+from ray_app.task.rows.ragged import Arrays
+from ray_app.task.score.scoring import combine, score
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 

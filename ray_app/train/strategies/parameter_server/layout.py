@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import Snapshot
-from ray_app.config.sections import TrainSection
+from ray_app.config.training import TrainSection
 from ray_app.errors import ConfigError
 from ray_app.train.state.groups import in_order
 from ray_app.train.strategies.parameter_server.partition import Strip, partition

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.segments import StepRecord
 from ray_app.train.step.table import Row
 
 

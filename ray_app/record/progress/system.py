@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 from ray_app.record.files import Location, names, put_atomic, put_json, read_all
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.segments import FULL_BYTES, MOST_SMALL
 from ray_app.record.schema import known_fields, understood, versioned
-from ray_app.record.segments import FULL_BYTES, MOST_SMALL
 
 _FULL = "-full.json"
 

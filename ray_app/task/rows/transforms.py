@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pydoc
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from ray_app.config.class_path import load_class
 from ray_app.errors import ConfigError
-from ray_app.task.drawing import drawing
+from ray_app.task.rows.drawing import drawing
 
 Spec = dict[str, Any]
 """`class_path` (a class or a function) and `init_args`, whose values may be such specifications themselves."""
@@ -34,9 +34,9 @@ def made(spec: Any, called: str) -> Any:
     if unknown := sorted(spec.keys() - {"class_path", "init_args"}):
         raise ConfigError(f"{called} has {', '.join(unknown)} beside class_path; its arguments belong below init_args.")
     try:
-        found = pydoc.locate(spec["class_path"])
-    except pydoc.ErrorDuringImport as error:
-        raise ConfigError(f"{called}.class_path {spec['class_path']!r} cannot be imported: {error.value}.") from error
+        found = load_class(spec["class_path"])
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{called}.class_path {spec['class_path']!r} cannot be imported: {error}.") from error
     if not callable(found):
         raise ConfigError(
             f"{called}.class_path is {spec['class_path']!r}, which is nothing that can be made. Name a class or a function by its import"

@@ -15,15 +15,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from ray_app.config.class_path import load_class
 from ray_app.config.config import Config, flatten, from_dict
-from ray_app.config.sections import ClassSpec
 from ray_app.errors import RegistryError, RunExistsError
 from ray_app.models.sources import followed, sources_of
 from ray_app.record.files import put_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.schema import known_fields, versioned
 from ray_app.record.stored_config import read_config
-from ray_app.train.state.state import load_class
 from ray_app.version import __version__
 
 _CLASSES = ("task", "optimizer", "schedule")
@@ -49,7 +48,7 @@ def code_of(config: Config) -> Code:
     files: dict[str, str] = {}
     libraries = {"torch", "numpy"}
     for class_path in sorted(set(classes_in(config.to_dict()))):
-        made = load_class(ClassSpec(class_path))
+        made = load_class(class_path)
         if _top(made.__module__) == "ray_app":
             continue
         found = followed(made.__module__, ours=False)
@@ -73,7 +72,7 @@ def classes_in(values: Any) -> Iterator[str]:
 
 def files_of(class_path: str) -> dict[str, Path]:
     """The files of a class, those of the application's included, by the names of their modules."""
-    name = load_class(ClassSpec(class_path)).__module__
+    name = load_class(class_path).__module__
     try:
         return sources_of(name).files
     except RegistryError:  # it can be trained all the same; then its own file counts
@@ -164,7 +163,7 @@ def _completed(value: Any, place: str, added: list[str]) -> Any:
 
 def _defaults(class_path: str) -> Iterator[tuple[str, Any]]:
     """The arguments of a class that have a default which YAML keeps."""
-    for parameter in inspect.signature(load_class(ClassSpec(class_path))).parameters.values():
+    for parameter in inspect.signature(load_class(class_path)).parameters.values():
         value = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
         if parameter.default is not parameter.empty and _is_plain(value):
             yield parameter.name, value

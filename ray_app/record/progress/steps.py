@@ -10,7 +10,7 @@ from itertools import chain
 from typing import overload
 
 from ray_app.record.paths import RunPaths
-from ray_app.record.segments import Segments, StepRecord
+from ray_app.record.progress.segments import Segments, StepRecord
 
 _WHOLE = ("step", "epoch", "workers", "skipped")
 _REAL = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms")

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from ray_app.config.sections import FailureSection
-from ray_app.record.journal import Event
-from ray_app.record.segments import StepRecord
+from ray_app.record.progress.journal import Event
+from ray_app.record.progress.segments import StepRecord
 
 SETTLING_S = 3.0
 """Seconds after a change of the workers whose steps do not count as undisturbed."""

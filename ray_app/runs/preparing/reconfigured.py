@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ray_app.config.config import Config, flatten
 from ray_app.record.files import put_atomic
-from ray_app.record.journal import put_event
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import put_event
 from ray_app.record.redact import guard, redacted
 from ray_app.record.stored_config import parsed
 from ray_app.train.job import Job

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
-from ray_app.task.counting import count_directly
 from ray_app.task.losses import Losses
 from ray_app.task.own_code import own_code
-from ray_app.task.ragged import Arrays, Ragged, to_batch
+from ray_app.task.rows.ragged import Arrays, Ragged, to_batch
+from ray_app.task.score.counting import count_directly
 
 MOST_MISTAKES = 12
 _WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000

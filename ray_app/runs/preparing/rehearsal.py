@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
 from ray_app.task.base import Task
 from ray_app.task.losses import of_rows, summed
 from ray_app.task.own_code import own_code
-from ray_app.task.ragged import Arrays, to_batch, twice
-from ray_app.task.scoring import score
+from ray_app.task.rows.ragged import Arrays, to_batch, twice
+from ray_app.task.score.scoring import score
 from ray_app.train.job import Job
 from ray_app.train.keep.snapshots import refuse_if_too_big
-from ray_app.train.state.state import TrainingState, load_class
+from ray_app.train.state.state import TrainingState
 from ray_app.train.state.turns import TurnSchedules
 from ray_app.train.strategies.parameter_server.layout import Layout
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ray_app.config.checks import check
+from ray_app.config.class_path import load_class
 from ray_app.config.config import Config, digest
 from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.dataset import Dataset, open_dataset
@@ -26,44 +25,19 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.record.stored_config import as_given, parsed, read_manifest
 from ray_app.runs.cluster import counted
-from ray_app.runs.code import Code, changed_code, code_of, completed, put_code
-from ray_app.runs.growing import refuse_other_run
-from ray_app.runs.initial import find_beginning
-from ray_app.runs.plan import classes_of, make_plan, mixing_doubts, refuse_other_classes
-from ray_app.runs.reconfigured import put_config, reconfigure
-from ray_app.runs.rehearsal import rehearse
+from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
+from ray_app.runs.preparing.growing import refuse_other_run
+from ray_app.runs.preparing.initial import find_beginning
+from ray_app.runs.preparing.names import new_run_name
+from ray_app.runs.preparing.plan import classes_of, make_plan, mixing_doubts, refuse_other_classes
+from ray_app.runs.preparing.reconfigured import put_config, reconfigure
+from ray_app.runs.preparing.rehearsal import rehearse
 from ray_app.task.base import Task
-from ray_app.task.ragged import Arrays
-from ray_app.task.scoring import combine, score
+from ray_app.task.rows.ragged import Arrays
+from ray_app.task.score.scoring import combine, score
 from ray_app.train.job import Job
-from ray_app.train.state.state import load_class
 
 logger = logging.getLogger(__name__)
-
-_ADJECTIVES = (
-    "amber",
-    "bold",
-    "brave",
-    "bright",
-    "calm",
-    "clear",
-    "crisp",
-    "eager",
-    "fair",
-    "glad",
-    "keen",
-    "kind",
-    "mild",
-    "neat",
-    "quiet",
-)
-_NOUNS = ("alder", "aspen", "beech", "birch", "cedar", "cliff", "coast", "creek", "delta", "elm", "fern", "fjord", "grove", "heath", "lake")
-
-
-def new_run_name() -> str:
-    """A readable name that sorts by time: `20261120-140512-calm-birch-3f9c02`, also of a thousand starts at once different."""
-    words = f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_NOUNS)}"
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric
 from ray_app.task.base import Task
-from ray_app.task.scoring import Chunk, kept_metrics
+from ray_app.task.score.scoring import Chunk, kept_metrics
 
 
 def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

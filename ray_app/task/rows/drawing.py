@@ -38,7 +38,7 @@ class drawing(TorchFunctionMode):
         with drawing(key):
             image = RandomResizedCrop(224)(image)
 
-    Other threads, and torch's generators, are not touched: a step may be drawing at the same time.
+    Numbers are drawn on the CPU. Other threads, and torch's generators, are not touched: a step may be drawing at the same time.
 
     Args:
         key: Seed, such as the key of a row.

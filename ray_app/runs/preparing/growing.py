@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray_app.config.config import Config, refuse_other_config, result_fields
 from ray_app.errors import RunExistsError
 from ray_app.plan.order import Plan
-from ray_app.train.state.state import counts_total_steps
+from ray_app.train.state.schedules import counts_total_steps
 
 
 def refuse_other_run(name: str, before: Config, stored_digest: str, config: Config, plan: Plan) -> None:

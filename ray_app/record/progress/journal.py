@@ -18,9 +18,9 @@ from typing import Any
 from ray_app.errors import ConfigError
 from ray_app.record.files import Location, listing, poll_s, put_json, read_all, read_all_json
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.segments import MOST_SMALL, Segments, StepRecord, in_order, join, put_segment, read_segment
 from ray_app.record.redact import guard_run, redacted
 from ray_app.record.schema import known_fields, understood, versioned
-from ray_app.record.segments import MOST_SMALL, Segments, StepRecord, in_order, join, put_segment, read_segment
 
 logger = logging.getLogger(__name__)
 

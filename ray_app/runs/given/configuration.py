@@ -22,8 +22,8 @@ from ray_app.config.config import SECTIONS, Config, from_dict
 from ray_app.config.optimizers import TurnSpec
 from ray_app.errors import ConfigError
 from ray_app.record.redact import guard, redact
-from ray_app.runs.refusals import explained
-from ray_app.runs.yaml_files import refuse_bad_files
+from ray_app.runs.given.refusals import explained
+from ray_app.runs.given.yaml_files import refuse_bad_files
 from ray_app.task.base import Task
 
 _GROUPS = "groups"

@@ -59,6 +59,10 @@ class Ragged:
         """Of each row, shape (rows,)."""
         return np.diff(self.offsets)
 
+    def lengths_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of some rows, without a look at the others."""
+        return self.offsets[1:][rows] - self.offsets[:-1][rows]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -86,12 +90,12 @@ class Ragged:
 
     def batch(self, name: str, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
         """Some rows padded, and their lengths, as they stand in a task's batch."""
-        return {name: torch.from_numpy(self.padded(index)), name + LENGTHS: torch.from_numpy(self.lengths[index])}
+        return {name: torch.from_numpy(self.padded(index)), name + LENGTHS: torch.from_numpy(self.lengths_of(index))}
 
     def padded(self, index: npt.NDArray[np.int64]) -> npt.NDArray:
-        """Some rows, padded to the longest of them, shape (rows, length, ...)."""
-        lengths = self.lengths[index]
-        longest = -(-int(lengths.max(initial=0)) // self.multiple) * self.multiple
+        """Some rows, padded to the longest of them, at least 1, shape (rows, length, ...)."""
+        lengths = self.lengths_of(index)
+        longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
         into = np.full((len(index), longest, *self.values.shape[1:]), self.fill, self.values.dtype)
         if not len(index):
             return into

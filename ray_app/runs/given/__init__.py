@@ -1,0 +1,1 @@
+"""What the user gave: files of YAML, fields on the command line, and what is refused before anything is read."""

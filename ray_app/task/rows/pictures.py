@@ -1,0 +1,91 @@
+"""Images of rows and the masks that belong to them, through the same transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ray_app.plan.facts import ColumnFacts
+from ray_app.task.rows.images import mask_of, pixels_of
+from ray_app.task.rows.transforms import plain, transformed
+
+IMAGE, MASK = "image", "mask"
+_SIGNED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+"""What PyTorch can compute with, of the types that it can only hold."""
+
+
+def is_image(facts: ColumnFacts) -> bool:
+    """Whether a column holds images: encoded, or as uint8 of shape (height, width) or (height, width, channels)."""
+    return facts.kind == "bytes" or (facts.kind == "array" and len(facts.shape) in (2, 3) and facts.dtype == "|u1")
+
+
+def is_mask(facts: ColumnFacts) -> bool:
+    """Whether a column beside images can hold their masks: encoded, or integers of shape (height, width)."""
+    return facts.kind == "bytes" or (facts.kind == "array" and len(facts.shape) == 2 and np.dtype(facts.dtype).kind in "uib")
+
+
+def decoded(
+    rows: Mapping[str, Any], kinds: Mapping[str, str], transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None
+) -> dict[str, npt.NDArray]:
+    """The images and masks of some rows.
+
+    Args:
+        rows: Their columns as read; zeros of shape (rows,) stand in for a target that was not read.
+        kinds: `image` or `mask` by column.
+        transforms: What is done to the images of a row and to its masks alike.
+        keys: Of the rows, see `transformed`.
+
+    Returns:
+        By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).
+
+    Raises:
+        ValueError: One cannot be decoded, or the rows have several shapes.
+    """
+    lacking = [name for name in kinds if rows[name].ndim == 1 and rows[name].dtype != np.object_]
+    there = {name: kind for name, kind in kinds.items() if name not in lacking}
+    if not transforms and all(rows[name].dtype != np.object_ for name in there):
+        found = {name: _stored(rows[name], kind) for name, kind in there.items()}
+    else:
+        found = _one_by_one(rows, there, transforms, keys)
+    size = next(iter(found.values())).shape[-2:] if found else (1, 1)
+    return found | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in lacking}
+
+
+def _stored(values: npt.NDArray, kind: str) -> npt.NDArray:
+    """Arrays as read: (rows, height, width) with channels or without, which come first afterwards."""
+    if kind == MASK:
+        return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
+    return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
+
+
+def _one_by_one(
+    rows: Mapping[str, Any], kinds: Mapping[str, str], transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None
+) -> dict[str, npt.NDArray]:
+    found: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
+    for row in range(len(next(iter(rows.values())))):
+        sample = {name: _image(rows[name][row], kind) for name, kind in kinds.items()}
+        sample = transformed(sample, transforms, None if keys is None else int(keys[row]))
+        for name in kinds:
+            found[name].append(plain(sample[name]).numpy())
+    for name, values in found.items():
+        shapes = sorted({one.shape for one in values})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"images of {name!r} have the shapes {shapes[:3]}; let task.init_args.transforms and evaluate_transforms give them one size"
+                " (Resize, CenterCrop, RandomResizedCrop)"
+            )
+    return {name: np.stack(values) for name, values in found.items()}
+
+
+def _image(stored: Any, kind: str) -> Tensor:
+    """A row's image, channels first, or mask, (height, width), as transforms know them."""
+    from torchvision import tv_tensors
+
+    if kind == MASK:
+        return tv_tensors.Mask(mask_of(stored) if isinstance(stored, bytes) else torch.from_numpy(_stored(stored, kind)))
+    return tv_tensors.Image(pixels_of(stored) if isinstance(stored, bytes) else torch.from_numpy(_stored(stored[None], kind)[0]))
