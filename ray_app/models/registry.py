@@ -7,6 +7,7 @@ leaves the old champion serving, and doing the same again completes it.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -23,9 +24,12 @@ CHAMPION, CHALLENGER = "champion", "challenger"
 RUN_UUID, PARAMS_DIGEST = "ray_app.run_uuid", "ray_app.params_digest"
 _REGISTERED = "ray_app.registered_at"
 _BECAUSE, _AT, _BY, _REPLACES = "ray_app.promoted_because", "ray_app.promoted_at", "ray_app.promoted_by", "ray_app.replaces"
+_WHY = (_BECAUSE, _AT, _BY, _REPLACES)
+_WAS = "ray_app.promoted_before"
+"""What a version's tags said before a promotion that may yet be stopped; a rollback to it says that again."""
 FIRST = "first version"
 _BACK_BECAUSE, _BACK_AT, _BACK_BY = "ray_app.rolled_back_because", "ray_app.rolled_back_at", "ray_app.rolled_back_by"
-_TAG_CHARS = 5000
+_TAG_CHARS, _KEPT_CHARS = 5000, 1000
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,24 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     before = champion_of(client, name)
     if before == str(version):
         return False
-    for one in (version, *([before] if before is not None else [])):
-        for tag in {_BACK_BECAUSE, _BACK_AT, _BACK_BY} & _need_version(client, name, one).tags.keys():
-            client.delete_model_version_tag(name, one, tag)
-    for tag, value in ((_BECAUSE, reason[:_TAG_CHARS]), (_AT, _now()), (_BY, by), (_REPLACES, before or "none")):
+    made = _need_version(client, name, version)
+    _delete_tags(client, made, _BACK_BECAUSE, _BACK_AT, _BACK_BY)
+    if before is not None:
+        _delete_tags(client, _need_version(client, name, before), _BACK_BECAUSE, _BACK_AT, _BACK_BY, _WAS)
+    if _WAS not in made.tags:
+        was = {tag: made.tags[tag][:_KEPT_CHARS] for tag in _WHY if tag in made.tags}
+        client.set_model_version_tag(name, version, _WAS, json.dumps(was, ensure_ascii=False))
+    for tag, value in zip(_WHY, (reason[:_TAG_CHARS], _now(), by, before or "none"), strict=True):
         client.set_model_version_tag(name, version, tag, value)
     client.set_registered_model_alias(name, CHAMPION, version)
+    client.delete_model_version_tag(name, version, _WAS)
     return True
+
+
+def _delete_tags(client: Any, version: Any, *tags: str) -> None:
+    for tag in tags:
+        if tag in version.tags:
+            client.delete_model_version_tag(version.name, version.version, tag)
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,8 @@ class Rollback:
 def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     """Makes the version that the champion replaced serve again; the reason goes on record first, at the version that is left.
 
-    The tags of the version that serves again stay as they are, so a second rollback goes back further, never to one that was left.
+    The tags of the version that serves again are those with which it served, so a second rollback goes back further, never to one that was
+    left.
 
     Raises:
         RegistryError: There is no reason, no champion, nothing that it replaced, or that was rolled back itself; nothing is changed.
@@ -171,18 +187,25 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     now = champion_of(client, name)
     if now is None:
         raise RegistryError(f"{name!r} has no champion that could be rolled back.")
-    before = client.get_model_version(name, now).tags.get(_REPLACES, "none")
+    leaves = client.get_model_version(name, now)
+    before = leaves.tags.get(_REPLACES, "none")
     if before == "none":
         raise RegistryError(
             f"Version {now} of {name!r} replaced no other champion, so there is none to go back to. Promote another version with"
             " ray-app register --promote."
         )
-    left = _need_version(client, name, before).tags
+    back_to = _need_version(client, name, before)
+    left = back_to.tags
     if _BACK_AT in left:
         raise RegistryError(
             f"Version {now} of {name!r} replaced version {before}, which was rolled back itself: {left.get(_BACK_BECAUSE, '')}. Promote"
             " another version with ray-app register --promote."
         )
+    _delete_tags(client, leaves, _WAS)
+    if _WAS in left:  # somebody began to promote it, and was stopped
+        for tag, value in json.loads(left[_WAS]).items():
+            client.set_model_version_tag(name, before, tag, value)
+        _delete_tags(client, back_to, _WAS)
     made = Rollback(now, before, reason[:_TAG_CHARS], _now(), by)
     for tag, value in ((_BACK_BECAUSE, made.reason), (_BACK_AT, made.at), (_BACK_BY, by)):
         client.set_model_version_tag(name, now, tag, value)

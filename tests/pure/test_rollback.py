@@ -56,6 +56,19 @@ def model(client: Any, name: str, versions: int, folder: Path) -> None:
         promote(client, name, str(number), "better", "me")
 
 
+@pytest.mark.parametrize("calls", range(1, 7))
+def test_a_promotion_that_was_stopped_is_no_reason(client: Any, tmp_path: Path, calls: int) -> None:
+    name = f"stopped-{calls}"
+    model(client, name, 2, tmp_path)
+    served = dict(client.get_model_version(name, "1").tags)
+    with pytest.raises(Stopped):
+        promote(StoppingClient(client, calls), name, "1", "never said", "me")
+    assert champion_of(client, name) == "2"
+    rollback(client, name, "worse", "me")
+    assert champion_of(client, name) == "1"
+    assert client.get_model_version(name, "1").tags == served
+
+
 def test_each_rollback_goes_one_champion_further_back(client: Any, tmp_path: Path) -> None:
     model(client, "m", 3, tmp_path)
     first = rollback(client, "m", "wrong on customer X", "me")
