@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ray_app.errors import DataError
-from ray_app.plan.facts import ColumnFacts, DataFacts
+from ray_app.errors import ConfigError
+from ray_app.plan.facts import DataFacts
 from ray_app.plan.keyed import hash_array, key
 from ray_app.task.annotations import MetricCollection
+from ray_app.task.columns import class_names, count_classes, need_column
 from ray_app.task.losses import Losses
-from ray_app.task.rows.ragged import Arrays
+from ray_app.task.rows.plain import plain
+from ray_app.task.rows.ragged import LENGTHS, Arrays
 
+__all__ = ["Batch", "Mistake", "Rows", "Task", "class_names", "count_classes", "need_column", "uniform"]
+
+_NUMBERS = ("number", "integer", "array", "list")
 _UNIT_VALUES = 100_000
 """Fewer are not worth an exchange of their own."""
 
@@ -53,7 +58,7 @@ class Task(ABC):
 
     Instances are made from the configuration on the driver and pickled to the readers, the workers and the evaluator, so they hold
     settings, not tensors. Everything random must come from torch's default generators or from the `keys` given to `augment`: then
-    the result does not depend on the number of workers.
+    the result does not depend on the number of workers. `columns`, `build_model` and `loss` are what a task must have.
     """
 
     best_metric: ClassVar[str] = "loss"
@@ -70,16 +75,20 @@ class Task(ABC):
         vars(task).update(settings)
         return task
 
-    @abstractmethod
     def prepare(self, data: DataFacts) -> Task:
         """Checks the data set and completes the settings from it; called on the driver before anything starts.
 
         Returns:
-            A task with nothing left open (such as the number of classes).
+            A task with nothing left open (such as the number of classes); not overridden: this one.
 
         Raises:
-            DataError: The data set does not fit; the message says what to do.
+            DataError: The data set does not fit; the message says what to do. Not overridden: a column is not there or has missing values,
+                or holds what `decode`, not overridden either, does not know.
         """
+        if type(self).decode is Task.decode:
+            for name in self.columns():
+                need_column(data, name, _NUMBERS, f"task {type(self).__name__}, which leaves `decode` out,")
+        return self
 
     @abstractmethod
     def columns(self) -> list[str]:
@@ -89,9 +98,11 @@ class Task(ABC):
         """Those of `columns` that only the loss and the metrics need; a prediction does not read them, and `decode` gets zeros for them."""
         return []
 
-    @abstractmethod
     def decode(self, rows: Rows) -> Arrays:
         """Turns rows as read into an array of one fixed shape for each name, (rows, ...), or into a `Ragged`, on any CPU of the cluster.
+
+        Not overridden: the columns by their names; fractions as float32, integers as int64, lists of these as `Ragged`, arrays of integers
+        as they are.
 
         The arrays are used as they are, and must not change afterwards. A ragged field `x` is in a batch as `x`, padded to the longest of
         its rows, and `x_lengths`.
@@ -99,6 +110,7 @@ class Task(ABC):
         Raises:
             Exception: Any, for rows that cannot be decoded; the reader finds out which row it is and says so.
         """
+        return {name: plain(rows[name]) for name in self.columns()}
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
         """Turns rows to train on into arrays like those of `decode`, another way in every epoch: random crops, augmentations.
@@ -151,9 +163,22 @@ class Task(ABC):
                 found.append(child)
         return found
 
-    @abstractmethod
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Runs the model on a batch and returns its outputs."""
+        """Runs the model on a batch and returns its outputs.
+
+        Not overridden: the model is called with the fields of `columns` that are not `targets`, in that order, a ragged one followed by its
+        lengths.
+
+        Raises:
+            ConfigError: `decode` makes fields of other names.
+        """
+        names = [name for name in self.columns() if name not in self.targets()]
+        if absent := [name for name in names if name not in batch]:
+            raise ConfigError(
+                f"{type(self).__name__} leaves `forward` out, so its model is called with its columns {', '.join(names)}; decoded fields"
+                f" are {', '.join(batch)}, without {', '.join(absent)}. Write `forward`, or let `decode` name its fields as the columns."
+            )
+        return model(*(batch[field] for name in names for field in (name, name + LENGTHS) if field in batch))
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
@@ -192,13 +217,26 @@ class Task(ABC):
         del model
         optimizer.step()
 
-    @abstractmethod
     def metrics(self) -> MetricCollection:
-        """Makes the metrics of one evaluation; the mean loss is added under the name `loss`."""
+        """Makes the metrics of one evaluation; the mean loss is added under the name `loss`. Not overridden: none but that."""
+        from torchmetrics import MetricCollection
 
-    @abstractmethod
+        return MetricCollection({})
+
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """Adds one evaluated batch to the metrics."""
+        """Adds one evaluated batch to the metrics; not overridden: they compare the outputs with the only one of `targets`.
+
+        Raises:
+            ConfigError: There are metrics and several targets, or none.
+        """
+        targets = self.targets()
+        if len(metrics) and len(targets) != 1:
+            raise ConfigError(
+                f"{type(self).__name__} has metrics and leaves `update` out, which then compares the outputs with the only target; its"
+                f" `targets` are {', '.join(targets) or 'none'}. Write `update`."
+            )
+        if len(metrics):
+            metrics.update(outputs, batch[targets[0]])
 
     def predictions(self, outputs: Any) -> dict[str, npt.NDArray]:
         """What a batch prediction writes for every row.
@@ -241,51 +279,3 @@ def uniform(keys: Tensor, salt: int) -> Tensor:
     """
     hashed = hash_array(key(salt), keys.numpy())
     return torch.from_numpy((hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) -> ColumnFacts:
-    """The facts of a column that a task needs.
-
-    Raises:
-        DataError: There is no such column, it has another kind, or missing values.
-    """
-    facts = data.columns.get(name)
-    if facts is None:
-        raise DataError(
-            f"{data.path} has no column {name!r} for the {use}; its columns are {', '.join(sorted(data.columns))}. Name another"
-            " column in task.init_args or ingest the data again."
-        )
-    if facts.kind not in kinds:
-        raise DataError(
-            f"Column {name!r} of {data.path} holds {facts.kind} {facts.dtype}".rstrip()
-            + f"; the {use} needs {' or '.join(kinds)}. Name another column in task.init_args or convert it."
-        )
-    if facts.nulls:
-        raise DataError(f"Column {name!r} of {data.path} has {facts.nulls} missing values; fill or drop them before training.")
-    return facts
-
-
-def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
-    """The number of classes: as configured, as the ingest recorded it, or the greatest label plus one.
-
-    Raises:
-        DataError: A label lies outside the classes, or nothing tells how many there are.
-    """
-    facts = need_column(data, label, ("integer",), "label")
-    known = wanted or (len(data.classes) if data.classes else None)
-    if known is None and facts.maximum is None:
-        raise DataError(f"{data.path} does not say how many classes column {label!r} has; set task.init_args.num_classes.")
-    count = known if known is not None else int(facts.maximum or 0) + 1
-    low, high = facts.minimum, facts.maximum
-    if (low is not None and low < 0) or (high is not None and high >= count):
-        raise DataError(
-            f"Column {label!r} of {data.path} has labels from {low:g} to {high:g}; {count} classes allow 0 to {count - 1}. Correct the"
-            " labels or set task.init_args.num_classes."
-        )
-    return count
-
-
-def class_names(data: DataFacts, count: int) -> list[str]:
-    """The names of the classes as the ingest recorded them; a class without one is called by its number."""
-    named = list(data.classes or ())
-    return named + [str(number) for number in range(len(named), count)]
