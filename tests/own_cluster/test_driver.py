@@ -70,7 +70,7 @@ def test_the_driver_and_the_head_are_killed(short_run: Callable[..., Config], tm
     summary, alone = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("run", "alone"))
     assert summary["params_digest"] == alone["params_digest"]
     assert record_of(paths.root) == record_of(tmp_path / "runs" / "alone")
-    assert summary["restarts"] == {"failures": 0, "preemptions": 0, "resizes": 0, "driver": 1}
+    assert summary["restarts"] == {"failures": 0, "preemptions": 0, "storage": 0, "resizes": 0, "driver": 1}
     assert summary["redone_steps"] <= 20 - 16
     client = MlflowClient(default_tracking_uri(config))
     [experiment] = [e for e in client.search_experiments() if e.name == config.tracking.experiment]

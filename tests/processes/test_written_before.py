@@ -13,8 +13,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from ray_app.record.journal import MetricsReader
-from ray_app.runs.prepare import claim, prepare
 
 from ray_app import compare_runs, load_config, load_for_training, load_model, read_rows
 from ray_app.checkpoint.format import params_digest
@@ -26,10 +24,12 @@ from ray_app.models.packaged import read_export
 from ray_app.record.files import read_json
 from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import MetricsReader
 from ray_app.runs.outcome.closing import close_orphan
 from ray_app.runs.outcome.result import Result
 from ray_app.runs.outcome.stored import trained_job
 from ray_app.runs.outcome.summary import summarize
+from ray_app.runs.preparing.prepare import claim, prepare
 from tests.support.local_world import Pool
 from tests.support.places import SUPPORT
 

@@ -35,7 +35,7 @@ def decoded(
     """The images and masks of some rows.
 
     Args:
-        rows: Their columns as read; zeros of shape (rows,) stand in for a target that was not read.
+        rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was not read.
         kinds: `image` or `mask` by column.
         transforms: What is done to the images of a row and to its masks alike.
         keys: Of the rows, see `transformed`.
@@ -46,9 +46,10 @@ def decoded(
     Raises:
         ValueError: One cannot be decoded, or the rows have several shapes.
     """
-    lacking = [name for name in kinds if rows[name].ndim == 1 and rows[name].dtype != np.object_]
+    stored = {name for name in kinds if isinstance(rows[name], np.ndarray)}
+    lacking = [name for name in stored if rows[name].ndim == 1]
     there = {name: kind for name, kind in kinds.items() if name not in lacking}
-    if not transforms and all(rows[name].dtype != np.object_ for name in there):
+    if not transforms and stored >= there.keys():
         found = {name: _stored(rows[name], kind) for name, kind in there.items()}
     else:
         found = _one_by_one(rows, there, transforms, keys)
