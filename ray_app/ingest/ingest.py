@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ray_app.data.dataset.files import is_within, relative
+from ray_app.data.dataset.files import Place, is_within, place_of, relative
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest import options as checks
 from ray_app.ingest import target as output
@@ -43,17 +43,17 @@ LAYOUT = 3
 """Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has begun."""
 
 READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
-    "images": lambda path, options: Images(location(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)),
-    "csv": lambda path, options: Csv(location(path), options.label, options.on_bad_row == "skip", options.piece_bytes),
+    "images": lambda path, options: Images(place_of(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)),
+    "csv": lambda path, options: Csv(place_of(path), options.label, options.on_bad_row == "skip", options.piece_bytes),
     "jsonl": lambda path, options: JsonLines(
-        location(path), options.label, options.columns, options.on_bad_row == "skip", options.piece_bytes
+        place_of(path), options.label, options.columns, options.on_bad_row == "skip", options.piece_bytes
     ),
-    "numpy": lambda path, options: Numpy(location(path), options.shard_rows),
-    "idx": lambda path, options: Idx(location(path), options.shard_rows),
-    "cifar": lambda path, options: Cifar(location(path)),
+    "numpy": lambda path, options: Numpy(place_of(path), options.shard_rows),
+    "idx": lambda path, options: Idx(place_of(path), options.shard_rows),
+    "cifar": lambda path, options: Cifar(place_of(path)),
     "webdataset": lambda path, options: WebDataset(path, options.label, options.check, options.piece_bytes),
     "tfrecord": lambda path, options: TFRecord(path, options.label, options.columns, options.check, options.piece_bytes),
-    "hf": lambda path, options: HuggingFace(location(path), options.label, options.columns, options.check, options.piece_bytes),
+    "hf": lambda path, options: HuggingFace(place_of(path), options.label, options.columns, options.check, options.piece_bytes),
     "digits": lambda path, options: Digits(options.seed, options.held_out(["train", "eval"])),
 }
 
@@ -166,9 +166,9 @@ def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
-def _name_in(place: Location, options: IngestOptions) -> str:
+def _name_in(place: Place, options: IngestOptions) -> str:
     """The name of a source's file below the input; "." for the input itself; its own name where the input is a pattern."""
-    root = location(str(options.input))
+    root = place_of(str(options.input))
     if place == root:
         return "."
     return relative(place, root) if is_within(place, root) else place.name

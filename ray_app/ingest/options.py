@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ray_app.data.dataset.files import is_within
+from ray_app.data.dataset.files import is_within, place_of
 from ray_app.errors import ConfigError
 from ray_app.record.files import location
 
@@ -108,7 +108,7 @@ def check(options: IngestOptions, sources: list[str]) -> None:
     if (options.source == "parquet") == bool(options.out):
         needs = "is trained on as it is; leave out away" if options.source == "parquet" else "needs a folder to create"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
-    if options.input and options.out and is_within(location(options.out), location(options.input)):
+    if options.input and options.out and is_within(location(options.out), place_of(options.input)):
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
     for name, allowed in _ONLY_FOR.items():
         value = getattr(options, name)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
 from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, to_column
-from ray_app.data.dataset.files import parquet
+from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.reader import POSITION, ReadSpec, check_positions
 from ray_app.errors import ConfigError, DataError
 from ray_app.models import loader
@@ -182,7 +182,7 @@ def _columns(root: str, spec: ReadSpec, names: list[str]) -> pa.Table | None:
     """Columns of a part as they are in the data set; None if none is asked for."""
     parts = []
     for span in spec if names else ():
-        with parquet(location(root) / span.path) as file:
+        with parquet(place_of(root) / span.path) as file:
             parts.append(file.read_row_group(span.row_group, columns=names, use_threads=False).slice(span.first, span.rows))
     return pa.concat_tables(parts).select(names) if parts else None
 

@@ -13,6 +13,7 @@ from ray_app.config.config import Config
 from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.contents import contents
 from ray_app.data.dataset.dataset import Dataset, open_dataset
+from ray_app.data.dataset.files import place_of
 from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Reader, ReadSpec, cut_specs, rows_per_task
 from ray_app.errors import ConfigError, DataError
@@ -128,7 +129,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
         "params_digest": model.params_digest,
         "task": class_path(model.task),
         "manifest_digest": manifest.digest,
-        "content_digest": hashlib.sha256(json.dumps(contents(location(dataset.root), manifest.paths)).encode()).hexdigest(),
+        "content_digest": hashlib.sha256(json.dumps(contents(place_of(dataset.root), manifest.paths)).encode()).hexdigest(),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
         "batch_size": section.batch_size,

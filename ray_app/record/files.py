@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from ray_app.errors import ConfigError
-from ray_app.record.s3 import S3Path, s3_path
+from ray_app.record.s3 import S3Path
 
 Location = Path | S3Path
 """A file or a folder, on a disk or on S3."""
@@ -37,8 +37,10 @@ def location(text: str) -> Location:
     if not is_uri:
         return Path(text).resolve()
     if scheme != "s3":
-        raise ConfigError(f"{text!r} is on {scheme}://; a run can be stored in a folder that all nodes see, or on s3://bucket/prefix.")
-    return s3_path(text)
+        raise ConfigError(
+            f"{text!r} is on {scheme}://; runs and data sets are written to a folder that all nodes see, or to s3://bucket/prefix."
+        )
+    return S3Path.parse(text)
 
 
 def poll_s(place: Location) -> float:
@@ -100,7 +102,14 @@ def put_json(path: Location, value: Any, *, if_absent: bool = False) -> bool:
     return put_atomic(path, json.dumps(value, indent=1).encode(), if_absent=if_absent)
 
 
-def read_json(path: Location) -> Any:
+class Readable(Protocol):
+    """What can be read as a whole."""
+
+    def read_bytes(self) -> bytes:
+        """The whole file."""
+
+
+def read_json(path: Readable) -> Any:
     """The JSON value of a file, or None if there is no such file.
 
     Raises:
@@ -112,7 +121,7 @@ def read_json(path: Location) -> Any:
         return None
 
 
-def _parsed(path: Location, data: bytes) -> Any:
+def _parsed(path: Readable, data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:

@@ -11,15 +11,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from urllib.parse import parse_qsl
 
 from ray_app.config.extras import require
-from ray_app.errors import ConfigError
+from ray_app.record.objects import ObjectPath
 
 logger = logging.getLogger(__name__)
 
@@ -27,44 +27,21 @@ PART_BYTES = 16 << 20
 """Larger files go up in parts of this size; a few of them at once are all the memory that an upload takes."""
 _PARALLEL_PARTS, _MOST_PARTS = 4, 10_000
 _DELETED_PER_CALL = 1000
-_OPTIONS = ("endpoint_override", "region", "scheme")
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S, _ATTEMPTS = 5, 30, 3
 _CONFLICT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 @dataclass(frozen=True)
-class S3Path:
+class S3Path(ObjectPath):
     """A place on S3, with those methods of `pathlib.Path` that a run directory needs.
 
-    What goes wrong is an `OSError`, as on a disk; a missing object is a `FileNotFoundError`.
-
-    Args:
-        bucket: The bucket.
-        key: The object's key, or a prefix without its last slash.
-        query: How the server is reached, as it stands in the URI.
-        etag: Version of the object, if it was listed; reading that version a second time asks no server.
+    `s3://bucket/prefix` has the query parameters `endpoint_override`, `scheme` and `region` as pyarrow knows them. What goes wrong is an
+    `OSError`, as on a disk; a missing object is a `FileNotFoundError`. Reading a version that was listed a second time asks no server.
     """
 
-    bucket: str
-    key: str
-    query: str = ""
-    etag: str = field(default="", compare=False, repr=False)
-
-    def __str__(self) -> str:
-        return f"s3://{self.bucket}/{self.key}" + (f"?{self.query}" if self.query else "")
-
-    def __truediv__(self, name: str) -> S3Path:
-        return S3Path(self.bucket, f"{self.key}/{name}".lstrip("/"), self.query)
-
-    @property
-    def name(self) -> str:
-        """The last part of the key."""
-        return self.key.rpartition("/")[2]
-
-    @property
-    def parent(self) -> S3Path:
-        """The prefix that it is in."""
-        return S3Path(self.bucket, self.key.rpartition("/")[0], self.query)
+    scheme: ClassVar[str] = "s3"
+    options: ClassVar[Sequence[str]] = ("endpoint_override", "region", "scheme")
+    credentials: ClassVar[str] = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine"
 
     def exists(self) -> bool:
         """Whether there is such an object."""
@@ -100,11 +77,6 @@ class S3Path:
                 return True
             written = self._put_absent(data) if len(data) <= PART_BYTES else self._put_parts(data, if_absent)
             return written or self._read() == data
-
-    @property
-    def below(self) -> str:
-        """What the keys of everything below it begin with; nothing, if it is the whole bucket."""
-        return f"{self.key}/".lstrip("/")
 
     def listing(self, temporary: bool = False) -> dict[str, S3Path]:
         """See `record.files.listing`; `temporary` asks for uploads instead that were begun and not ended."""
@@ -223,28 +195,6 @@ class S3Path:
             raise OSError(f"{self}: {error}") from error
         except BotoCoreError as error:
             raise OSError(f"{self}: {error}") from error
-
-
-def s3_path(uri: str) -> S3Path:
-    """The place that a URI names: `s3://bucket/prefix`, with the query parameters `endpoint_override`, `scheme` and `region` as pyarrow
-    knows them.
-
-    Raises:
-        ConfigError: There is no bucket, a parameter is unknown, or credentials stand in the URI.
-    """
-    parts = urlsplit(uri)
-    if "@" in parts.netloc:
-        raise ConfigError(
-            f"An S3 path must not hold credentials (got s3://***@{parts.netloc.rpartition('@')[2]}{parts.path}), as it is stored with the"
-            " run. Use AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine, on every node."
-        )
-    unknown = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if name not in _OPTIONS]
-    if unknown or not parts.netloc or parts.fragment:
-        raise ConfigError(
-            f"{uri!r} names no place on S3{f', {unknown[0]!r} is unknown' if unknown else ''}. Write s3://bucket/prefix, with"
-            f" ?{'=...&'.join(_OPTIONS)}=... as far as needed."
-        )
-    return S3Path(parts.netloc, parts.path.strip("/"), parts.query)
 
 
 _making_client = threading.Lock()

@@ -11,9 +11,9 @@ from typing import Any
 from ray_app.config.config import Config, result_fields
 from ray_app.data.dataset.below import files_below
 from ray_app.data.dataset.contents import contents, sha256
-from ray_app.data.dataset.files import find, is_folder, relative
+from ray_app.data.dataset.files import find, is_folder, place_of, relative
 from ray_app.errors import DataError
-from ray_app.record.files import Location, location
+from ray_app.record.files import Location
 from ray_app.retrain.section import RetrainSection
 from ray_app.runs.preparing.code import classes_in, files_of
 from ray_app.runs.preparing.initial import find_beginning
@@ -128,7 +128,7 @@ def digest_of(value: Any) -> str:
 
 
 def _contents(path: str, memory: Location | None) -> dict[str, str]:
-    target = location(path)
+    target = place_of(path)
     is_one = find(target) is not None
     files = [target] if is_one else files_below(target, ".parquet") if is_folder(target) else []
     if not files:

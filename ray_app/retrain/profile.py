@@ -21,9 +21,8 @@ import pyarrow as pa
 
 from ray_app.data.dataset.arrays import fixed, spec_of
 from ray_app.data.dataset.dataset import Dataset
-from ray_app.data.dataset.files import parquet, unusable
+from ray_app.data.dataset.files import parquet, place_of, unusable
 from ray_app.plan.keyed import hash_array, key
-from ray_app.record.files import location
 
 _BINS = 10
 _SAMPLE_ROWS = 50_000
@@ -152,7 +151,7 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
         DataError: A file is damaged.
         StorageError: The storage does not answer.
     """
-    manifest, root = dataset.manifest, location(dataset.root)
+    manifest, root = dataset.manifest, place_of(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
             with parquet(root / path) as file:

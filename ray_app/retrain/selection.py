@@ -15,11 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.dataset.dataset import Dataset
-from ray_app.data.dataset.files import parquet
+from ray_app.data.dataset.files import parquet, place_of
 from ray_app.ingest.shards import Shards
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
-from ray_app.record.files import location, remove_tree
+from ray_app.record.files import remove_tree
 
 _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
 _DESCRIPTION = "dataset.json"
@@ -104,7 +104,7 @@ def _rows(dataset: Dataset, columns: list[str], delivery: dict[str, str], old: s
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
         first = 0
-        with parquet(location(dataset.root) / path) as file:
+        with parquet(place_of(dataset.root) / path) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
                 kept = table.filter(pa.array(in_share(delivery[path], first, table.num_rows, fraction))) if path in old else table

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.data.dataset.files import find, is_folder
+from ray_app.data.dataset.files import find, is_folder, place_of
 from ray_app.errors import ConfigError, DataError
 from ray_app.record.files import Location, location, put_atomic
 from ray_app.watch.findings import Finding
@@ -92,7 +92,7 @@ def _trouble(probe: str, data: list[str]) -> str | None:
     except OSError as error:
         return f"the storage cannot be written ({error})"
     try:
-        missing = [path for path in data if not (find(location(path)) or is_folder(location(path)))]
+        missing = [path for path in data if not (find(place_of(path)) or is_folder(place_of(path)))]
     except DataError as error:
         return f"{error}"
     return f"data is not there: {', '.join(missing)}" if missing else None

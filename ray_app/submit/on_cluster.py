@@ -22,8 +22,8 @@ from ray_app.cluster.autoscaler import most_resources
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import ScalingSection
 from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.dataset.files import place_of
 from ray_app.errors import ConfigError
-from ray_app.record.files import location
 from ray_app.record.redact import redact
 from ray_app.runs.capacity import fits_object_stores
 from ray_app.runs.cluster import cluster, counted, workers_that_fit
@@ -89,7 +89,7 @@ def inspect(config: Config) -> Report:
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
     found = [look(topic, partial(_data, path)) for topic, path in topics if path]
     readable = all(one.level == "ok" for one in found)
-    shared = [str(location(path)) for path in data] if readable else []
+    shared = [str(place_of(path)) for path in data] if readable else []
     found.append(look("storage", partial(storage, config.run.storage_path, shared)))
     found.append(look("resources", partial(_resources, config)))
     found.append(look("MLflow", partial(_mlflow, config)))

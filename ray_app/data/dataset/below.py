@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ray_app.data.dataset.files import reading, relative
+from ray_app.data.dataset.files import Place, reading, relative
 from ray_app.errors import DataError
-from ray_app.record.files import Location
 
 _OF_THE_DISK = "lost+found"
 """A folder that some file systems have at their top, for root alone."""
@@ -23,7 +22,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def files_below(folder: Location, suffix: str) -> list[Location]:
+def files_below(folder: Place, suffix: str) -> list[Place]:
     """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders. Links are followed.
 
     Raises:
@@ -31,7 +30,7 @@ def files_below(folder: Location, suffix: str) -> list[Location]:
         StorageError: S3 does not answer.
     """
     if isinstance(folder, Path):
-        found: dict[str, Location] = {relative(place, folder): place for place in _once(_walk(folder, frozenset()), suffix)}
+        found: dict[str, Place] = {relative(place, folder): place for place in _once(_walk(folder, frozenset()), suffix)}
     else:
         with reading(folder):
             found = dict(folder.listing())
@@ -40,7 +39,7 @@ def files_below(folder: Location, suffix: str) -> list[Location]:
     return [found[name] for name in sorted(found) if name.endswith(suffix) and not any(map(_is_hidden, name.split("/")))]
 
 
-def _refuse_table(folder: Location, *parts: str) -> None:
+def _refuse_table(folder: Place, *parts: str) -> None:
     """Refuses what a log says about rows in other files: those that it has dropped are still in the files.
 
     Args:

@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ray_app.data.dataset.files import opened, versions
+from ray_app.data.dataset.files import Place, opened, versions
 from ray_app.record.files import Location, put_json, read_json
 
 _THREADS = 8
 _SETTLED_NS = 5_000_000_000
 
 
-def contents(root: Location, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
+def contents(root: Place, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
     """SHA-256 of files below a folder, by their relative path.
 
     Args:
@@ -40,7 +40,7 @@ def contents(root: Location, paths: Iterable[str], memory: Location | None = Non
     return {path: found[path] for path in listed}
 
 
-def _versions(root: Location, paths: list[str]) -> list[Any]:
+def _versions(root: Place, paths: list[str]) -> list[Any]:
     """What changes with the content of a file: its ETag on S3; on a disk size, times and inode, which a copy cannot all set back."""
     if not isinstance(root, Path):
         return versions(root, paths)
@@ -53,7 +53,7 @@ def _is_settled(version: Any, now_ns: int) -> bool:
     return isinstance(version, str) or now_ns - version[2] > _SETTLED_NS
 
 
-def _remembered(memory: Location, root: Location) -> dict[str, Any]:
+def _remembered(memory: Location, root: Place) -> dict[str, Any]:
     try:
         values = read_json(memory) or {}
         return dict(values["files"]) if values.get("root") == str(root) else {}
@@ -61,7 +61,7 @@ def _remembered(memory: Location, root: Location) -> dict[str, Any]:
         return {}
 
 
-def sha256(file: Location) -> str:
+def sha256(file: Place) -> str:
     """SHA-256 of a file."""
     with opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 
 from ray_app.data.dataset.arrays import is_numbers, is_text, spec_of
 from ray_app.data.dataset.below import files_below
-from ray_app.data.dataset.files import find, is_folder, parquet, parsing, relative
+from ray_app.data.dataset.files import Place, find, folders_in, is_folder, parquet, parsing, place_of, relative
 from ray_app.data.dataset.labels import count_labels
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.manifest import Manifest
-from ray_app.record.files import Location, folders, location, read_json
+from ray_app.record.files import read_json
 
 _FOOTER_THREADS = 8
 UNFINISHED = "_ingest.json"
@@ -47,14 +47,14 @@ def open_dataset(path: str) -> Dataset:
     Raises:
         DataError: Nothing is there, a file is not Parquet, the files have different columns, or there are no rows.
     """
-    target = location(path)
+    target = place_of(path)
     is_one = not is_folder(target)
     if is_one and not find(target):
         raise DataError(f"data path {path!r} does not exist (looked at {target}); ingest the data first: ray-app ingest --help.")
     root = target.parent if is_one else target
     files = [target] if is_one else files_below(target, ".parquet")
     _refuse_unfinished(path, root)
-    nested = [] if is_one else [name for name in sorted(folders(root)) if find(root / name / "dataset.json")]
+    nested = [] if is_one else [place.name for place in folders_in(root) if find(place / "dataset.json")]
     if nested:
         raise DataError(f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as {root / nested[0]}.")
     if not files:
@@ -73,7 +73,7 @@ def open_dataset(path: str) -> Dataset:
     return Dataset(str(root), manifest, facts)
 
 
-def _refuse_unfinished(path: str, root: Location) -> None:
+def _refuse_unfinished(path: str, root: Place) -> None:
     """Refuses a folder on S3 that an ingest has begun and not finished; on a disk there is none."""
     if find(root / UNFINISHED) and not find(root / "dataset.json"):
         raise DataError(
@@ -82,13 +82,13 @@ def _refuse_unfinished(path: str, root: Location) -> None:
         )
 
 
-def _footer(file: Location) -> pq.FileMetaData:
+def _footer(file: Place) -> pq.FileMetaData:
     with parsing(file, "It cannot be read as Parquet; remove it or ingest the data again."), parquet(file) as opened:
         opened.schema_arrow  # noqa: B018 - a damaged schema is found where the file is known
         return opened.metadata
 
 
-def _facts(path: str, rows: int, schema: pa.Schema, footers: list[pq.FileMetaData], root: Location) -> DataFacts:
+def _facts(path: str, rows: int, schema: pa.Schema, footers: list[pq.FileMetaData], root: Place) -> DataFacts:
     placed = [(footer, {footer.schema.column(i).path: i for i in range(footer.num_columns)}) for footer in footers]
     columns = {field.name: _column_facts(field, placed) for field in schema}
     described: dict[str, Any] = read_json(root / "dataset.json") or {}

@@ -1,6 +1,6 @@
-"""Files of data, on a disk or on S3: what is there, and reading and writing big ones in streams.
+"""Files of data, on a disk or in a bucket: what is there, and reading and writing big ones in streams.
 
-S3 is read through pyarrow, so that Parquet is fetched by ranges; where it is and who may read it is as in `record/s3.py`.
+Buckets are read through pyarrow, so that Parquet is fetched by ranges; where S3 is and who may read it is as in `record/s3.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,28 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from ray_app.data.dataset.cloud import AzurePath, CloudPath, GooglePath
 from ray_app.errors import DataError, RayAppError, StorageError
-from ray_app.record.files import Location
-from ray_app.record.s3 import S3Path
+from ray_app.record.files import Location, location
+from ray_app.record.objects import ObjectPath
 
+Place = Location | CloudPath
+"""Where data may be read."""
 _AT_ONCE_BYTES = 1 << 20
+_OF_A_BUCKET = ("AWS Error", "google::cloud::Status", "Azure")
+"""What pyarrow says where the system failed, and not the file."""
+
+
+def place_of(text: str) -> Place:
+    """The place of data that a path or URI names; see `location`.
+
+    Raises:
+        ConfigError: It is neither a path nor a URI of S3, Google Cloud Storage or Azure Blob Storage.
+    """
+    for kind in (GooglePath, AzurePath):
+        if text.startswith(f"{kind.scheme}://"):
+            return kind.parse(text)
+    return location(text)
 
 
 @dataclass(frozen=True)
@@ -36,10 +53,10 @@ class File:
     Args:
         place: Where it is.
         size: Bytes.
-        changed_ns: When it was changed, nanoseconds since 1970 (on S3 whole seconds).
+        changed_ns: When it was changed, nanoseconds since 1970 (in a bucket whole seconds).
     """
 
-    place: Location
+    place: Place
     size: int
     changed_ns: int
 
@@ -52,7 +69,7 @@ class File:
         return str(self.place)
 
     def open(self) -> IO[bytes]:
-        """Opens it for reading; positions can be sought. On S3 a request fetches a megabyte: readers ask for a few bytes at a time."""
+        """Opens it for reading; positions can be sought. In a bucket a request fetches a megabyte: readers ask for little at a time."""
         file = opened(self.place)
         return file if isinstance(self.place, Path) else io.BufferedReader(cast(io.RawIOBase, file), _AT_ONCE_BYTES)
 
@@ -68,24 +85,26 @@ def text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def relative(place: Location, root: Location) -> str:
+def relative(place: Place, root: Place) -> str:
     """The path of a place below `root`."""
-    if isinstance(place, S3Path):
-        return place.key.removeprefix(cast(S3Path, root).key).lstrip("/")
+    if isinstance(place, ObjectPath):
+        return place.key.removeprefix(cast(ObjectPath, root).key).lstrip("/")
     return place.relative_to(cast(Path, root)).as_posix()
 
 
-def is_within(place: Location, root: Location) -> bool:
+def is_within(place: Place, root: Place) -> bool:
     """Whether a place is `root` or below it."""
     if isinstance(place, Path) or isinstance(root, Path):
         return isinstance(place, Path) and isinstance(root, Path) and place.is_relative_to(root)
-    return place.bucket == root.bucket and f"{place.key}/".startswith(root.below)
+    return (place.scheme, place.bucket) == (root.scheme, root.bucket) and f"{place.key}/".startswith(root.below)
 
 
-def arrow(place: Location) -> tuple[pafs.FileSystem, str]:
+def arrow(place: Place) -> tuple[pafs.FileSystem, str]:
     """The place as pyarrow names it: a file system and a path on it."""
     if isinstance(place, Path):
         return pafs.LocalFileSystem(), str(place)
+    if isinstance(place, CloudPath):
+        return place.filesystem, place.path
     return _s3(place.query), f"{place.bucket}/{place.key}".rstrip("/")
 
 
@@ -100,7 +119,7 @@ def _s3(query: str) -> pafs.FileSystem:
     return pafs.S3FileSystem(endpoint_override=endpoint, scheme=scheme, region=options.get("region"))
 
 
-def find(place: Location) -> File | None:
+def find(place: Place) -> File | None:
     """The file at a place, if there is one."""
     if isinstance(place, Path):
         if not place.is_file():
@@ -112,8 +131,8 @@ def find(place: Location) -> File | None:
         return _file(place, filesystem.get_file_info(path))
 
 
-def is_folder(place: Location) -> bool:
-    """Whether there is a folder; on S3, whether anything lies below the place."""
+def is_folder(place: Place) -> bool:
+    """Whether there is a folder; in a bucket, whether anything lies below the place."""
     if isinstance(place, Path):
         return place.is_dir()
     with reading(place):
@@ -121,7 +140,7 @@ def is_folder(place: Location) -> bool:
         return bool(filesystem.get_file_info(path).type == pafs.FileType.Directory)
 
 
-def files_in(folder: Location) -> list[File]:
+def files_in(folder: Place) -> list[File]:
     """The visible files directly in a folder, sorted by name."""
     if isinstance(folder, Path):
         with os.scandir(folder) as entries:
@@ -134,7 +153,7 @@ def files_in(folder: Location) -> list[File]:
     return sorted((file for file in files if file), key=lambda file: file.place.name)
 
 
-def folders_in(folder: Location) -> list[Location]:
+def folders_in(folder: Place) -> list[Place]:
     """The visible folders directly in a folder, sorted by name."""
     if isinstance(folder, Path):
         with os.scandir(folder) as entries:
@@ -145,11 +164,11 @@ def folders_in(folder: Location) -> list[Location]:
     return [folder / name for name in sorted(names)]
 
 
-def versions(root: Location, paths: Iterable[str]) -> list[Any]:
-    """What changes with the content of files below a folder: sizes and times on a disk, ETags on S3, by one listing.
+def versions(root: Place, paths: Iterable[str]) -> list[Any]:
+    """What changes with the content of files below a folder: sizes and times on a disk, in a bucket ETags or the like, by one listing.
 
     Raises:
-        OSError: One is gone, or S3 does not answer.
+        OSError: One is gone, or the bucket does not answer.
     """
     if isinstance(root, Path):
         return [(stat.st_size, stat.st_mtime_ns) for stat in ((root / path).stat() for path in paths)]
@@ -160,7 +179,7 @@ def versions(root: Location, paths: Iterable[str]) -> list[Any]:
         raise FileNotFoundError(errno.ENOENT, "No such object", str(root / error.args[0])) from error
 
 
-def opened(place: Location) -> IO[bytes]:
+def opened(place: Place) -> IO[bytes]:
     """Opens a file for reading; positions can be sought."""
     if isinstance(place, Path):
         return place.open("rb")
@@ -168,8 +187,8 @@ def opened(place: Location) -> IO[bytes]:
     return cast(IO[bytes], filesystem.open_input_file(path))
 
 
-def parquet(place: Location, buffer_bytes: int = 0) -> pq.ParquetFile:
-    """Opens a Parquet file, whose row groups are read as a whole (on S3 their pieces together), or in buffers of a size."""
+def parquet(place: Place, buffer_bytes: int = 0) -> pq.ParquetFile:
+    """Opens a Parquet file, whose row groups are read as a whole (in a bucket their pieces together), or in buffers of a size."""
     if isinstance(place, Path):
         return pq.ParquetFile(place, buffer_size=buffer_bytes, pre_buffer=False)
     return pq.ParquetFile(opened(place), buffer_size=buffer_bytes, pre_buffer=not buffer_bytes)
@@ -188,29 +207,29 @@ def publish(finished: Path, target: Location) -> None:
     finished.unlink()
 
 
-def _file(place: Location, info: Any) -> File | None:
+def _file(place: Place, info: Any) -> File | None:
     if info.type != pafs.FileType.File:
         return None
     return File(place, int(info.size), int(info.mtime_ns or 0))
 
 
-def unusable(file: File | Location | str, error: Exception, advice: str) -> DataError:
+def unusable(file: File | Place | str, error: Exception, advice: str) -> DataError:
     """What to raise where a file cannot be read: a StorageError, or a DataError with advice if what is in it is to blame.
 
-    Python and pyarrow call both OSError; only one of the system has a number, and only one of S3 says so.
+    Python and pyarrow call both OSError; only one of the system has a number, and only one of a bucket says so.
     """
     own = (None, errno.EINVAL)  # a place in the file that there is not
-    if isinstance(error, OSError) and (error.errno not in own or "AWS Error" in str(error)):
+    if isinstance(error, OSError) and (error.errno not in own or any(said in str(error) for said in _OF_A_BUCKET)):
         return StorageError(f"{file} cannot be read: {error}.")
     return DataError(f"{file}: {str(error) or type(error).__name__}. {advice}")
 
 
 @contextmanager
-def parsing(file: File | Location | str, advice: str) -> Iterator[None]:
+def parsing(file: File | Place | str, advice: str) -> Iterator[None]:
     """Whatever a parser raises about a file as what it is: parsers meet broken files with errors of all kinds.
 
     Raises:
-        StorageError: The system or S3 failed.
+        StorageError: The system or the bucket failed.
         DataError: What is in the file is to blame; with advice.
     """
     try:
@@ -222,13 +241,14 @@ def parsing(file: File | Location | str, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def reading(place: Location) -> Iterator[None]:
-    """Whatever S3 raises as what it is.
+def reading(place: Place) -> Iterator[None]:
+    """Whatever a bucket raises as what it is.
 
     Raises:
-        StorageError: S3 does not answer, or refuses.
+        StorageError: It does not answer, or refuses.
     """
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"{place} cannot be read: {error}. Check the address, the bucket and the credentials (AWS_*).") from error
+        credentials = place.credentials if isinstance(place, ObjectPath) else ""
+        raise StorageError(f"{place} cannot be read: {error}. Check address, bucket and credentials ({credentials}).") from error

@@ -11,10 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.dataset.arrays import is_text
-from ray_app.data.dataset.files import parquet
+from ray_app.data.dataset.files import parquet, place_of
 from ray_app.errors import DataError
 from ray_app.plan.manifest import Manifest
-from ray_app.record.files import location
 
 _THREADS = 8
 
@@ -35,7 +34,7 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
     """
 
     def read(path: str) -> npt.NDArray:
-        with parquet(location(root) / path) as file:
+        with parquet(place_of(root) / path) as file:
             return classes(file)
 
     def classes(file: pq.ParquetFile) -> npt.NDArray:

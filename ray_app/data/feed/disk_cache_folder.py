@@ -19,11 +19,10 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from ray_app.data.dataset.files import versions
+from ray_app.data.dataset.files import place_of, versions
 from ray_app.data.feed.disk_cache import SUMS, DiskCache, field_file
 from ray_app.data.read.bad_rows import Decode
 from ray_app.data.read.reader import Fetch, RowSource
-from ray_app.record.files import location
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ def identity(source: RowSource, settings: str) -> str:
     manifest, reader = source.manifest, source.reader
     facts = {
         "manifest": manifest.digest,
-        "files": versions(location(reader.root), manifest.paths),
+        "files": versions(place_of(reader.root), manifest.paths),
         "fields": {name: asdict(spec) for name, spec in source.fields.items()},
         "columns": reader.columns,
         "settings": settings,

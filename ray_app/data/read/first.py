@@ -9,12 +9,11 @@ import pyarrow as pa
 
 from ray_app.data.dataset.arrays import ArraySpec, spec_like
 from ray_app.data.dataset.dataset import Dataset
-from ray_app.data.dataset.files import parquet
+from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.bad_rows import REASON, Decode
 from ray_app.data.read.reader import POSITION, Reader, rows_of, span_of, stored
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.manifest import Manifest
-from ray_app.record.files import location
 from ray_app.task.own_code import refusal
 from ray_app.task.rows.ragged import Arrays, Field
 
@@ -36,7 +35,7 @@ def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_ba
     for group, row in islice(places, most_bad + 1):
         span = span_of(manifest, group, row, 1)
         try:
-            return decode_rows(rows_of(stored(parquet(location(dataset.root) / span.path), span, columns)))
+            return decode_rows(rows_of(stored(parquet(place_of(dataset.root) / span.path), span, columns)))
         except Exception as error:
             refused.append(BadRowError(span.path, span.row_group, row, refusal(error)))
     raise refused[-1]

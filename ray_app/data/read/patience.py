@@ -9,9 +9,8 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from ray_app.data.dataset.files import unusable
+from ray_app.data.dataset.files import Place, unusable
 from ray_app.errors import DataError, StorageError
-from ray_app.record.files import Location
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 _LASTING = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
 
 
-def patiently(place: Location, read: Callable[[], T]) -> T:
+def patiently(place: Place, read: Callable[[], T]) -> T:
     """What `read` gives of a place; where the storage fails in a way that may pass, it is tried again for about half a minute.
 
     Raises:

@@ -18,14 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, is_text, ragged_lists, spec_of, to_column
-from ray_app.data.dataset.files import parquet
+from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.bad_rows import KEYS, REASON, Decode, decode_all, decode_around
 from ray_app.data.read.patience import patiently
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.keyed import hash_array
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
-from ray_app.record.files import location
 from ray_app.task.own_code import refusal
 
 POSITION = "__position__"
@@ -104,7 +103,7 @@ class Reader:
             if span.of and sliced is not None:
                 rows = rows_of(sliced(span))
             else:
-                rows = rows_of(patiently(location(self.root) / span.path, partial(self._stored, files, span)))
+                rows = rows_of(patiently(place_of(self.root) / span.path, partial(self._stored, files, span)))
             for low in range(0, span.rows, step):
                 few = replace(span, first=span.first + low, rows=min(step, span.rows - low), position=span.position + low)
                 yield self._decoded(few, {name: values[low : low + step] for name, values in rows.items()})
@@ -112,7 +111,7 @@ class Reader:
     def _stored(self, files: dict[str, pq.ParquetFile], span: Span) -> pa.Table:
         """The rows of a span as they are stored; files are opened once."""
         if span.path not in files:
-            files[span.path] = parquet(location(self.root) / span.path)
+            files[span.path] = parquet(place_of(self.root) / span.path)
         return stored(files[span.path], span, self.columns)
 
     def _decoded(self, span: Span, rows: dict[str, Any]) -> pa.Table:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.dataset.files import parquet
+from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.cutting import Cut
 from ray_app.data.read.patience import patiently
 from ray_app.data.read.reader import Reader, ReadSpec, Span
-from ray_app.record.files import location
 
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 4 << 20
@@ -44,7 +43,7 @@ class Slices:
     """
 
     def __init__(self, root: str, columns: list[str]) -> None:
-        self._root, self._columns = location(root), columns
+        self._root, self._columns = place_of(root), columns
         self._open: dict[tuple[str, int, int], _Open] = {}
 
     def take(self, span: Span) -> pa.Table:

@@ -20,10 +20,9 @@ import pyarrow as pa
 
 from ray_app.config.extras import require
 from ray_app.data.dataset.arrays import Array
-from ray_app.data.dataset.files import File, files_in, find, is_folder, parsing
+from ray_app.data.dataset.files import File, Place, files_in, find, is_folder, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.record.files import Location
 
 Header = tuple[np.dtype, tuple[int, ...]]
 
@@ -136,7 +135,7 @@ class Numpy:
         piece_rows: Rows that one task reads; an archive is read by one.
     """
 
-    path: Location
+    path: Place
     piece_rows: int
 
     def files(self) -> list[File]:
@@ -219,7 +218,7 @@ class Idx:
         piece_rows: Rows that one task reads; a gzipped file is read by one.
     """
 
-    root: Location
+    root: Place
     piece_rows: int
 
     def files(self) -> Iterator[File]:

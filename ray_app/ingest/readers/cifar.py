@@ -11,11 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from ray_app.data.dataset.arrays import Array
-from ray_app.data.dataset.files import File, files_in, find, is_folder
+from ray_app.data.dataset.files import File, Place, files_in, find, is_folder
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.unpickled import unpickled
-from ray_app.record.files import Location
 
 _PIXELS = 3 * 32 * 32
 
@@ -60,7 +59,7 @@ class Cifar:
         root: The folder.
     """
 
-    root: Location
+    root: Place
 
     def files(self) -> list[File]:
         """The files with images, the training data first, and that with the names of the classes."""

@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
-from ray_app.data.dataset.files import File, files_in, find, is_folder, parsing
+from ray_app.data.dataset.files import File, Place, files_in, find, is_folder, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.class_names import sorted_classes
-from ray_app.record.files import Location
 
 NULLS = pa.array(csv.ConvertOptions().null_values)
 KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
@@ -34,7 +33,7 @@ class Csv:
         piece_bytes: Most bytes of files that one task reads.
     """
 
-    path: Location
+    path: Place
     label: str | None
     skip: bool
     piece_bytes: int
@@ -139,7 +138,7 @@ def _converted_block(
     return columns
 
 
-def text_files(path: Location, suffixes: tuple[str, ...], kind: str) -> list[File]:
+def text_files(path: Place, suffixes: tuple[str, ...], kind: str) -> list[File]:
     """One text file, or those in a folder, sorted by name.
 
     Raises:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ray_app.data.dataset.files import File, files_in, find, is_folder, parquet, parsing
+from ray_app.data.dataset.files import File, Place, files_in, find, is_folder, parquet, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.hugging_face_rows import Form, converted, unusable
-from ray_app.record.files import Location, read_json
+from ray_app.record.files import read_json
 
 SUFFIXES = (".arrow", ".parquet")
 _SAVE_AGAIN = "It is not what save_to_disk writes; save it again."
@@ -39,7 +39,7 @@ class HuggingFace:
         piece_bytes: Most bytes of files that one task reads.
     """
 
-    root: Location
+    root: Place
     label: str | None
     columns: list[str] | None
     check: bool
@@ -107,7 +107,7 @@ class HuggingFace:
         return Form(keep, shapes, label, tuple(names) if names else None, self.check)
 
 
-def _saved(folder: Location) -> list[File]:
+def _saved(folder: Place) -> list[File]:
     """The files of a folder that `Dataset.save_to_disk` made, in their order."""
     with parsing(folder / "state.json", _SAVE_AGAIN):
         state = read_json(folder / "state.json")
@@ -122,7 +122,7 @@ def _saved(folder: Location) -> list[File]:
         return [file for file in found if file]
 
 
-def need_all_numbers(folder: Location | str, files: list[File]) -> None:
+def need_all_numbers(folder: Place | str, files: list[File]) -> None:
     """Raises `DataError` where files that are numbered as parts of one are not there just once."""
     found: dict[str, dict[int, list[int]]] = {}
     for file in files:

@@ -10,10 +10,9 @@ from functools import cached_property, partial
 
 import pyarrow as pa
 
-from ray_app.data.dataset.files import File, files_in, folders_in, is_folder, relative, text
+from ray_app.data.dataset.files import File, Place, files_in, folders_in, is_folder, relative, text
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.record.files import Location
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 NOT_AN_IMAGE = (
@@ -32,7 +31,7 @@ class Images:
         limits: Of a piece.
     """
 
-    root: Location
+    root: Place
     check: bool
     limits: base.Limits
 
@@ -62,7 +61,7 @@ class Images:
         return sum(len(files_in(folder)) for folder in [self.root, *self._classes])
 
     @cached_property
-    def _classes(self) -> dict[Location, list[File]]:
+    def _classes(self) -> dict[Place, list[File]]:
         """Folder of each class, and the images in it."""
         expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
         if not is_folder(self.root):
@@ -87,12 +86,12 @@ def _is_image(file: File) -> bool:
     return file.place.name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def _tables(root: Location, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
     for block in base.in_blocks(_read(root, check, rows, refuse), lambda row: len(row[1])):
         yield base.image_table(block)
 
 
-def _read(root: Location, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[tuple[str, bytes, int | None]]:
+def _read(root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[tuple[str, bytes, int | None]]:
     for file, label in rows:
         row_id = text(relative(file.place, root))
         encoded = file.place.read_bytes()

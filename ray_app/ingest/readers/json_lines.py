@@ -17,12 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from ray_app.data.dataset.files import File, parsing
+from ray_app.data.dataset.files import File, Place, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.class_names import sorted_classes
 from ray_app.ingest.readers.csv_files import text_files
-from ray_app.record.files import Location
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
@@ -45,7 +44,7 @@ class JsonLines:
         piece_bytes: Most bytes of files that one task reads.
     """
 
-    path: Location
+    path: Place
     label: str | None
     columns: list[str] | None
     skip: bool

@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
-from ray_app.data.dataset.files import File, files_in, find, is_folder
+from ray_app.data.dataset.files import File, files_in, find, is_folder, place_of
 from ray_app.errors import DataError
-from ray_app.record.files import location
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
@@ -46,7 +45,7 @@ def matching(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[Fil
 
 
 def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
-    place = location(name)
+    place = place_of(name)
     if "*" in place.name:
         folder = place.parent
         return [file for file in files_in(folder) if fnmatchcase(file.place.name, place.name)] if is_folder(folder) else []

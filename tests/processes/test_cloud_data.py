@@ -1,0 +1,120 @@
+"""Data on Google Cloud Storage, read from an emulator of it, and the names of places on it and on Azure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_app.data.dataset.cloud import AzurePath
+from ray_app.data.dataset.contents import contents
+from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.dataset.files import find, is_within, place_of, versions
+from ray_app.data.read.first import probe
+from ray_app.data.read.reader import Reader, RowSource
+from ray_app.data.read.slices import fetch_here
+from ray_app.data.read.whole import load_all
+from ray_app.errors import ConfigError, DataError, StorageError
+from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.record.files import location
+from tests.support.gcs_server import GoogleServer
+
+
+@pytest.fixture(scope="module")
+def google() -> Iterator[GoogleServer]:
+    server = GoogleServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def rows(google: GoogleServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same files on a disk and below `rows`, one of them below a folder in it."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "more").mkdir()
+    for number, name in enumerate(["a.parquet", "b.parquet", "more/c.parquet"]):
+        table = pa.table({"x": np.arange(500.0) + 1000 * number, "y": np.arange(500) % 3})
+        pq.write_table(table, folder / name, row_group_size=120)
+        google.put(f"rows/{name}", (folder / name).read_bytes())
+    return folder
+
+
+def loaded(path: str) -> dict[str, np.ndarray]:
+    dataset = open_dataset(path)
+    reader = Reader(dataset.root, ["x", "y"], dict, probe(dataset, ["x", "y"], dict))
+    source = RowSource(reader, dataset.manifest, 300)
+    return {name: np.asarray(values) for name, values in load_all(fetch_here, source).arrays.items()}
+
+
+def test_a_data_set_is_what_it_is_on_a_disk(google: GoogleServer, rows: Path) -> None:
+    there = str(google.path("rows"))
+    here, found = open_dataset(str(rows)), open_dataset(there)
+    assert (found.manifest.digest, found.manifest.paths) == (here.manifest.digest, here.manifest.paths)
+    assert place_of(found.root) == google.path("rows")
+    expected, read = loaded(str(rows)), loaded(there)
+    assert read.keys() == expected.keys()
+    assert all(np.array_equal(read[name], expected[name]) for name in expected)
+    paths = here.manifest.paths
+    assert contents(google.path("rows"), paths) == contents(rows, paths)
+
+
+def test_a_changed_file_is_another_version(google: GoogleServer) -> None:
+    google.put("changing/a.parquet", b"one")
+    before = versions(google.path("changing"), ["a.parquet"])
+    google.put("changing/a.parquet", b"another")
+    assert versions(google.path("changing"), ["a.parquet"]) != before
+    with pytest.raises(FileNotFoundError):
+        versions(google.path("changing"), ["b.parquet"])
+
+
+def test_what_is_not_there_is_said(google: GoogleServer, rows: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        open_dataset(str(google.path("nothing")))
+    assert find(google.path("rows")) is None
+    with pytest.raises(FileNotFoundError):
+        google.path("nothing").read_bytes()
+    google.put("several/train/dataset.json", b"{}")
+    google.put("several/train/a.parquet", (rows / "a.parquet").read_bytes())
+    with pytest.raises(DataError, match=r"holds several data sets: train"):
+        open_dataset(str(google.path("several")))
+
+
+def test_raw_data_is_ingested_from_there(google: GoogleServer, tmp_path: Path) -> None:
+    google.put("raw/rows.csv", b"size,label\n" + b"".join(b"%d,%d\n" % (i, i % 2) for i in range(100)))
+    made = ingest(IngestOptions("csv", str(tmp_path / "out"), str(google.path("raw/rows.csv")), label="label"))
+    assert sum(part.rows for part in made.parts.values()) == 100
+    assert open_dataset(str(tmp_path / "out")).manifest.num_rows == 100
+
+
+def test_a_run_is_not_stored_there() -> None:
+    with pytest.raises(ConfigError, match="runs and data sets are written to a folder"):
+        location("gs://bucket/runs")
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("gs://key@bucket/x", "must not hold credentials"),
+        ("gs://bucket/x?region=eu", "'region' is unknown"),
+        ("az:///x", "names no place on az://"),
+        ("abfs://container/x", "is on abfs://"),
+    ],
+)
+def test_other_names_are_refused(uri: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        place_of(uri)
+
+
+def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
+    place = place_of("az://container/rows")
+    assert isinstance(place, AzurePath)
+    with pytest.raises(StorageError, match="needs the name of the storage account"):
+        find(place)
+    assert str(place_of("az://container/rows?account_name=mine") / "a.parquet") == "az://container/rows/a.parquet?account_name=mine"
+    assert is_within(place / "a" / "b", place / "a")
+    assert not is_within(place / "a", place_of("gs://container/rows"))
