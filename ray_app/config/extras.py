@@ -13,6 +13,8 @@ EXTRAS = {
     "sklearn": "digits",
     "botocore": "s3",
     "google_crc32c": "tfrecord",
+    "tokenizers": "text",
+    "peft": "lora",
 }
 """The extra, by the name that is imported."""
 

@@ -2,7 +2,8 @@
 
 a. a reader (`readers/`) cuts the source into pieces, by what is in it and not by who will read them
 b. each piece is a task (`pieces.py`), in threads or on a cluster (`runners.py`): it streams tables with a `row_id`, renames columns, holds
-   `label` to int64 without gaps, refuses rows with a reason, and lets a keyed hash of the row's id choose `train` or `eval`
+   `label` to int64 without gaps, makes tokens of texts (`texts.py`), refuses rows with a reason, and lets a keyed hash of the row's id
+   choose `train` or `eval`; tokens may be packed into blocks then
 c. the rows of all pieces are put into the order of a hash of their ids, in two stages of tasks (`mixing.py`), unless the source mixes them
    itself; `Shards` cuts them into row groups and files bounded in rows and bytes
 d. what the pieces say of themselves is put together (`described.py`), and the folder becomes the target (`target.py`)
@@ -34,12 +35,13 @@ from ray_app.ingest.readers.json_lines import JsonLines
 from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
 from ray_app.ingest.runners import run_in_threads
+from ray_app.ingest.texts import Texts
 from ray_app.record.files import Location, location, put_atomic, put_json
 
 __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"]
 
 FORMAT_VERSION = 1
-LAYOUT = 3
+LAYOUT = 4
 """Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has begun."""
 
 READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
@@ -160,6 +162,8 @@ def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
     chosen["row_group_rows"] = options.limits[1]
     if options.source in ("digits", "idx", "cifar"):
         chosen["eval_fraction"] = options.held_out(["train"])
+    if options.tokenizer:
+        chosen["tokenizer"] = Texts(options).digest
     sha = hashlib.sha256()
     for file in reader.files():
         sha.update(f"{_name_in(file.place, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape"))
@@ -207,6 +211,8 @@ def _write_all(
     mixed = _mix({side: made[side] for side, part in part_of.items() if not part.keeps_order}, options, folder, run)
     for side, part in part_of.items():
         facts = merged(part, mixed.get(side, made[side]), len(refused[side]))
+        if options.pack:
+            facts["rows_in"] = sum(piece["texts"] for piece in made[side]) + len(refused[side])
         place = side_folder(folder, side)
         if refused[side]:
             put_atomic(place / "refused.jsonl", refused_lines(refused[side]))

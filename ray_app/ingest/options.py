@@ -34,6 +34,12 @@ class IngestOptions:
             integer in each .json; not needed with .cls.
         columns: For jsonl, hf and tfrecord: the columns to keep; not given: all.
         rename: New name by the name that a column would have, such as {"y": "target"}.
+        tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a disk or on s3://, by
+            which texts become the column `tokens`, lists of int32. What it says of padding and truncation is not done.
+        text: With a tokenizer: the column of texts, by the name that it would have; `tokens` stands in its place.
+        end_of_text: With a tokenizer: the token that is added at the end of each text, such as <|endoftext|>.
+        pack: With a tokenizer: so many tokens a row. The texts of a piece, and of a data set, are put one after the other and cut into
+            blocks, each token once; the last block of a piece may be shorter. There are no other columns then.
         eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`, chosen by
             a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Of sources with `train` and
             `test` a part of `train`; not for those that have other data sets themselves. Not given: for digits, where it is exactly
@@ -56,6 +62,10 @@ class IngestOptions:
     label: str | None = None
     columns: list[str] | None = None
     rename: dict[str, str] = field(default_factory=dict)
+    tokenizer: str | None = None
+    text: str = "text"
+    end_of_text: str | None = None
+    pack: int | None = None
     eval_fraction: float | None = None
     seed: int = 0
     check: bool = True
@@ -86,8 +96,16 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "label": ("csv", "jsonl", "hf", "webdataset", "tfrecord"),
     "columns": ("jsonl", "hf", "tfrecord"),
     "check": ("images", "webdataset", "tfrecord", "hf"),
+    "tokenizer": ("csv", "jsonl", "hf", "webdataset"),
 }
-_AT_LEAST_ONE: dict[str, int | None] = {"shard_rows": None, "row_group_rows": None, "row_group_bytes": 1 << 30, "piece_bytes": None}
+_OF_TEXTS = ("text", "end_of_text", "pack")
+_AT_LEAST_ONE: dict[str, int | None] = {
+    "shard_rows": None,
+    "row_group_rows": None,
+    "row_group_bytes": 1 << 30,
+    "piece_bytes": None,
+    "pack": 1 << 20,
+}
 
 
 def check(options: IngestOptions, sources: list[str]) -> None:
@@ -117,6 +135,8 @@ def check(options: IngestOptions, sources: list[str]) -> None:
                 f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it out for"
                 f" {options.source!r} (a column gets another name by rename={{NAME: 'label'}})."
             )
+    if options.tokenizer is None and (given := [name for name in _OF_TEXTS if getattr(options, name) != getattr(IngestOptions, name)]):
+        raise ConfigError(f"{given[0]} is {getattr(options, given[0])!r}, which is of texts that become tokens; give a tokenizer, too.")
     if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
     if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:

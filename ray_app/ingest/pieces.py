@@ -21,6 +21,7 @@ from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.places import RECORDS, RUNS, scratch, side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards
+from ray_app.ingest.texts import Packed, Texts
 from ray_app.record.files import Location, put_json, read_json
 
 Record = dict[str, Any]
@@ -103,10 +104,13 @@ def write_piece(task: PieceTask) -> Record:
     if (done := finished_before(task)) is not None:
         return done
     options, refusals = task.options, Refusals(task.options)
+    texts = Texts(options) if options.tokenizer else None
     with scratch(task.folder) as own:
         sinks = {side: _sink(task, side, Path(own) / f"side-{side}") for side in task.sides}
         for table in task.piece.tables(refusals):
             usable = _finished(table, options.rename, refusals)
+            if texts:
+                usable = texts.encoded(usable, refusals)
             for side, rows in _by_side(usable, task).items():
                 sinks[side].write(rows)
         for made in sinks.values():
@@ -122,11 +126,12 @@ def write_piece(task: PieceTask) -> Record:
     return record
 
 
-def _sink(task: PieceTask, side: str, own: Path) -> Shards | Runs:
+def _sink(task: PieceTask, side: str, own: Path) -> Shards | Runs | Packed:
     """What takes the rows of a side; `own` is a folder for files that are being written."""
-    if not task.keeps_order:
-        return Runs(task.folder / RUNS, f"{side}-{task.number:05d}", own)
-    return Shards(side_folder(task.folder, side), f"part-{task.number:05d}", own, *task.options.limits)
+    if task.keeps_order:
+        return Shards(side_folder(task.folder, side), f"part-{task.number:05d}", own, *task.options.limits)
+    runs = Runs(task.folder / RUNS, f"{side}-{task.number:05d}", own)
+    return Packed(runs, task.options.pack) if task.options.pack else runs
 
 
 def finished_before(task: PieceTask) -> Record | None:

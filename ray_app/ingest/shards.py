@@ -134,12 +134,19 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_string(kind))
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    """Whether values are lists of numbers, of any length: tokens."""
+    return bool(pa.types.is_list(kind))
+
+
 def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
     """Bytes of each row before compression, shape (rows,)."""
     total = np.zeros(table.num_rows, np.int64)
     for column in table.columns:
         if _is_bytes(column.type):
             total += pc.fill_null(pc.binary_length(column), 0).to_numpy()
+        elif _is_list(column.type):
+            total += pc.list_value_length(column).to_numpy().astype(np.int64) * (column.type.value_type.bit_width // 8)
         else:
             total += max(1, column.type.bit_width // 8)
     return total
@@ -149,18 +156,19 @@ def column_facts(column: pa.Field) -> dict[str, Any]:
     """Type, shape of one row and NumPy dtype of a column; the last two are None where a row is no array of numbers."""
     if spec := spec_of(column):
         return {"type": "array", "shape": list(spec.shape), "dtype": np.dtype(spec.dtype).name, "nulls": 0}
-    if _is_bytes(column.type):
+    if _is_bytes(column.type) or _is_list(column.type):
         return {"type": str(column.type), "shape": None, "dtype": None, "nulls": 0}
     return {"type": str(column.type), "shape": [], "dtype": np.dtype(column.type.to_pandas_dtype()).name, "nulls": 0}
 
 
 def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     """Statistics and dictionaries only for plain columns; encoded images are not compressed twice."""
-    plain = [f.name for f in schema if spec_of(f) is None and not pa.types.is_binary(f.type)]
+    plain = [f.name for f in schema if spec_of(f) is None and not pa.types.is_binary(f.type) and not _is_list(f.type)]
+    lists = {f"{f.name}.list.element": "ZSTD" for f in schema if _is_list(f.type)}
     return pq.ParquetWriter(
         path,
         schema,
-        compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in schema},
+        compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in schema if not _is_list(f.type)} | lists,
         use_dictionary=[name for name in plain if name != "row_id"],
         write_statistics=plain,
     )

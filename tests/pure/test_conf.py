@@ -37,11 +37,14 @@ FACTS = {
         "imagenet", 1_281_167, {"image": ColumnFacts("bytes"), "label": ColumnFacts("integer", "int64", (), 0, 999, 0)}
     ),
 }
+FACTS["text"] = DataFacts(
+    "texts", 3049, {"tokens": ColumnFacts("list", "list<int32>"), "label": ColumnFacts("integer", "int64", (), 0, 4, 0)}
+)
 FACTS["retrain_digits"] = FACTS["digits"]
 FACTS["mnist_cnn"] = FACTS["mnist_dense"]
 MORE: dict[str, type] = {"retrain": RetrainSection}
 PARAMETERS = {"digits": 21_482, "retrain_digits": 21_482, "mnist_dense": 269_322, "mnist_cnn": 2_770_634}
-PARAMETERS["resnet50_imagenet"] = 25_557_032
+PARAMETERS |= {"resnet50_imagenet": 25_557_032, "text": 268_549}
 
 
 def config_of(file: Path) -> Config:

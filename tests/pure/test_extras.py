@@ -14,6 +14,7 @@ from ray_app import load_config
 from ray_app.config.extras import EXTRAS
 from ray_app.errors import ConfigError
 from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.texts import Texts
 from ray_app.record.s3 import S3Path
 from ray_app.task.image import ImageClassification
 from ray_app.track.board import check_board
@@ -32,9 +33,10 @@ _DIGITS = ROOT / "conf" / "digits.yaml"
         (lambda out: check_board(load_config(_DIGITS, tracking__tensorboard=True)), "tensorboard"),
         (lambda out: ImageClassification(model="resnet18"), "vision"),
         (lambda out: ingest(IngestOptions(source="digits", out=str(out / "digits"))), "digits"),
+        (lambda out: Texts(IngestOptions("jsonl", tokenizer="tokenizer.json")), "text"),
         (lambda out: S3Path("bucket", "key", f"region={out.name}").read_bytes(), "s3"),
     ],
-    ids=["run", "registry", "tensorboard", "vision", "digits", "s3"],
+    ids=["run", "registry", "tensorboard", "vision", "digits", "text", "s3"],
 )
 def test_what_is_not_installed_is_named_with_its_extra(
     ask: Callable[[Path], object], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -107,5 +107,6 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/start/own-model.md": _nothing,
     "docs/start/pytorch.md": _nothing,
     "docs/start/tables.md": _iris,
+    "docs/text.md": _nothing,
 }
 """Pages whose blocks without a mark are executed, and what writes the files that a reader of the page has."""
