@@ -55,6 +55,33 @@ def test_one_epoch_and_then_a_second_are_two_at_once(digits: Path, tmp_path: Pat
     assert train(config, run__name="grown", train__epochs=5, train__max_steps=8).summary["params_digest"] == digests[-1]
 
 
+GROUPS = [{"norms_and_biases": True, "weight_decay": 0.0, "lr": 0.01}]
+ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}, "groups": GROUPS}
+
+
+DEFAULT = vars(Config().optimizer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optimizer": ADAM},
+        {
+            "optimizer": DEFAULT,
+            "optimizers": {
+                "bias": {**ADAM, "parameters": ["*bias"]},
+                "weight": {**ADAM, "parameters": ["*weight"], "steps": 2, "schedule": STEPLR},
+            },
+        },
+    ],
+)
+def test_what_moves_the_parameters_is_stored_with_a_run(digits: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    config = config_of(digits, tmp_path, schedule=None).replace(**fields)
+    train(config, run__name="grown", train__epochs=1)
+    grown, at_once = (train(config, run__name=name, train__epochs=2).summary["params_digest"] for name in ("grown", "at-once"))
+    assert grown == at_once
+
+
 @pytest.mark.parametrize(
     ("fields", "more", "said"),
     [
