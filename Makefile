@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup train test test-rest test-search test-all lint notebooks docs picture pictures clean
+.PHONY: help setup train test test-rest test-campaigns test-search test-all lint notebooks docs picture pictures clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
@@ -25,15 +25,18 @@ train: $(INSTALLED) ## ingest the bundled digits, train on 2 workers, evaluate, 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20
 
 test: $(INSTALLED) ## the tests that run before every commit: all without Ray but the slowest, and a run on real Ray for each guarantee
-	$(PYTEST) -m "not rest and not search"
+	$(PYTEST) -m "not rest and not campaign and not search"
 
-test-rest: $(INSTALLED) ## the rest of the tests
+test-rest: $(INSTALLED) ## slow variants without Ray, the commands of the pages, the wheel in a fresh environment
 	$(PYTEST) -m "rest and not search"
+
+test-campaigns: $(INSTALLED) ## all other runs on real Ray: every drill, lost nodes and hosts, jobs, retraining; an hour or more
+	$(PYTEST) -m "campaign and not search"
 
 test-search: $(INSTALLED) ## a thousand kills, 200,000 schedules, damaged files and histories by the hundred: looks for what breaks a promise
 	$(PYTEST) -m search
 
-test-all: test test-rest test-search ## all tests
+test-all: test test-rest test-campaigns test-search ## all tests
 
 notebooks: $(INSTALLED) ## execute the notebooks and store their outputs
 	$(BIN)/python -m tests.support.notebooks

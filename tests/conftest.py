@@ -34,12 +34,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test with its folder, and as part of `make test` or of the rest."""
+    """Marks every test with its folder, and those on real Ray that are neither a guarantee nor of the rest as campaigns."""
     for item in items:
         folder = _folder(item)
         item.add_marker(folder)
-        if folder in ("ray", "own_cluster") and item.get_closest_marker("guarantee") is None:
-            item.add_marker("rest")
+        if folder in ("ray", "own_cluster") and not any(map(item.get_closest_marker, ("guarantee", "rest"))):
+            item.add_marker("campaign")
     items.sort(key=lambda item: LONGEST_FIRST.index(_folder(item)))
 
 

@@ -50,6 +50,7 @@ def script(page: str) -> str:
     return "".join(pieces)
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(_PAGE_S + 2 * _STOP_S)
 @pytest.mark.parametrize("page", EXECUTED)
 def test_what_a_page_says_can_be_done(page: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ray_app import __version__
 from tests.support.head import Head, started_head
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.rest]
 
 _PROCESS_S = 600
 _ONE_WORKER = "--scaling.max_workers=1"
