@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -18,7 +19,7 @@ from ray_app.config.config import Config
 from ray_app.drill.faults import Several
 from ray_app.errors import RepeatedFailureError
 from ray_app.record.paths import RunPaths
-from ray_app.record.progress.journal import Event, read_events
+from ray_app.record.progress.journal import Event, MetricsReader, read_events
 from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
@@ -62,6 +63,37 @@ def test_the_others_go_on_and_a_new_worker_joins(short_run: ShortRun, reference:
     assert summary["world_sizes"][2][1] == 2
     assert (summary["restarts"]["failures"], len(summary["recovery_s"])) == (1, 1)
     assert "died" in next(iter(events["failed"][0].details["errors"].values()))
+
+
+def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """Those that have the data go on; the worker that joins gets what is decoded again."""
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, data__cache="memory", data__read_task_mb=0.001)
+    kill, run, again = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run"), tmp_path / "again"
+    pids: list[int] = []
+
+    def watch(job: Job) -> None:
+        ours = psutil.Process().children(recursive=True)
+        there = [process.pid for process in ours if "ray::MemoryCache" in process.name() and process.pid not in pids]
+        if not there or not _has_stepped(job):
+            return
+        if not pids:
+            os.kill(there[0], signal.SIGKILL)
+        else:
+            again.touch()
+        pids.extend(there)
+
+    acts = (WaitFor(str(again), 5), kill, AwaitNewcomer(run, 14), Linger(run, "formed", {"workers": 2, "generation": 3}, after=15))
+    summary, events = run_with(config, reference, after_step=Several(acts), watch=watch)
+    assert len(pids) == 2, "the actor died and was there again"
+    assert kill.happened == 1
+    assert sizes(events) == [2, 1, 2]
+    assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
+
+
+def _has_stepped(job: Job) -> bool:
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    return bool(reader.records)
 
 
 def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:

@@ -84,9 +84,16 @@ def from_memory_cache(cache: Any) -> Decoded:
         BadRowError: A row cannot be decoded.
     """
     try:
-        found = cache if isinstance(cache, Decoded) else ray.get(cache.decoded.remote())
+        return _mapped(cache if isinstance(cache, Decoded) else ray.get(cache.decoded.remote()))
     except ray.exceptions.RayTaskError as error:
         raise own_error(error) from error
+    except ray.exceptions.ObjectLostError:  # the actor died after its answer; started again it decodes again
+        if isinstance(cache, Decoded):
+            raise
+        return _mapped(ray.get(cache.decoded.remote()))
+
+
+def _mapped(found: Decoded) -> Decoded:
     references: dict[str, Any] = found.arrays
     return Decoded({name: ray.get(reference) for name, reference in references.items()}, found.reasons)
 
