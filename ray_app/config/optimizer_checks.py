@@ -1,13 +1,19 @@
-"""What does not go together with several optimizers."""
+"""What does not go together with several optimizers, or with one that the task makes."""
 
 from __future__ import annotations
 
 from ray_app.config.config import Config
+from ray_app.config.optimizers import OWN_OPTIMIZER
 
 
 def check_optimizers(config: Config) -> list[str]:
-    """What does not go together with several optimizers."""
+    """What does not go together with several optimizers, or with one that the task makes."""
     problems: list[str] = []
+    if config.optimizer.class_path == OWN_OPTIMIZER and config.train.strategy not in ("ddp", "single", "central_storage"):
+        problems.append(
+            f"The task makes the optimizer (configure_optimizers, or Task.own_optimizer), and train.strategy {config.train.strategy} makes"
+            " several. Name it in optimizer, or use ddp, single or central_storage."
+        )
     if not config.optimizers:
         return problems if config.optimizers is None else ["optimizers is empty; name an optimizer, or leave it out."]
     if config.optimizer != Config.optimizer:

@@ -7,6 +7,9 @@ from typing import Any
 
 from ray_app.config.sections import ClassSpec
 
+OWN_OPTIMIZER = "ray_app.task.optimizer.OwnOptimizer"
+"""Stands for the optimizer that the task makes."""
+
 
 @dataclass(frozen=True)
 class OptimizerSpec(ClassSpec):

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import DataFacts
@@ -216,6 +217,23 @@ class Task(ABC):
         """
         del model
         optimizer.step()
+
+    @property
+    def brings_optimizer(self) -> bool:
+        """Whether `own_optimizer` is used where the configuration has no optimizer: it is not that of `Task`."""
+        return type(self).own_optimizer is not Task.own_optimizer
+
+    def own_optimizer(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+        """Makes the optimizer, and a schedule that moves after every step, where the configuration has no optimizer.
+
+        Raises:
+            ConfigError: Not overridden, and `optimizer` asks for it all the same.
+        """
+        raise ConfigError(f"{type(self).__name__} makes no optimizer for a {type(model).__name__}; name another than this in `optimizer`.")
+
+    def evaluated(self, model: nn.Module, batch: Batch) -> Any:
+        """What `loss` and `update` get of a batch in an evaluation: what `forward` returns, unless more than that is to be evaluated."""
+        return self.forward(model, batch)
 
     def metrics(self) -> MetricCollection:
         """Makes the metrics of one evaluation; the mean loss is added under the name `loss`. Not overridden: none but that."""

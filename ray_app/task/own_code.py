@@ -16,7 +16,7 @@ from ray_app.errors import RayAppError, TaskError
 
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
-_MACHINERY = tuple(_TASKS / f"{name}.py" for name in ("base", "losses", "own_code", "score/scoring"))
+_MACHINERY = tuple(_TASKS / f"{name}.py" for name in ("base", "losses", "own_code", "score/scoring", "batches", "trainerless", "scripted"))
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _MOST_CALLS = 30
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ray_app.config.checks import check
 from ray_app.config.class_path import load_class
 from ray_app.config.config import Config, digest
+from ray_app.config.optimizers import OWN_OPTIMIZER
 from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.dataset import Dataset, open_dataset
 from ray_app.data.read.first import first_row, probe, specs_like
@@ -87,6 +88,9 @@ def prepare(config: Config) -> Prepared:
     config, initial = find_beginning(config, before)
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
+    if config.optimizer == Config.optimizer and config.optimizers is None and task.brings_optimizer:
+        config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
+        check(config)
     plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
     code, changed = code_of(config), list[str]()
     if before is not None:

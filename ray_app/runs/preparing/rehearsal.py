@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
-from ray_app.config.optimizers import OptimizerSpec
+from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
 from ray_app.task.base import Task
 from ray_app.task.losses import of_rows, summed
@@ -52,7 +52,7 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
             f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path} {config.optimizer.init_args}"
             + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
         ) from error
-    if type(task).apply_gradients is Task.apply_gradients:
+    if type(task).apply_gradients is Task.apply_gradients and config.optimizer.class_path != OWN_OPTIMIZER:
         for spec in config.optimizers.values() if config.optimizers else [config.optimizer]:
             _try_optimizer(config, spec, state.model)
     if config.checkpoint.snapshot_every_steps is not None:

@@ -13,9 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from ray_app.config.class_path import load_class
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.plan.keyed import hash_array
+from ray_app.runs.preparing.code import classes_in
 from ray_app.runs.trial.generators import TORCH, Draw, generators, same, watched
 from ray_app.task.base import Batch, Rows, Task
 from ray_app.task.losses import Losses
@@ -35,6 +37,8 @@ def impurities(job: Job) -> list[str]:
 
 
 def _found(job: Job) -> Iterator[str]:
+    for class_path in classes_in(job.config.to_dict()):
+        load_class(class_path)  # what an import draws is nobody's
     task, rows = job.task, _raw(job)
     decoded = task.decode(rows)
     may_not = "Its result may be cached and used in every epoch, so it draws nothing: make the random part of it in augment, from the keys"

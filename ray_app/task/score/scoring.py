@@ -95,7 +95,7 @@ def score(
         parts: How many there are.
         chunk_rows: Rows of a chunk; not given: a number that makes the work quick.
         keep: Names of the metrics whose states are kept; not given: all.
-        forward: What runs the model on a batch; not given: the task's own.
+        forward: What runs the model on a batch; not given: the task's `evaluated`.
     """
     model.eval()
     metrics = task.metrics().to(device)
@@ -108,7 +108,7 @@ def score(
         metrics.reset()
         losses, mistakes = list[Losses](), list[Mistake]()
         with own_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.inference_mode():
-            for first, some, outputs in _passes(partial(forward or task.forward, model), batch, size):
+            for first, some, outputs in _passes(partial(forward or task.evaluated, model), batch, size):
                 losses.append(Losses.of(task.loss(outputs, some)))
                 task.update(metrics, outputs, some)
                 mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MOST_MISTAKES)]

@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
-from ray_app.config.optimizers import OptimizerSpec
+from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.exchange.exchange import World, gather
+from ray_app.task.base import Task
 from ray_app.task.own_code import own_code
 from ray_app.train.state.average import Average
 from ray_app.train.state.eager import without_compiler
@@ -89,7 +90,11 @@ class TrainingState:
             self.optimizer = self.turns = Turns(config.optimizers, named, self._optimizer)
             self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, make_schedule)
             return
-        self.optimizer = self._optimizer(config.optimizer, named)
+        if config.optimizer.class_path == OWN_OPTIMIZER:
+            assert isinstance(self._task, Task), "the strategies that train something else refuse it"
+            self.optimizer, self.schedule = self._task.own_optimizer(model)
+        else:
+            self.optimizer = self._optimizer(config.optimizer, named)
         if config.schedule is not None:
             self.schedule = make_schedule(config.schedule, self.optimizer, self._total_steps)
 

@@ -1,0 +1,124 @@
+"""Tasks whose own code gets whole batches and returns means over them: steps of Lightning modules, loops of scripts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ray_app.errors import ConfigError
+from ray_app.task.annotations import MetricCollection
+from ray_app.task.base import Batch
+from ray_app.task.module import ModuleTask
+from ray_app.task.rows.transforms import Spec
+
+
+class Evaluated(NamedTuple):
+    """What code of the user's said of an evaluated batch: means over its rows, each of shape ()."""
+
+    loss: Tensor
+    logged: dict[str, Tensor]
+
+
+class BatchTask(ModuleTask):
+    """Reads and decodes as `ModuleTask` does, and evaluates by `evaluated` of those who derive from it.
+
+    Args:
+        module: The model, or a function that returns one.
+        batch: Columns of a batch, as a tuple or by the names in a dictionary; `COLUMN.mask` as in `ModuleTask`.
+        target: Column that a prediction lacks; not given: it has all of them.
+        transforms: See `ModuleTask`.
+        evaluate_transforms: See `ModuleTask`.
+        mean: See `ModuleTask`.
+        std: See `ModuleTask`.
+        pad_with: See `ModuleTask`.
+        pad_to: See `ModuleTask`.
+        max_length: See `ModuleTask`.
+        best_metric: Which mean of an evaluation decides which checkpoint is best.
+        best_mode: Whether less (`min`) or more (`max`) of it is better.
+    """
+
+    def __init__(
+        self,
+        module: Spec,
+        batch: list[str] | dict[str, str],
+        target: str | None = None,
+        transforms: list[Spec] | None = None,
+        evaluate_transforms: list[Spec] | None = None,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        pad_with: float = 0,
+        pad_to: int = 1,
+        max_length: int | None = None,
+        best_metric: str = "loss",
+        best_mode: str = "min",
+    ) -> None:
+        columns = list(batch.values() if isinstance(batch, dict) else batch)
+        if not columns or (target is not None and target not in columns):
+            raise ConfigError(f"The columns of a batch are {columns}; name those of which it is made, and among them the target, {target}.")
+        inputs = {k: v for k, v in batch.items() if v != target} if isinstance(batch, dict) else [v for v in batch if v != target]
+        super().__init__(
+            module,
+            inputs,
+            target or columns[0],
+            loss={},
+            transforms=transforms,
+            evaluate_transforms=evaluate_transforms,
+            mean=mean,
+            std=std,
+            pad_with=pad_with,
+            pad_to=pad_to,
+            max_length=max_length,
+            best_metric=best_metric,
+            best_mode=best_mode,
+        )
+        self.batch = batch
+
+    @abstractmethod
+    def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
+        """See `Task.evaluated`."""
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """The mean of an evaluated batch, for each of its rows."""
+        if not isinstance(outputs, Evaluated):
+            raise ConfigError(f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the outputs.")
+        return outputs.loss.expand(rows_in(batch))
+
+    def metrics(self) -> MetricCollection:
+        """The means over rows of what was said of batches."""
+        from torchmetrics import MetricCollection
+
+        from ray_app.task.score.logged import Logged
+
+        return MetricCollection({"logged": Logged()})
+
+    def update(self, metrics: MetricCollection, outputs: Evaluated, batch: Batch) -> None:
+        """See `Task.update`."""
+        metrics["logged"].update(outputs.logged, rows_in(batch))
+
+    def fields(self, batch: Batch) -> dict[Any, Tensor]:
+        """The columns as the user's code gets them, by their names in its batch or their places."""
+        named = self.batch.items() if isinstance(self.batch, dict) else enumerate(self.batch)
+        return {key: self._input(batch, column) for key, column in named}
+
+
+def rows_in(batch: Batch) -> int:
+    """How many rows a batch has."""
+    return len(next(iter(batch.values())))
+
+
+def mean_of(name: str, value: Any) -> Tensor:
+    """A mean over a batch that the user's code made, as a tensor of shape ().
+
+    Raises:
+        ValueError: It is not one number.
+    """
+    if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        raise ValueError(
+            f"{name!r} is a {type(value).__name__}{shape}; give one number, the mean over this batch (of a torchmetrics object what calling"
+            " it returns)"
+        )
+    return torch.as_tensor(value).reshape(())

@@ -1,0 +1,150 @@
+"""A `LightningModule` as a task: its steps, what it logs and its optimizer, without Lightning's trainer.
+
+Lightning itself is not imported: whatever module has `training_step` will do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ray_app.config.class_path import load_class
+from ray_app.errors import ConfigError
+from ray_app.task.base import Batch
+from ray_app.task.batches import BatchTask, Evaluated, mean_of, rows_in
+from ray_app.task.losses import Losses
+from ray_app.task.rows.transforms import made
+from ray_app.task.trainerless import NoNumber, has_own, played, refuse_hooks
+
+_VALIDATION_LOSSES = ("val_loss", "loss")
+
+
+class LightningTask(BatchTask):
+    """A `LightningModule` by its import path, and the columns that its steps get::
+
+        task:
+          class_path: ray_app.task.lightning.LightningTask
+          init_args:
+            module: {class_path: net.Net, init_args: {width: 64}}
+            batch: [image, label]
+            target: label
+
+    Called are `training_step`, `validation_step`, `configure_optimizers` unless the configuration has an `optimizer`, and for predictions
+    `forward` with all of the batch but the target. docs/lightning.md says what of the rest is refused.
+
+    Args:
+        module: The module, or a function that returns one.
+        batch: Columns of the tuple that a step gets, or by the names in the dictionary that it gets; `COLUMN.mask` as in `ModuleTask`.
+        target: Column that a prediction lacks; not given: it has all of them.
+        transforms: See `ModuleTask`.
+        evaluate_transforms: See `ModuleTask`.
+        mean: See `ModuleTask`.
+        std: See `ModuleTask`.
+        pad_with: See `ModuleTask`.
+        pad_to: See `ModuleTask`.
+        max_length: See `ModuleTask`.
+        best_metric: What `validation_step` logs that decides which checkpoint is best, or `loss`, which it returns.
+        best_mode: Whether less (`min`) or more (`max`) of it is better.
+    """
+
+    def build_model(self) -> nn.Module:
+        """Makes the module.
+
+        Raises:
+            ConfigError: It is none, or has what only Lightning's trainer would call.
+        """
+        module = made(self.model, "task.init_args.module")
+        if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
+            raise ConfigError(f"task.init_args.module makes a {type(module).__name__}; it must make a module with training_step.")
+        refuse_hooks(module)
+        return module
+
+    @property
+    def brings_optimizer(self) -> bool:
+        """Whether the module has `configure_optimizers`."""
+        found = load_class(self.model["class_path"])
+        with torch.random.fork_rng(devices=[]):
+            kind = found if isinstance(found, type) else type(self.build_model())
+        return has_own(kind, "configure_optimizers")
+
+    def own_optimizer(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+        """What `configure_optimizers` returns: one optimizer, and a scheduler that moves after every step."""
+        with played(model, "configure_optimizers"):
+            return _one_optimizer(model.configure_optimizers())  # type: ignore[operator]
+
+    def shard_units(self, model: nn.Module) -> list[nn.Module]:
+        """Refuses `train.strategy: fsdp`."""
+        raise ConfigError(
+            "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is called; of a Lightning"
+            " module it is training_step. Use ddp, local_sgd, parameter_server or central_storage."
+        )
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
+        """The mean that `training_step` returns, for each of the rows, and what it logs."""
+        if not hasattr(type(model), "training_step"):
+            raise ConfigError("train.compile compiles calls of the module, and training_step is none; compile parts of it in its __init__.")
+        returned, logged = self._step(model, "training_step", batch)
+        if returned is None:
+            raise ConfigError(
+                f"{type(model).__name__}.training_step returned no loss; every row of every step counts. Return the mean over the batch."
+            )
+        rows = rows_in(batch)
+        metrics = {name: value.expand(rows) for name, value in logged.items() if name != "loss"}  # which is recorded anyway
+        return Losses(returned.expand(rows), metrics=metrics)
+
+    def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
+        """What `validation_step` returns and logs."""
+        if not has_own(type(model), "validation_step"):
+            raise ConfigError(
+                f"{type(model).__name__} has no validation_step, but data.eval_path is given. Write one, or leave data.eval_path out."
+            )
+        returned, logged = self._step(model, "validation_step", batch)
+        loss = next((value for value in (returned, *map(logged.get, _VALIDATION_LOSSES)) if value is not None), None)
+        if loss is None:
+            raise ConfigError(f"{type(model).__name__}.validation_step has no loss; return it, or log it as val_loss.")
+        return Evaluated(loss, {name: value for name, value in logged.items() if name != "loss"})
+
+    def _step(self, model: nn.Module, name: str, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What a step returned as its loss, and what it logged, each of shape ()."""
+        fields, step = self.fields(batch), getattr(model, name)
+        arguments = (fields if isinstance(self.batch, dict) else tuple(fields.values()), NoNumber(name))
+        with played(model, name) as log:
+            returned = step(*arguments[: len(inspect.signature(step).parameters)])
+        loss = returned.get("loss") if isinstance(returned, dict) else returned
+        device = next(iter(batch.values())).device
+        return None if loss is None else mean_of(f"{name}'s loss", loss), {name: value.to(device) for name, value in log.items()}
+
+
+def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
+    """The optimizer and the scheduler in one of the forms that `configure_optimizers` may return.
+
+    Raises:
+        ConfigError: It returned more than one of either, none, or a scheduler that does not move after every step.
+    """
+    pair = isinstance(returned, list | tuple) and len(returned) == 2 and all(isinstance(part, list | tuple) for part in returned)
+    optimizers, schedulers = returned if pair else (returned if isinstance(returned, list | tuple) else [returned], [])
+    if len(optimizers) == 1 and isinstance(optimizers[0], dict):
+        given = optimizers[0]
+        optimizers, schedulers = [given.get("optimizer")], [given["lr_scheduler"]] if given.get("lr_scheduler") is not None else []
+    if len(optimizers) != 1 or len(schedulers) > 1 or not isinstance(optimizers[0], Optimizer):
+        raise ConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; one torch optimizer and at"
+            " most one scheduler can be used. Several optimizers take turns by `optimizers` in the configuration, with a Task that has"
+            " turn_loss."
+        )
+    settings = schedulers[0] if schedulers and isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]} if schedulers else {}
+    schedule = settings.get("scheduler")
+    if schedule is None:
+        return optimizers[0], None
+    if not isinstance(schedule, LRScheduler) or settings.get("interval", "epoch") != "step" or settings.get("frequency", 1) != 1:
+        raise ConfigError(
+            f"configure_optimizers returned {type(schedule).__name__}, interval {settings.get('interval', 'epoch')!r}; a schedule here is"
+            " one of torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval': 'step'} and count its"
+            " numbers in steps, or return the optimizer alone and write `schedule` in the configuration."
+        )
+    return optimizers[0], schedule
