@@ -143,6 +143,6 @@ def _contents(path: str, memory: Location | None) -> dict[str, str]:
 def _code(config: Config) -> str:
     package = Path(__file__).resolve().parents[1]
     files = {str(file.relative_to(package)): file for file in package.rglob("*.py")}
-    for class_path in sorted(classes_in(config.to_dict())):
+    for class_path in sorted(classes_in(config)):
         files |= files_of(class_path)
     return digest_of({name: sha256(file) for name, file in sorted(files.items())})

@@ -235,6 +235,10 @@ class Task(ABC):
         """What `loss` and `update` get of a batch in an evaluation: what `forward` returns, unless more than that is to be evaluated."""
         return self.forward(model, batch)
 
+    def finish(self, model: nn.Module) -> None:
+        """Called where a model was trained, when that is over: frees what the task holds of it in this process."""
+        del model
+
     def metrics(self) -> MetricCollection:
         """Makes the metrics of one evaluation; the mean loss is added under the name `loss`. Not overridden: none but that."""
         from torchmetrics import MetricCollection

@@ -82,7 +82,7 @@ def played(module: nn.Module, method: str) -> Iterator[dict[str, Tensor]]:
             held.update(own)
         for part in module.modules():
             if hasattr(part, "_update_count") and hasattr(part, "reset"):  # a torchmetrics object: nothing stays from step to step
-                part.reset()
+                part.reset()  # type: ignore[operator]
 
 
 class _NoTrainer:
@@ -109,4 +109,4 @@ class NoNumber:
     def _looked_at(self, *others: Any) -> NoReturn:
         raise RuntimeError(f"{self._method} looks at batch_idx, whose value would depend on the workers; log at every step, without it")
 
-    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __bool__ = __int__ = __index__ = __add__ = __hash__ = _looked_at  # type: ignore[assignment]
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __bool__ = __int__ = __index__ = __add__ = __hash__ = _looked_at

@@ -15,6 +15,7 @@ from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.progress.journal import put_event
+from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays
 from ray_app.train import environment
 from ray_app.train.build import build_state, build_step
@@ -127,6 +128,8 @@ class _Worker:
         if self._validation is not None:
             self._validation.tell()
         self._recorder.close()
+        with own_code(lambda: "what comes after the training"):
+            self._job.task.finish(self._state.model)
 
     def _begin(self, world: World, formed: Formed, lost_s: float | None) -> None:
         """Makes all ranks equal at the start of a generation."""

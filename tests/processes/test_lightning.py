@@ -101,6 +101,7 @@ def test_an_evaluation_is_the_mean_over_rows_of_what_is_logged(data: Path, tmp_p
     right = (model.eval()((images * 255).byte().float() / 255).argmax(1) == labels).float().mean().item()
     assert alone.values.keys() == {"accuracy", "rows", "loss"}
     assert math.isclose(alone.values["accuracy"], right, abs_tol=1e-6)
+    assert model.accuracy._update_count == 0, "torchmetrics of a module would grow from step to step"
     assert alone.values["rows"] == (10 * 10 + 10 * 10 + 5 * 5) / 25
 
 
@@ -170,8 +171,8 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     fields = {name: yaml.safe_load(text)[name] for name in ("task", "data", "scaling", "train")}
-    (tmp_path / "net.yaml").write_text(yaml.safe_dump(fields))
-    config = load_config("net.yaml")
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(fields))
+    config = load_config("train.yaml")
     assert prepare(config).job.config.optimizer.class_path == OWN_OPTIMIZER
     check = check_task(config)
     topics = ("one row", "randomness", "workers", "resume", "evaluation", "export")

@@ -102,6 +102,8 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "README.md": _nothing,
     "docs/data.md": _every_source,
     "docs/keras-guides.md": _mnist_of_keras,
+    "docs/lightning.md": _nothing,
+    "docs/loop.md": _nothing,
     "docs/start/images.md": _photos,
     "docs/start/keras.md": _mnist,
     "docs/start/own-model.md": _nothing,

@@ -47,7 +47,7 @@ def code_of(config: Config) -> Code:
     """What the configured classes are made of, as it is now."""
     files: dict[str, str] = {}
     libraries = {"torch", "numpy"}
-    for class_path in sorted(set(classes_in(config.to_dict()))):
+    for class_path in sorted(set(classes_in(config))):
         made = load_class(class_path)
         if _top(made.__module__) == "ray_app":
             continue
@@ -62,10 +62,17 @@ def code_of(config: Config) -> Code:
     return Code(files, {"python": python, "ray_app": __version__} | versions, completed(config)[1])
 
 
-def classes_in(values: Any) -> Iterator[str]:
-    """Everything that a configuration names as a class, however deep."""
+def classes_in(config: Config) -> Iterator[str]:
+    """Everything that a configuration names by an import path: classes, however deep, and what the task's class says are functions."""
+    yield from _classes_in(config.to_dict())
+    for name in getattr(load_class(config.task), "functions", ()):
+        if isinstance(path := config.task.init_args.get(name), str):
+            yield path
+
+
+def _classes_in(values: Any) -> Iterator[str]:
     for item in values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ():
-        yield from classes_in(item)
+        yield from _classes_in(item)
     if isinstance(values, dict) and isinstance(values.get("class_path"), str):
         yield values["class_path"]
 

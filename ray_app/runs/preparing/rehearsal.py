@@ -44,8 +44,11 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
     try:
         with torch.random.fork_rng(devices=[]), own_code(lambda: "making model, optimizer and schedule"):
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
-            state.begin(initial)
-            _try_task(job, state, {name: twice(values) for name, values in row.items()})
+            try:
+                state.begin(initial)
+                _try_task(job, state, {name: twice(values) for name, values in row.items()})
+            finally:
+                task.finish(state.model)
     except TaskError as error:
         raise ConfigError(
             f"A trial with one row failed: {error}\nCheck the task, task.init_args, optimizer and schedule; tried were"

@@ -37,7 +37,7 @@ def impurities(job: Job) -> list[str]:
 
 
 def _found(job: Job) -> Iterator[str]:
-    for class_path in classes_in(job.config.to_dict()):
+    for class_path in classes_in(job.config):
         load_class(class_path)  # what an import draws is nobody's
     task, rows = job.task, _raw(job)
     decoded = task.decode(rows)

@@ -1,0 +1,68 @@
+"""Loops to be named in a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+
+from ray_app.task.losses import Losses
+from ray_app.task.scripted import Loop
+
+CLASSES = 5
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
+
+
+def measured(model: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    scores = model(rows["image"])
+    right = (scores.argmax(1) == rows["label"]).float()
+    return {"loss": cross_entropy(scores, rows["label"]), "accuracy": right.mean()}
+
+
+def without_loss(model: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"accuracy": measured(model, rows)["accuracy"]}
+
+
+def _found(model: nn.Module, rows: dict[str, Tensor], does: str) -> dict[str, Any]:
+    found: dict[str, Any] = dict(measured(model, rows))
+    if does == "needs bf16" and model(rows["image"]).dtype != torch.bfloat16:
+        raise ValueError("the loop computes in another precision than is configured")
+    if does in ("one for each", "as losses"):
+        found["loss"] = cross_entropy(model(rows["image"]), rows["label"], reduction="none")
+    if does == "as losses":
+        found["loss"] = Losses(found["loss"] * 2, torch.full_like(found["loss"], 2.0))
+    return found
+
+
+def train(loop: Loop, does: str = "", told: str | None = None) -> None:
+    model = loop.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if does != "keeps nothing":
+        loop.keep(optimizer, StepLR(optimizer, 3, 0.5))
+    if does == "has no loop":
+        return
+    for step in loop:
+        for rows in step:
+            if does == "adds nothing":
+                continue
+            found = _found(model, rows, does)
+            step.add(**found)
+            if does == "adds twice":
+                step.add(**found)
+            if does == "leaves the rows":
+                break
+        if does == "breaks":
+            break
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for _ in range({"never moves": 0, "moves twice": 2}.get(does, 1)):
+            optimizer.step()
+    if told is not None:
+        with Path(told).open("a") as file:
+            file.write("after the loop\n")
