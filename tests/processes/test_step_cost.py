@@ -1,0 +1,64 @@
+"""What a step costs in calls and operators, which no noise of a machine hides: who makes it dearer has to change the numbers here.
+
+They are of Python 3.11 and the pinned torch. A change that needs more says in its message what for; one that needs less lowers them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ray_app.task.base import Task
+from ray_app.task.image import ImageClassification
+from ray_app.train.hooks import Hooks
+from tests.support.local_world import OpenWindows, Pool, TinyImages, cached, make_job, streamed, write_images
+from tests.support.step_cost import STEPS, StepCost
+
+FIRST = 13
+
+
+class Grey(ImageClassification):
+    """A ResNet-18 of one channel."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.conv1 = nn.Conv2d(1, 64, 7, 2, 3, bias=False)
+        return model
+
+
+def resnet18() -> Task:
+    return Grey(model="resnet18")
+
+
+@pytest.mark.parametrize(
+    ("task", "workers", "windows", "fields", "expected"),
+    [
+        pytest.param(TinyImages, 1, cached, {}, {"python_calls": 562, "torch_operators": 67}, id="small"),
+        pytest.param(TinyImages, 1, streamed, {}, {"python_calls": 547, "torch_operators": 62}, id="small, read"),
+        pytest.param(TinyImages, 2, cached, {}, {"python_calls": 874, "torch_operators": 118}, id="small, 2 workers"),
+        pytest.param(
+            resnet18, 2, cached, {}, {"python_calls": 4366, "torch_operators": 1038}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
+        ),
+        pytest.param(
+            resnet18,
+            2,
+            cached,
+            {"train__reduction": "overlapped"},
+            {"python_calls": 3799, "torch_operators": 1002},
+            id="ResNet-18, overlapped",
+            marks=pytest.mark.rest,
+        ),
+    ],
+)
+def test_a_step_costs_what_it_did(
+    pool: Pool, tmp_path: Path, task: Any, workers: int, windows: OpenWindows, fields: dict[str, Any], expected: dict[str, int]
+) -> None:
+    data, found = write_images(tmp_path / "data", [[8 * (FIRST + 2 * STEPS + 2)]]), tmp_path / "found.json"
+    job = make_job(tmp_path / "run", data, logical_workers=workers, batch=8, task=task(), data__shuffle_window_rows=10_000, **fields)
+    outcomes = pool.train(job, workers, Hooks(after_step=StepCost(str(found), FIRST)), windows)
+    assert [outcome.error for outcome in outcomes] == [None] * workers
+    assert json.loads(found.read_text()) == expected

@@ -1,0 +1,59 @@
+"""What a step costs whatever the machine: calls of Python functions and operators of torch, counted in the thread that trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEPS = 9
+"""That each of the two is counted over; the median of an odd number is one of them."""
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what is computed, backward and optimizer included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+class StepCost:
+    """Counts in rank 0, as a hook after each step (`Hooks.after_step`): calls first, then operators, which cost calls themselves.
+
+    Args:
+        file: Where the medians over steps are put, as JSON.
+        first: Finished steps at which it begins.
+    """
+
+    def __init__(self, file: str, first: int) -> None:
+        self._file, self._first = file, first
+        self._calls, self._operators = 0, _Operators()
+        self._seen: list[tuple[int, int]] = []
+
+    def __call__(self, rank: int, step: int) -> None:
+        since = step - self._first
+        if rank or not 0 <= since <= 2 * STEPS:
+            return
+        self._seen.append((self._calls, self._operators.number))
+        if since == STEPS:
+            sys.setprofile(None)
+            self._operators.__enter__()
+        if since == 2 * STEPS:
+            self._operators.__exit__(None, None, None)
+            python, operators = ([after[i] - before[i] for before, after in zip(self._seen, self._seen[1:], strict=False)] for i in (0, 1))
+            found = {"python_calls": median(python[:STEPS]), "torch_operators": median(operators[STEPS:])}
+            Path(self._file).write_text(json.dumps(found))
+        if since == 0:
+            sys.setprofile(self._count)
+
+    def _count(self, frame: Any, event: str, argument: Any) -> None:
+        self._calls += event in ("call", "c_call")
