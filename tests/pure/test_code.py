@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -98,6 +99,37 @@ def test_classes_in_no_file_have_a_digest_too(tmp_path: Path, monkeypatch: pytes
         found.append(code_of(config_of("__main__.Cell")).files)
     assert found[0].keys() == {"__main__"}
     assert found[1] == found[2] != found[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}, "groups": [{"names": ["*.bias"], "lr": 0.2}]}},
+        {
+            "optimizer": None,
+            "optimizers": {
+                "one": {"class_path": "torch.optim.Adam", "parameters": ["a.*"], "steps": 3, "groups": [{"norms_and_biases": True}]},
+                "two": {
+                    "class_path": "torch.optim.SGD",
+                    "parameters": ["b.*"],
+                    "schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}},
+                },
+            },
+        },
+    ],
+)
+def test_nothing_of_an_optimizer_is_lost_in_what_is_stored(given: dict[str, Any], own: Callable[..., Path], tmp_path: Path) -> None:
+    own()
+    config = config_of().replace(**given)
+    whole, names = completed(config)
+    paths = RunPaths(tmp_path / "run")
+    paths.config.parent.mkdir()
+    paths.config.write_text(whole.to_yaml())
+    put_code(paths, code_of(config))
+    assert read_config(paths) == config
+    assert digest(read_config(paths), "data") == digest(config, "data")
+    if "optimizers" in given:
+        assert {"optimizers.one.init_args.betas", "optimizers.two.schedule.init_args.gamma"} <= set(names)
 
 
 def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_given(own: Callable[..., Path], tmp_path: Path) -> None:

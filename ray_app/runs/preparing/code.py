@@ -25,7 +25,7 @@ from ray_app.record.schema import known_fields, versioned
 from ray_app.record.stored_config import read_config
 from ray_app.version import __version__
 
-_CLASSES = ("task", "optimizer", "schedule")
+_CLASSES = ("task", "optimizer", "optimizers", "schedule")
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,16 @@ def completed(config: Config) -> tuple[Config, list[str]]:
 def _completed(value: Any, place: str, added: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_completed(part, f"{place}.{i}", added) for i, part in enumerate(value)]
-    if not isinstance(value, dict) or "class_path" not in value:
+    if not isinstance(value, dict):
         return value
-    given = {name: _completed(part, f"{place}.init_args.{name}", added) for name, part in (value.get("init_args") or {}).items()}
-    defaults: dict[str, Any] = {}
+    whole = {name: _completed(part, f"{place}.{name}", added) for name, part in value.items()}
+    if "class_path" not in value:
+        return whole
+    given, defaults = whole.get("init_args") or {}, dict[str, Any]()
     with suppress(Exception):  # what cannot be looked into has none
         defaults = {name: plain for name, plain in _defaults(value["class_path"]) if name not in given}
     added += [f"{place}.init_args.{name}" for name in defaults]
-    return {"class_path": value["class_path"], "init_args": given | defaults}
+    return whole | {"init_args": given | defaults}
 
 
 def _defaults(class_path: str) -> Iterator[tuple[str, Any]]:
