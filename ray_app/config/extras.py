@@ -10,6 +10,7 @@ EXTRAS = {
     "mlflow": "tracking",
     "tensorboard": "tensorboard",
     "torchvision": "vision",
+    "pycocotools": "detection",
     "sklearn": "digits",
     "botocore": "s3",
     "google_crc32c": "tfrecord",

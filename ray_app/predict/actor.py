@@ -8,13 +8,12 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
@@ -22,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
-from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, to_column
+from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, lists_of, to_column
 from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.reader import POSITION, ReadSpec, check_positions
 from ray_app.errors import ConfigError, DataError
 from ray_app.models import loader
 from ray_app.record.files import location, put_atomic
 from ray_app.task.base import Batch, Task
-from ray_app.task.rows.ragged import to_batch
+from ray_app.task.rows.ragged import Field, Ragged, joined, to_batch
 
 MADE_FROM = b"ray_app.made_from"
 Predict = Callable[[Batch], Any]
@@ -149,7 +148,7 @@ class Predictor:
         put_atomic(location(self._job.out) / name, data)
         return pa.table({"name": [name], "facts": [json.dumps(facts_of(data))]})
 
-    def _outputs(self, table: pa.Table, position: int) -> dict[str, npt.NDArray]:
+    def _outputs(self, table: pa.Table, position: int) -> dict[str, Field]:
         """What the task makes of the rows, by column."""
         arrays = {name: from_column(table.column(name), spec) for name, spec in self._job.fields.items()}
         found = []
@@ -159,14 +158,24 @@ class Predictor:
             with torch.inference_mode():
                 outputs = self._predict(batch)
             found.append(self._job.model.task.predictions(_on_cpu(outputs)))
-        whole = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+        whole = {name: joined([one[name] for one in found]) for name in found[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:
                 raise DataError(f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs one each.")
-            if values.dtype.kind == "f" and not (finite := np.isfinite(values).reshape(len(values), -1).all(1)).all():
-                row = position + int(np.argmin(finite))
-                raise DataError(f"{name!r} of row {row} of the data is NaN or infinite; correct the row: a value may be missing.")
+            if (row := _not_finite(values)) is not None:
+                raise DataError(
+                    f"{name!r} of row {position + row} of the data is NaN or infinite; correct the row: a value may be missing."
+                )
         return whole
+
+
+def _not_finite(values: Field) -> int | None:
+    """The first row with a number that is NaN or infinite."""
+    numbers = values.values if isinstance(values, Ragged) else values
+    if numbers.dtype.kind != "f" or (finite := np.isfinite(numbers).reshape(len(numbers), -1).all(1)).all():
+        return None
+    first = int(np.argmin(finite))
+    return int(np.searchsorted(values.offsets, first, "right")) - 1 if isinstance(values, Ragged) else first
 
 
 def _on_cpu(outputs: Any) -> Any:
@@ -187,17 +196,19 @@ def _columns(root: str, spec: ReadSpec, names: list[str]) -> pa.Table | None:
     return pa.concat_tables(parts).select(names) if parts else None
 
 
-def part_file(carried: pa.Table, outputs: dict[str, npt.NDArray], made_from: str) -> bytes:
+def part_file(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:
     """The content of a part: Parquet with a checksum on every page, the same bytes for the same values.
 
     Args:
         carried: What comes before the predictions.
-        outputs: The predictions by column, each (rows, ...).
+        outputs: The predictions by column, each (rows, ...), or ragged, which become lists.
         made_from: Digest of everything that decides the content, kept in the file.
     """
     for name, values in outputs.items():
-        field, data = to_column(name, values) if values.ndim > 1 else (pa.field(name, pa.array(values).type), pa.array(values))
-        carried = carried.append_column(field, data)
+        if isinstance(values, np.ndarray) and values.ndim > 1:
+            carried = carried.append_column(*to_column(name, values))
+        else:
+            carried = carried.append_column(name, lists_of(values) if isinstance(values, Ragged) else pa.array(values))
     file = io.BytesIO()
     pq.write_table(carried.replace_schema_metadata({MADE_FROM: made_from.encode()}), file, write_page_checksum=True)
     return file.getvalue()

@@ -260,14 +260,15 @@ class Task(ABC):
         if len(metrics):
             metrics.update(outputs, batch[targets[0]])
 
-    def predictions(self, outputs: Any) -> dict[str, npt.NDArray]:
+    def predictions(self, outputs: Any) -> Arrays:
         """What a batch prediction writes for every row.
 
         Args:
             outputs: From `forward`, on the CPU.
 
         Returns:
-            Numbers or text by column, each (rows, ...); not overridden: the outputs themselves, a single tensor as `predicted`.
+            Numbers or text by column, each (rows, ...), or `Ragged`, which become lists; not overridden: the outputs themselves, a single
+            tensor as `predicted`.
         """
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
         return {name: values.numpy() for name, values in named.items()}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from ray_app.task.classification import class_predictions, wrong_classes
 from ray_app.task.losses import Losses
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
-from ray_app.task.rows.transforms import Spec, made
+from ray_app.task.rows.transforms import Spec, made, made_once
 
 _PADDING = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")
@@ -144,11 +142,11 @@ class ModuleTask(Task):
 
     def decode(self, rows: Rows) -> Arrays:
         """See the class."""
-        return self._decoded(rows, _once(self.evaluate_transforms, "task.init_args.evaluate_transforms"), None)
+        return self._decoded(rows, made_once(self.evaluate_transforms, "task.init_args.evaluate_transforms"), None)
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
         """See the class."""
-        return self._decoded(rows, _once(self.transforms, "task.init_args.transforms"), keys)
+        return self._decoded(rows, made_once(self.transforms, "task.init_args.transforms"), keys)
 
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
         images = {name: kind for name, kind in self.kinds.items() if kind in (IMAGE, MASK)}
@@ -211,7 +209,7 @@ class ModuleTask(Task):
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
         """What the loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of them."""
         per_value = {**self.loss_spec, "init_args": {**(self.loss_spec.get("init_args") or {}), "reduction": "none"}}
-        loss = _once(per_value, "task.init_args.loss")
+        loss = made_once(per_value, "task.init_args.loss")
         outputs, target = self._compared(outputs, batch)
         losses = loss(outputs, target)
         if losses.ndim < 2:
@@ -235,7 +233,7 @@ class ModuleTask(Task):
     def _classifies(self, outputs: Any) -> bool:
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)
 
-    def predictions(self, outputs: Any) -> dict[str, npt.NDArray]:
+    def predictions(self, outputs: Any) -> Arrays:
         """Class, number and confidence where there is one score for each class; of pixels the numbers of their classes, as
         `predicted_index`; else the outputs as `predicted`.
         """
@@ -248,13 +246,3 @@ class ModuleTask(Task):
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""
         return wrong_classes(outputs, batch[self.target], self.classes, most) if self._classifies(outputs) else []
-
-
-def _once(spec: Any, called: str) -> Any:
-    """What a specification stands for, made once in a process: a task holds settings only."""
-    return _made_once(json.dumps(spec), called)
-
-
-@lru_cache(64)
-def _made_once(spec: str, called: str) -> Any:
-    return made(json.loads(spec), called)

@@ -25,6 +25,7 @@ from ray_app.train.state.state import TrainingState
 from tests.support.places import ROOT
 
 FILES = sorted((ROOT / "conf").glob("*.yaml"))
+DIGITS = ROOT / "conf" / "digits.yaml"
 
 FACTS = {
     "digits": DataFacts(
@@ -33,6 +34,7 @@ FACTS = {
     "mnist_dense": DataFacts(
         "mnist", 60_000, {"image": ColumnFacts("array", "|u1", (28, 28)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)}
     ),
+    "detection": DataFacts("shapes", 256, {"image": ColumnFacts("bytes"), "boxes": ColumnFacts("list"), "labels": ColumnFacts("list")}),
     "resnet50_imagenet": DataFacts(
         "imagenet", 1_281_167, {"image": ColumnFacts("bytes"), "label": ColumnFacts("integer", "int64", (), 0, 999, 0)}
     ),
@@ -44,7 +46,7 @@ FACTS["retrain_digits"] = FACTS["digits"]
 FACTS["mnist_cnn"] = FACTS["mnist_dense"]
 MORE: dict[str, type] = {"retrain": RetrainSection}
 PARAMETERS = {"digits": 21_482, "retrain_digits": 21_482, "mnist_dense": 269_322, "mnist_cnn": 2_770_634}
-PARAMETERS |= {"resnet50_imagenet": 25_557_032, "text": 268_549}
+PARAMETERS |= {"resnet50_imagenet": 25_557_032, "detection": 18_959_754, "text": 268_549}
 
 
 def config_of(file: Path) -> Config:
@@ -69,9 +71,7 @@ def test_a_header_says_command_hardware_and_expectation(file: Path) -> None:
 
 
 def test_overrides_from_python_and_their_refusal() -> None:
-    config = load_config(
-        FILES[0], scaling__max_workers=4, train__epochs=3, data__eval_path=None, run__name="x", optimizer__init_args__lr=0.5
-    )
+    config = load_config(DIGITS, scaling__max_workers=4, train__epochs=3, data__eval_path=None, run__name="x", optimizer__init_args__lr=0.5)
     assert (config.scaling.max_workers, config.train.epochs, config.data.eval_path, config.run.name) == (4, 3, None, "x")
     assert config.optimizer.init_args["lr"] == 0.5
     for field, value, expected in [
@@ -80,7 +80,7 @@ def test_overrides_from_python_and_their_refusal() -> None:
         ("optimizer__init_args__lrr", 1, "lrr"),
     ]:
         with pytest.raises(ConfigError, match=expected):
-            load_config(FILES[0], **{field: value})
+            load_config(DIGITS, **{field: value})
 
 
 SECTIONS_OF_A_RUN = {*SECTIONS, "task", "optimizer", "schedule", "seed"}
@@ -126,12 +126,12 @@ OPTIMIZERS = [kind.__name__ for kind in vars(torch.optim).values() if isinstance
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_path: Path) -> None:
     """None of those of Adam, which stands where no optimizer is named."""
-    shipped = load_config(FILES[0])
+    shipped = load_config(DIGITS)
     file = tmp_path / "given.yaml"
     values = {"task": {"class_path": shipped.task.class_path}, "data": {"path": "x"}, "optimizer": {"class_path": f"torch.optim.{name}"}}
     file.write_text(yaml.safe_dump(values))
     assert load_config(file).optimizer == OptimizerSpec(f"torch.optim.{name}")
-    over = load_config(FILES[0], optimizer=f"torch.optim.{name}").optimizer
+    over = load_config(DIGITS, optimizer=f"torch.optim.{name}").optimizer
     assert over.init_args.items() <= shipped.optimizer.init_args.items(), "what the file gives may stay"
 
 

@@ -15,7 +15,9 @@ from ray_app.config.extras import EXTRAS
 from ray_app.errors import ConfigError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.texts import Texts
+from ray_app.plan.facts import DataFacts
 from ray_app.record.s3 import S3Path
+from ray_app.task.detection import ObjectDetection
 from ray_app.task.image import ImageClassification
 from ray_app.track.board import check_board
 from ray_app.track.client import connect
@@ -32,11 +34,12 @@ _DIGITS = ROOT / "conf" / "digits.yaml"
         (lambda out: connect(f"sqlite:///{out}/mlflow.db"), "tracking"),
         (lambda out: check_board(load_config(_DIGITS, tracking__tensorboard=True)), "tensorboard"),
         (lambda out: ImageClassification(model="resnet18"), "vision"),
+        (lambda out: ObjectDetection({"class_path": "none"}).prepare(DataFacts("data", 0, {})), "detection"),
         (lambda out: ingest(IngestOptions(source="digits", out=str(out / "digits"))), "digits"),
         (lambda out: Texts(IngestOptions("jsonl", tokenizer="tokenizer.json")), "text"),
         (lambda out: S3Path("bucket", "key", f"region={out.name}").read_bytes(), "s3"),
     ],
-    ids=["run", "registry", "tensorboard", "vision", "digits", "text", "s3"],
+    ids=["run", "registry", "tensorboard", "vision", "detection", "digits", "text", "s3"],
 )
 def test_what_is_not_installed_is_named_with_its_extra(
     ask: Callable[[Path], object], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

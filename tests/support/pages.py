@@ -101,6 +101,7 @@ def _nothing(folder: Path) -> None:
 EXECUTED: dict[str, Callable[[Path], None]] = {
     "README.md": _nothing,
     "docs/data.md": _every_source,
+    "docs/detection.md": _nothing,
     "docs/keras-guides.md": _mnist_of_keras,
     "docs/lightning.md": _nothing,
     "docs/loop.md": _nothing,

@@ -123,7 +123,16 @@ def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
         shape += (size,)
     if inner.null_count or not (pa.types.is_integer(inner.type) or pa.types.is_floating(inner.type)):
         return None
-    return Ragged(inner.to_numpy(zero_copy_only=False).reshape(-1, *shape) if shape else inner.to_numpy(), offsets)
+    return Ragged(inner.to_numpy(zero_copy_only=False).reshape(len(flat.values), *shape), offsets)
+
+
+def lists_of(rows: Ragged) -> pa.LargeListArray:
+    """Ragged rows as a column of lists of numbers, or of lists of rows of as many numbers each, which `ragged_lists` reads."""
+    own = rows.compact()
+    inner = pa.array(own.values.reshape(-1))
+    for size in reversed(own.row_shape):
+        inner = pa.FixedSizeListArray.from_arrays(inner, size)
+    return pa.LargeListArray.from_arrays(own.offsets, inner)
 
 
 def is_numbers(kind: pa.DataType) -> bool:

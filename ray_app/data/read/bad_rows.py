@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from ray_app.data.dataset.arrays import ArraySpec, spec_like
 from ray_app.task.own_code import refusal
-from ray_app.task.rows.ragged import Arrays, Field, Ragged, put_together
+from ray_app.task.rows.ragged import Arrays, Field, Ragged, joined
 
 REASON = "__reason__"
 """Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are skipped."""
@@ -81,7 +81,7 @@ def decode_around(
             parts.append({name: _empty(spec) for name, spec in fields.items()})
         elif low in good:
             parts.append(good[low])
-    return {name: _joined([part[name] for part in parts]) for name in fields}, reasons
+    return {name: joined([part[name] for part in parts]) for name in fields}, reasons
 
 
 def _empty(spec: ArraySpec) -> Field:
@@ -89,11 +89,6 @@ def _empty(spec: ArraySpec) -> Field:
     if spec.padding is not None:
         return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(2, np.int64), *spec.padding)
     return np.zeros((1, *spec.shape), np.dtype(spec.dtype))
-
-
-def _joined(parts: list[Field]) -> Field:
-    ragged = [part for part in parts if isinstance(part, Ragged)]
-    return put_together(ragged) if ragged else np.concatenate(parts)  # type: ignore[arg-type]
 
 
 def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:

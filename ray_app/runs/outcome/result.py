@@ -23,7 +23,7 @@ from ray_app.runs.outcome.closing import stored_job
 from ray_app.runs.outcome.exporting import ExportOptions, export_run
 from ray_app.runs.outcome.stored import chosen, load_model
 from ray_app.task.base import Batch, Task
-from ray_app.task.rows.ragged import Arrays, to_batch
+from ray_app.task.rows.ragged import Arrays, Field, joined, to_batch
 from ray_app.task.score.scoring import combine, score
 from ray_app.task.without_targets import WithoutTargets
 from ray_app.train.job import Job
@@ -128,7 +128,7 @@ class Result:
         rows, batch_size = read_decoded(self.task, path), self._job.config.evaluate.batch_size
         return combine(self.task, score(self.task, self.load_model(which), rows, batch_size, torch.device("cpu"))).values
 
-    def predict(self, data: str | npt.ArrayLike | dict[str, Any], which: str = "best") -> dict[str, npt.NDArray]:
+    def predict(self, data: str | npt.ArrayLike | dict[str, Any], which: str = "best") -> dict[str, Field]:
         """Predicts rows in this process; needs no Ray, and the rows no targets.
 
         Args:
@@ -137,7 +137,8 @@ class Result:
             which: See `ExportOptions.checkpoint`.
 
         Returns:
-            What `Task.predictions` gives, by name, each (rows, ...): of a classification `predicted`, `predicted_index`, `confidence`.
+            What `Task.predictions` gives, by name, each (rows, ...) or `Ragged`: of a classification `predicted`, `predicted_index` and
+            `confidence`.
 
         Raises:
             DataError: A column is missing.
@@ -148,7 +149,7 @@ class Result:
         with torch.inference_mode():
             for low in range(0, len(next(iter(rows.values()))), size):
                 found.append(self.task.predictions(self.task.forward(model, to_batch(rows, slice(low, low + size)))))
-        return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+        return {name: joined([part[name] for part in found]) for name in found[0]}
 
     def _decoded(self, data: Any) -> Arrays:
         """Decodes columns that are given."""

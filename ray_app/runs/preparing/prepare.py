@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from ray_app.config.config import Config, digest
 from ray_app.config.optimizers import OWN_OPTIMIZER
 from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.read.first import first_row, probe, specs_like
+from ray_app.data.read.first import first_row, first_rows, probe, specs_like
 from ray_app.data.read.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError, StorageError
 from ray_app.evaluate.job import EvaluationJob
@@ -240,8 +239,8 @@ def _prepare_evaluation(job: Job) -> RowSource | None:
             f" {job.fields}; both must be alike. Ingest them the same way."
         )
     if config.evaluate.metric is not None:
-        blank = {name: np.zeros((2, *spec.shape), np.dtype(spec.dtype)) for name, spec in source.fields.items()}
-        known = sorted(combine(job.task, score(job.task, job.task.build_model(), blank, 2, torch.device("cpu"))).values)
+        rows = first_rows(source.reader, source.manifest, 2)
+        known = sorted(combine(job.task, score(job.task, job.task.build_model(), rows, 2, torch.device("cpu"))).values)
         if job.best_metric not in known:
             raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task's metrics of one number are {', '.join(known)}.")
     check_evaluation_data(job.paths, config, source.manifest.digest)

@@ -69,7 +69,7 @@ def _one_by_one(
 ) -> dict[str, npt.NDArray]:
     found: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
     for row in range(len(next(iter(rows.values())))):
-        sample = {name: _image(rows[name][row], kind) for name, kind in kinds.items()}
+        sample = {name: _mask(rows[name][row]) if kind == MASK else image_of(rows[name][row]) for name, kind in kinds.items()}
         sample = transformed(sample, transforms, None if keys is None else int(keys[row]))
         for name in kinds:
             found[name].append(plain(sample[name]).numpy())
@@ -83,10 +83,15 @@ def _one_by_one(
     return {name: np.stack(values) for name, values in found.items()}
 
 
-def _image(stored: Any, kind: str) -> Tensor:
-    """A row's image, channels first, or mask, (height, width), as transforms know them."""
+def image_of(stored: Any) -> Tensor:
+    """A row's image, encoded or an array, channels first, as transforms know it."""
     from torchvision import tv_tensors
 
-    if kind == MASK:
-        return tv_tensors.Mask(mask_of(stored) if isinstance(stored, bytes) else torch.from_numpy(_stored(stored, kind)))
-    return tv_tensors.Image(pixels_of(stored) if isinstance(stored, bytes) else torch.from_numpy(_stored(stored[None], kind)[0]))
+    return tv_tensors.Image(pixels_of(stored) if isinstance(stored, bytes) else torch.from_numpy(_stored(stored[None], IMAGE)[0]))
+
+
+def _mask(stored: Any) -> Tensor:
+    """A row's mask, (height, width), likewise."""
+    from torchvision import tv_tensors
+
+    return tv_tensors.Mask(mask_of(stored) if isinstance(stored, bytes) else torch.from_numpy(_stored(stored, MASK)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,6 +132,12 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
 def twice(values: Field) -> Field:
     """The same rows two times."""
     return put_together([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])
+
+
+def joined(parts: Sequence[Field]) -> Field:
+    """The rows of several parts of a field, one after the other."""
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    return put_together(ragged) if ragged else np.concatenate(parts)  # type: ignore[arg-type]
 
 
 def put_together(parts: list[Ragged]) -> Ragged:

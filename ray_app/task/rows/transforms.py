@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +49,16 @@ def made(spec: Any, called: str) -> Any:
         return found(**arguments)
     except TypeError as error:
         raise ConfigError(f"{called}.class_path {spec['class_path']} cannot be made with {sorted(arguments)}: {error}.") from error
+
+
+def made_once(spec: Any, called: str) -> Any:
+    """What a specification stands for, see `made`, made once in a process: a task holds settings only."""
+    return _made_once(json.dumps(spec), called)
+
+
+@lru_cache(64)
+def _made_once(spec: str, called: str) -> Any:
+    return made(json.loads(spec), called)
 
 
 def transformed(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:

@@ -45,7 +45,8 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
         for state, found in states.items():
             setattr(metric, state, found[i])
         metric._update_count, metric._computed = len(chunks), None
-        values.append(float(metric.compute()))
+        found = metric.compute()
+        values.append(float(found[name] if isinstance(found, dict) else found))
     return np.array(values)
 
 

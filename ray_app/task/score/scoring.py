@@ -56,7 +56,7 @@ class Scores:
     """What a model is worth on a data set.
 
     Args:
-        values: The task's metrics that are one number, and the mean loss.
+        values: The task's metrics that are one number, and the mean loss, unless no row weighs anything.
         tables: Those that are lists (one number per class) or matrices.
         mistakes: The worst of the rows that were predicted wrong, the surest first.
     """
@@ -166,7 +166,8 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
         elif value.numel() <= _MOST_NUMBERS:
             tables[key] = value.tolist()
     weight = math.fsum(chunk.weight for chunk in ordered)
-    values["loss"] = math.fsum(chunk.loss for chunk in ordered) / weight if weight else math.nan
+    if weight:
+        values["loss"] = math.fsum(chunk.loss for chunk in ordered) / weight
     worst = sorted((m for chunk in ordered for m in chunk.mistakes), key=lambda m: (-m.confidence, m.row))
     return Scores(values, tables, worst[:MOST_MISTAKES])
 

@@ -1,0 +1,244 @@
+"""Object detection with any detector of `torchvision.models.detection`, or one that is called as these are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ray_app.config.extras import require
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.facts import DataFacts
+from ray_app.task.annotations import Metric, MetricCollection
+from ray_app.task.base import Batch, Rows, Task, need_column
+from ray_app.task.losses import Losses
+from ray_app.task.rows.pictures import image_of, is_image
+from ray_app.task.rows.ragged import LENGTHS, Arrays, Ragged
+from ray_app.task.rows.transforms import Spec, made, made_once, plain, transformed
+
+_FOUND = ("boxes", "labels", "scores")
+_KEPT = ("map", "map_50", "map_75", "mar_100")
+
+
+class ObjectDetection(Task):
+    """Finds objects in images of any size::
+
+        task:
+          class_path: ray_app.task.detection.ObjectDetection
+          init_args:
+            detector:
+              class_path: torchvision.models.detection.fasterrcnn_resnet50_fpn
+              init_args: {num_classes: 3, weights_backbone: null}
+            transforms:
+              - {class_path: torchvision.transforms.v2.RandomIoUCrop}
+              - {class_path: torchvision.transforms.v2.RandomHorizontalFlip}
+
+    A detector's losses are means over the images that it gets, so the loss of each row is that of its micro-batch, which belongs to one
+    logical worker. In evaluation a detector says no loss; there is mean average precision instead.
+
+    Args:
+        detector: The module, or a function that returns one. It is called with a list of images, float32 (3, height, width) from 0 to 1, in
+            training also with a list of targets, `boxes` (objects, 4) and `labels` (objects,), and returns its losses by name; in
+            evaluation `boxes`, `labels` and `scores` of each image.
+        image: Column of images: encoded, or arrays of uint8 with two or three axes.
+        boxes: Column of lists of boxes: left, top, right, bottom in pixels.
+        labels: Column of lists of integers, the class of each box; the first is 1, since 0 is the background.
+        transforms: What is done to images and boxes to train on, in the readers; what is random in it draws from the row's key, which is
+            another one in every epoch. Boxes are cut to the image afterwards, and those of less than a pixel are left out.
+    """
+
+    best_metric = "map"
+    best_mode = "max"
+
+    def __init__(
+        self, detector: Spec, image: str = "image", boxes: str = "boxes", labels: str = "labels", transforms: list[Spec] | None = None
+    ) -> None:
+        self.detector, self.image, self.boxes, self.labels, self.transforms = detector, image, boxes, labels, transforms or []
+
+    def prepare(self, data: DataFacts) -> ObjectDetection:
+        """Looks at the columns; see `Task.prepare`."""
+        require("pycocotools", "Mean average precision")
+        require("torchvision", "Object detection")
+        if not is_image(need_column(data, self.image, ("bytes", "array"), "detector")):
+            raise DataError(
+                f"Column {self.image!r} of {data.path} holds arrays that are no images; images are files, or uint8 of shape (height, width)"
+                " or (height, width, channels). Name another column in task.init_args.image."
+            )
+        for name in self.targets():
+            need_column(data, name, ("list",), "detector")
+        return self
+
+    def columns(self) -> list[str]:
+        """See `Task.columns`."""
+        return [self.image, self.boxes, self.labels]
+
+    def targets(self) -> list[str]:
+        """See `Task.targets`."""
+        return [self.boxes, self.labels]
+
+    @property
+    def decodes_by_epoch(self) -> bool:
+        """Whether there are transforms."""
+        return bool(self.transforms)
+
+    def decode(self, rows: Rows) -> Arrays:
+        """Decodes to `image` (the pixels of all channels, one after the other), `size` (height and width), `boxes` and `labels`."""
+        return self._decoded(rows, (), None)
+
+    def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
+        """Likewise, after the transforms."""
+        return self._decoded(rows, made_once(self.transforms, "task.init_args.transforms"), keys)
+
+    def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
+        samples = []
+        for i in range(len(rows[self.image])):
+            image = image_of(rows[self.image][i])
+            if image.ndim != 3:
+                raise ValueError("the image is animated; detectors take one picture of each row")
+            boxes, labels = self._truth(rows, i, *image.shape[-2:])
+            sample = {"image": image.expand(3, -1, -1), "boxes": boxes, "labels": labels}
+            samples.append(_changed(sample, transforms, int(keys[i])) if keys is not None else sample)
+        return {
+            "image": Ragged.of((plain(sample["image"]).numpy() for sample in samples), np.uint8),
+            "size": np.array([sample["image"].shape[-2:] for sample in samples], np.int64).reshape(-1, 2),
+            "boxes": Ragged.of((plain(sample["boxes"]).numpy() for sample in samples), np.float32, row_shape=(4,)),
+            "labels": Ragged.of((sample["labels"].numpy() for sample in samples), np.int64),
+        }
+
+    def _truth(self, rows: Rows, row: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Boxes, float32 (objects, 4), and classes, (objects,), of a row; none where these columns were not read.
+
+        Raises:
+            ValueError: They cannot be.
+        """
+        columns = [rows[name] for name in self.targets()]
+        if any(isinstance(column, np.ndarray) and column.dtype == np.int64 for column in columns):
+            return torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
+        if not all(isinstance(column, Ragged) for column in columns):
+            raise ValueError(f"{self.boxes!r} or {self.labels!r} holds no lists of numbers, or a missing value")
+        boxes, labels = (torch.from_numpy(column.row(row).copy()) for column in columns)
+        boxes, labels = boxes.float().reshape(-1, 4), labels.long()
+        if len(boxes) != len(labels):
+            raise ValueError(f"there are {len(boxes)} boxes and {len(labels)} labels; each box has one")
+        left, top, right, bottom = boxes.unbind(1)
+        there = (left >= -1) & (top >= -1) & (right <= width + 1) & (bottom <= height + 1) & (left < right) & (top < bottom)
+        if not there.all():
+            raise ValueError(
+                f"the box {boxes[~there][0].tolist()} is none in an image {width} wide and {height} high; give left, top, right and bottom"
+                " in pixels"
+            )
+        most = (self.detector.get("init_args") or {}).get("num_classes", np.inf)
+        if wrong := labels[(labels < 1) | (labels >= most)].tolist():
+            raise ValueError(f"there is a label {wrong[0]}; labels go from 1, since 0 is the background, to num_classes - 1")
+        return boxes, labels
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        model = made(self.detector, "task.init_args.detector")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"task.init_args.detector {self.detector['class_path']} makes a {type(model).__name__}; it must make an nn.Module."
+            )
+        return model
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
+        """The sum of the detector's losses, which are means over the micro-batch, for each of its rows; each by its name as a metric."""
+        losses = {name: loss.expand(len(batch["size"])) for name, loss in _fresh(model)(_images(batch), _truths(batch)).items()}
+        return Losses(torch.stack(list(losses.values())).sum(0), metrics=losses)
+
+    def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """What is found, the surest first, padded to the most of an image: `boxes` (rows, most, 4), `labels` and `scores` (rows, most), and
+        how many of them count, `found` (rows,). Needs a model in evaluation mode.
+        """
+        found = _fresh(model)(_images(batch))
+        counts = torch.tensor([len(one["boxes"]) for one in found], device=batch["size"].device)
+        return {name: pad_sequence([one[name] for one in found], batch_first=True) for name in _FOUND} | {"found": counts}
+
+    def loss(self, outputs: Any, batch: Batch) -> Losses:
+        """None: what weighs nothing."""
+        none = torch.zeros(len(batch["size"]), device=batch["size"].device)
+        return Losses(none, none)
+
+    def metrics(self) -> MetricCollection:
+        """Mean average precision as COCO measures it, `map` (IoU from 0.5 to 0.95), `map_50` and `map_75`, and recall, `mar_100`."""
+        from torchmetrics import MetricCollection
+
+        return MetricCollection({"map": _average_precision()})
+
+    def update(self, metrics: MetricCollection, outputs: dict[str, Tensor], batch: Batch) -> None:
+        """See `Task.update`."""
+        found = [{name: outputs[name][i, :n] for name in _FOUND} for i, n in enumerate(outputs["found"].tolist())]
+        metrics.update(found, _truths(batch))
+
+    def predictions(self, outputs: dict[str, Tensor]) -> Arrays:
+        """Lists of boxes, classes and scores of each row, the surest first."""
+        shapes = {"boxes": (4,), "labels": (), "scores": ()}
+        counts = outputs["found"].tolist()
+        return {
+            name: Ragged.of(
+                (values[:n] for values, n in zip(outputs[name].numpy(), counts, strict=True)),
+                outputs[name].numpy().dtype,
+                row_shape=shapes[name],
+            )
+            for name in _FOUND
+        }
+
+
+def _changed(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:
+    """Image and boxes after the transforms, without boxes that are no longer there, and their classes.
+
+    Raises:
+        ValueError: The image is no longer one of uint8.
+    """
+    from torchvision import tv_tensors
+    from torchvision.transforms import v2
+
+    size = tuple(sample["image"].shape[-2:])
+    boxes = tv_tensors.BoundingBoxes(sample["boxes"], format="XYXY", canvas_size=size)
+    sample = transformed(sample | {"image": tv_tensors.Image(sample["image"]), "boxes": boxes}, transforms, key)
+    if sample["image"].dtype != torch.uint8:
+        raise ValueError("task.init_args.transforms make images of fractions; leave that out, the detector gets them from 0 to 1 anyway")
+    return v2.SanitizeBoundingBoxes()(v2.ClampBoundingBoxes()(sample))
+
+
+def _fresh(model: nn.Module) -> nn.Module:
+    """A detector that has forgotten the batches before: torchvision's keep the scales of the first one, which small images make uneven, and
+    which is another one on every worker.
+    """
+    from torchvision.ops import MultiScaleRoIAlign
+
+    for module in model.modules():
+        if isinstance(module, MultiScaleRoIAlign):
+            module.scales = module.map_levels = None
+    return model
+
+
+def _images(batch: Batch) -> list[Tensor]:
+    """The images of a batch as detectors take them."""
+    sizes = batch["size"].tolist()
+    return [row[: 3 * high * wide].view(3, high, wide).float() / 255 for row, (high, wide) in zip(batch["image"], sizes, strict=True)]
+
+
+def _truths(batch: Batch) -> list[dict[str, Tensor]]:
+    """The boxes and classes of each row."""
+    return [{name: batch[name][i, :n] for name in ("boxes", "labels")} for i, n in enumerate(batch["boxes" + LENGTHS].tolist())]
+
+
+def _average_precision() -> Metric:
+    from torchmetrics.detection import MeanAveragePrecision
+
+    class AveragePrecision(MeanAveragePrecision):
+        """The figures that are recorded."""
+
+        warn_on_many_detections = False
+
+        def compute(self) -> dict[str, Tensor]:
+            found = super().compute()
+            return {name: found[name] for name in _KEPT}
+
+    return AveragePrecision()

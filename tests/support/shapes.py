@@ -1,0 +1,19 @@
+"""The data set of docs/detection.md: images of different sizes with the boxes of what is on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.pages import blocks
+from tests.support.places import ROOT
+
+BLOCKS = {block.told: block.text for block in blocks(ROOT / "docs" / "detection.md") if block.mark == "file"}
+
+
+def write_shapes(folder: Path, rows: int = 64) -> dict[str, Any]:
+    """Writes it; returns the fields of the section `data` that train and evaluate on it."""
+    made: dict[str, Any] = {"__name__": "make_shapes"}
+    exec(BLOCKS["make_shapes.py"], made)
+    made["write_shapes"](folder, rows, rows)
+    return {"path": str(folder / "train"), "eval_path": str(folder / "eval")}
