@@ -6,29 +6,24 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-import torch
 
 from ray_app.data.feed import disk_cache_folder as disk_folder
 from ray_app.data.feed.disk_cache import SUMS, DiskCache
 from ray_app.data.feed.disk_cache_folder import cached_fetch, identity, open_cache
-from ray_app.data.feed.streamed import StreamedWindows
-from ray_app.data.feed.windows import MicroBatch
-from ray_app.data.read.reader import Reader, ReadSpec
 from ray_app.data.read.slices import fetch_here
-from ray_app.plan.cursor import Cursor
 from ray_app.record.files import put_atomic
 from ray_app.record.s3 import S3Path
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from tests.support.bad_rows import BAD, Picky, job_of
-from tests.support.local_world import DieAfter, Pool, TinyImages, disk_cached, feed_of, make_job, result_of, streamed, write_images
+from tests.support.disk_caches import Counting, TinyTexts, assert_as_read, cached_job, epoch_of, opened
+from tests.support.local_world import DieAfter, Pool, TinyImages, disk_cached, make_job, result_of, streamed, write_images
 from tests.support.s3_server import S3Server
 
 ROWS = [[50, 1], [46]]
@@ -41,48 +36,15 @@ def data(tmp_path: Path) -> Path:
     return write_images(tmp_path / "data", ROWS)
 
 
-@pytest.fixture
-def job(tmp_path: Path, data: Path) -> Job:
-    fields = {"data__cache": "disk", "data__cache_dir": str(tmp_path / "cache"), "train__epochs": 2, "data__shuffle_window_rows": 6}
-    return make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), **fields)
+@pytest.fixture(params=[TinyImages])
+def job(tmp_path: Path, data: Path, request: pytest.FixtureRequest) -> Job:
+    return cached_job(tmp_path, data, request.param())
 
 
-class Counting:
-    """Reads here, and counts the rows."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-
-    def __call__(self, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-        for spec in specs:
-            self.rows += sum(piece.rows for piece in spec)
-            yield from reader.read(spec)
+BOTH = pytest.mark.parametrize("job", [TinyImages, TinyTexts], indirect=True)
 
 
-def opened(job: Job, gb: float = 1.0) -> DiskCache:
-    return open_cache(job.source, "", job.config.data.cache_dir, gb)
-
-
-def epoch_of(job: Job, epoch: int, fetch: Any, played: range = range(4)) -> list[MicroBatch]:
-    """All micro-batches of an epoch."""
-    windows = StreamedWindows(job.plan, Cursor(epoch, 0), played, epoch + 1, fetch, replace(job.source, task_rows=7))
-    feed = feed_of(job.plan, Cursor(epoch, 0), played, windows)
-    batches = [batch for _ in range(job.plan.steps_per_epoch) for batch in feed.next()]
-    feed.close()
-    return batches
-
-
-def assert_as_read(job: Job, epoch: int, batches: list[MicroBatch], played: range = range(4)) -> None:
-    """They are what is read without a cache, to the bit."""
-    expected = epoch_of(job, epoch, fetch_here, played)
-    assert len(batches) == len(expected)
-    for batch, other in zip(batches, expected, strict=True):
-        assert batch.positions.tolist() == other.positions.tolist()
-        assert batch.fields.keys() == other.fields.keys()
-        assert all(torch.equal(batch.fields[name], other.fields[name]) for name in batch.fields)
-        assert batch.bad == other.bad
-
-
+@BOTH
 def test_the_first_epoch_fills_it_and_the_others_read_nothing(job: Job) -> None:
     cache, counting = opened(job), Counting()
     fetch = cache.around(counting)
@@ -94,6 +56,7 @@ def test_the_first_epoch_fills_it_and_the_others_read_nothing(job: Job) -> None:
     cache.close()
 
 
+@BOTH
 def test_workers_of_a_node_share_it_and_so_do_later_runs(job: Job) -> None:
     caches, counting = [opened(job) for _ in range(2)], Counting()
     for cache, played in zip(caches, (range(2), range(2, 4)), strict=True):
@@ -332,6 +295,7 @@ def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, ca
 # --- training
 
 
+@BOTH
 def test_the_same_bits_as_without_also_after_a_worker_was_killed(pool: Pool, job: Job) -> None:
     without = pool.trained(job, 2, streamed)
     for size in (1, 3):  # cold, then warm

@@ -162,6 +162,7 @@ def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
     assert table.column("boxes").to_pylist() == [ROWS["boxes"].row(i).tolist() for i in range(3)]
     assert table.column("labels").to_pylist() == [[1, 2], [], [1]]
     assert table.column("scores").to_pylist() == [[1.0, 1.0], [], [1.0]]
+    assert lists_of(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], "the last of the rows"
     again = ragged_lists(table.column("boxes"))
     assert again is not None
     assert np.array_equal(again.values, ROWS["boxes"].values)

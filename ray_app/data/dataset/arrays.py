@@ -85,7 +85,7 @@ def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if spec.padding is not None:
         parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
-        return put_together(parts) if parts else Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(1, np.int64), *spec.padding)
+        return put_together(parts) if parts else _none(spec)
     return fixed(column, spec)
 
 
@@ -148,6 +148,11 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
+def _none(spec: ArraySpec) -> Ragged:
+    assert spec.padding is not None
+    return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(1, np.int64), *spec.padding)
+
+
 def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
     assert spec.padding is not None
     _, offsets, data = chunk.buffers()
@@ -182,4 +187,5 @@ class Columns:
 
     def all(self) -> dict[str, Field]:
         """The fields, in their order."""
-        return {name: put_together(self._ragged[name]) if name in self._ragged else self._fixed[name] for name in self._fields}
+        ragged = {name: put_together(parts) if parts else _none(self._fields[name]) for name, parts in self._ragged.items()}
+        return {name: ragged[name] if name in ragged else self._fixed[name] for name in self._fields}

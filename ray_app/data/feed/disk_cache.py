@@ -1,8 +1,8 @@
 """Decoded rows on a node's own disk: filled while rows are read for the first time, shared by the workers of the node and by later runs.
 
-A cache is a folder with one file for each field of the whole data set, rows in manifest order, and one file of checksums. A row is held if
-its checksum fits its bytes; a checksum of zero says that it is not. So writers need no order among each other, whoever dies in the middle
-of a write leaves rows that are not held, and what a disk has spoilt is read anew.
+A cache is a folder with the files of each field of the whole data set (`disk_cache_fields.py`), and one file of checksums. A row is held
+if its checksum fits its bytes; a checksum of zero says that it is not. So writers need no order among each other, whoever dies in the
+middle of a write leaves rows that are not held, and what a disk has spoilt is read anew.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import ArraySpec, fixed, to_column
+from ray_app.data.dataset.arrays import ArraySpec, from_column, to_column
+from ray_app.data.feed.disk_cache_fields import FixedRows, RaggedRows, read_into, rows_of_field, write_from
 from ray_app.data.read.bad_rows import REASON, reasons_in
 from ray_app.data.read.cutting import Cut
 from ray_app.data.read.reader import POSITION, Fetch, Reader, ReadSpec, Span, check_positions
-from ray_app.plan.keyed import UInt64, hash_array, key, mix_array
+from ray_app.plan.keyed import UInt64, hash_array, mix_array
+from ray_app.task.rows.ragged import Field, joined
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +48,18 @@ class DiskCache:
     def __init__(self, folder: Path, fields: dict[str, ArraySpec], sums: int) -> None:
         self._folder, self._fields, self._sums = folder, fields, sums
         self._room = os.fstat(sums).st_size // 8
-        self._open, self._is_full = [sums], False
-        for i in range(len(fields)):
-            self._open.append(os.open(folder / field_file(i), os.O_RDWR | os.O_CREAT, 0o600))
-        self._files = dict(zip(fields, self._open[1:], strict=True))
+        self._rows: dict[str, FixedRows | RaggedRows] = {}
+        self._is_open, self._is_full = True, False
+        for i, (name, spec) in enumerate(fields.items()):
+            self._rows[name] = rows_of_field(folder, i, spec)
 
     def close(self) -> None:
         """Lets go of the files; what they hold stays."""
-        while self._open:
-            os.close(self._open.pop())
+        if self._is_open:
+            self._is_open = False
+            os.close(self._sums)
+            for rows in self._rows.values():
+                rows.close()
 
     __del__ = close
 
@@ -81,7 +86,7 @@ class DiskCache:
     def _marks(self, span: Span) -> UInt64:
         """What stands in the place of the rows' checksums, shape (rows,)."""
         marks = np.empty(span.rows, np.uint64)
-        _read(self._sums, marks, span.position * 8)
+        read_into(self._sums, marks, span.position * 8)
         return marks
 
     def _load(self, spec: ReadSpec, skips: bool) -> pa.Table | None:
@@ -89,19 +94,18 @@ class DiskCache:
         parts, reasons = [], list[str | None]()
         try:
             for span in spec:
-                part = {name: np.empty((span.rows, *s.shape), np.dtype(s.dtype)) for name, s in self._fields.items()}
-                for name, values in part.items():
-                    _read(self._files[name], values, span.position * self._fields[name].row_bytes)
+                found = {name: rows.read(span.position, span.rows) for name, rows in self._rows.items()}
+                part = {name: values for name, values in found.items() if values is not None}
                 marks = self._marks(span)
                 bad = marks == _BAD
-                if not ((_checksums(part, span.position) == marks) | (bad & skips)).all():
+                if len(part) < len(found) or not ((self._checksums(part, span.position) == marks) | (bad & skips)).all():
                     return None
                 parts.append(part)
                 reasons += [self._reason(span.position + i).read_text() if is_bad else None for i, is_bad in enumerate(bad.tolist())]
         except OSError as error:
             logger.warning("The disk cache %s cannot be read, reading the data itself: %s", self._folder, error)
             return None
-        encoded = [to_column(name, np.concatenate([part[name] for part in parts])) for name in self._fields]
+        encoded = [to_column(name, joined([part[name] for part in parts])) for name in self._fields]
         encoded.append(to_column(POSITION, _positions(spec)))
         table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
         return table.append_column(REASON, pa.array(reasons, pa.string())) if skips else table
@@ -130,23 +134,26 @@ class DiskCache:
     def _store_span(self, position: int, table: pa.Table) -> None:
         if not table.num_rows:
             return
-        part = {name: fixed(table.column(name), spec) for name, spec in self._fields.items()}
-        marks = _checksums(part, position)
+        part = {name: from_column(table.column(name), spec) for name, spec in self._fields.items()}
+        marks = self._checksums(part, position)
         for bad, reason in reasons_in(table, np.arange(position, position + table.num_rows)).items():
             self._reason(bad).write_text(reason)
             marks[bad - position] = _BAD
         for name, values in part.items():
-            _write(self._files[name], values, position * self._fields[name].row_bytes)
-        _write(self._sums, marks, position * 8)
+            self._rows[name].write(position, values)
+        write_from(self._sums, marks, position * 8)
+
+    def _checksums(self, part: dict[str, Field], position: int) -> UInt64:
+        """64 bits for each row from all its bytes and its manifest position, never below 2, shape (rows,)."""
+        rows = len(next(iter(part.values())))
+        total = hash_array(_SUM, np.arange(position, position + rows))
+        for name, values in part.items():
+            total += self._rows[name].sums(values)
+        return mix_array(total) | np.uint64(2)
 
     def _reason(self, position: int) -> Path:
         """The file that says why a row is bad."""
         return self._folder / f"bad-{position}.txt"
-
-
-def field_file(number: int) -> str:
-    """Name of the file of a field."""
-    return f"field-{number:03d}"
 
 
 def rows_in(spec: ReadSpec) -> int:
@@ -156,38 +163,3 @@ def rows_in(spec: ReadSpec) -> int:
 
 def _positions(spec: ReadSpec) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(span.position, span.position + span.rows) for span in spec])
-
-
-def _checksums(part: dict[str, npt.NDArray], position: int) -> UInt64:
-    """64 bits for each row from all its bytes and its manifest position, never below 2, shape (rows,).
-
-    Every eight bytes count times a number of their own: odd, so that no change of only one of them goes unseen.
-    """
-    rows = len(next(iter(part.values())))
-    total = hash_array(_SUM, np.arange(position, position + rows))
-    for number, values in enumerate(part.values()):
-        raw = np.ascontiguousarray(values).reshape(rows, -1).view(np.uint8)
-        words, rest = divmod(raw.shape[1], 8)
-        weights = hash_array(key(_SUM, number), np.arange(words + rest)) | np.uint64(1)
-        total += np.einsum("ij,j->i", raw[:, : 8 * words].view(np.uint64), weights[:words])
-        total += np.einsum("ij,j->i", raw[:, 8 * words :].astype(np.uint64), weights[words:])
-    return mix_array(total) | np.uint64(2)
-
-
-def _read(file: int, into: npt.NDArray, offset: int) -> None:
-    """Fills an array; what the file does not have is zeros."""
-    raw = into.reshape(-1).view(np.uint8).data
-    done = 0
-    while done < len(raw):
-        got = os.preadv(file, [raw[done:]], offset + done)
-        if not got:
-            raw[done:] = bytes(len(raw) - done)
-            return
-        done += got
-
-
-def _write(file: int, values: npt.NDArray, offset: int) -> None:
-    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    done = 0
-    while done < len(raw):
-        done += os.pwrite(file, raw[done:], offset + done)

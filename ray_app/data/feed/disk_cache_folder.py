@@ -19,8 +19,10 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.files import place_of, versions
-from ray_app.data.feed.disk_cache import SUMS, DiskCache, field_file
+from ray_app.data.feed.disk_cache import SUMS, DiskCache
+from ray_app.data.feed.disk_cache_fields import sizes
 from ray_app.data.read.bad_rows import Decode
 from ray_app.data.read.reader import Fetch, RowSource
 
@@ -61,10 +63,13 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
         _refuse_foreign(own)
         sums = os.open(own / SUMS, os.O_RDWR | os.O_CREAT, 0o600)
         if not _is_open(own):
-            row_bytes = 8 + sum(spec.row_bytes for spec in source.fields.values())
-            room = min(source.manifest.num_rows, _make_room(own, source.manifest.num_rows * row_bytes, limit_gb) // row_bytes)
+            most = source.manifest.num_rows
+            least = _bytes(source.fields, 0)
+            row_bytes = _bytes(source.fields, 1) - least
+            room = max(0, min(most, (_make_room(own, _bytes(source.fields, most), limit_gb) - least) // row_bytes))
             for i, spec in enumerate(source.fields.values()):
-                _resize(own / field_file(i), room * spec.row_bytes)
+                for name, size in sizes(i, spec, room).items():
+                    _resize(own / name, size)
             os.ftruncate(sums, room * 8)
         fcntl.flock(sums, fcntl.LOCK_SH)  # in use, until this process closes it or ends
         os.utime(own)
@@ -78,6 +83,11 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
                 limit_gb,
             )
     return DiskCache(own, source.fields, sums)
+
+
+def _bytes(fields: dict[str, ArraySpec], room: int) -> int:
+    """Bytes of a cache with room for so many rows."""
+    return room * 8 + sum(sum(sizes(i, spec, room).values()) for i, spec in enumerate(fields.values()))
 
 
 def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | None, limit_gb: float) -> Fetch:

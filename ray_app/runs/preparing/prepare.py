@@ -138,11 +138,6 @@ def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> N
             f"data.cache is {config.data.cache}, but {type(task).__name__} decodes a row another way in every epoch, which a"
             " cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
         )
-    if config.data.cache == "disk" and ragged:
-        raise ConfigError(
-            f"data.cache is disk, which holds rows of one size; those of {', '.join(ragged)} have different ones. Set data.cache to memory"
-            " or none."
-        )
 
 
 def training_row(config: Config, dataset: Dataset, task: Task) -> Arrays:

@@ -1,0 +1,78 @@
+"""Jobs whose rows are in a disk cache, and what is read around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ray_app.data.feed.disk_cache import DiskCache
+from ray_app.data.feed.disk_cache_folder import open_cache
+from ray_app.data.feed.streamed import StreamedWindows
+from ray_app.data.feed.windows import MicroBatch
+from ray_app.data.read.reader import Reader, ReadSpec
+from ray_app.data.read.slices import fetch_here
+from ray_app.plan.cursor import Cursor
+from ray_app.task.base import Batch
+from ray_app.task.rows.ragged import Ragged
+from ray_app.train.job import Job
+from tests.support.local_world import TinyImages, feed_of, make_job
+
+
+class TinyTexts(TinyImages):
+    """A list of numbers beside each image, some of them empty, that the loss looks at."""
+
+    def decode(self, rows: dict[str, Any]) -> dict[str, Any]:
+        texts = (np.arange(row % 7 * 3) + row for row in np.asarray(rows["id"]).tolist())
+        return {**super().decode(rows), "text": Ragged.of(texts, np.int16, fill=-1, multiple=4)}
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return super().loss(outputs, batch) * (2 + batch["text"].float().sin().mean(1))
+
+
+def cached_job(folder: Path, data: Path, task: TinyImages) -> Job:
+    """A job of two epochs whose cache is in `folder`."""
+    fields = {"data__cache": "disk", "data__cache_dir": str(folder / "cache"), "train__epochs": 2, "data__shuffle_window_rows": 6}
+    return make_job(folder / "run", data, logical_workers=4, batch=12, task=task, **fields)
+
+
+class Counting:
+    """Reads here, and counts the rows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def __call__(self, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+        for spec in specs:
+            self.rows += sum(piece.rows for piece in spec)
+            yield from reader.read(spec)
+
+
+def opened(job: Job, gb: float = 1.0) -> DiskCache:
+    return open_cache(job.source, "", job.config.data.cache_dir, gb)
+
+
+def epoch_of(job: Job, epoch: int, fetch: Any, played: range = range(4)) -> list[MicroBatch]:
+    """All micro-batches of an epoch."""
+    windows = StreamedWindows(job.plan, Cursor(epoch, 0), played, epoch + 1, fetch, replace(job.source, task_rows=7))
+    feed = feed_of(job.plan, Cursor(epoch, 0), played, windows)
+    batches = [batch for _ in range(job.plan.steps_per_epoch) for batch in feed.next()]
+    feed.close()
+    return batches
+
+
+def assert_as_read(job: Job, epoch: int, batches: list[MicroBatch], played: range = range(4)) -> None:
+    """They are what is read without a cache, to the bit."""
+    expected = epoch_of(job, epoch, fetch_here, played)
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch.positions.tolist() == other.positions.tolist()
+        assert batch.fields.keys() == other.fields.keys()
+        assert all(torch.equal(batch.fields[name], other.fields[name]) for name in batch.fields)
+        assert batch.bad == other.bad
