@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup train test test-rest test-campaigns test-search test-all lint notebooks docs picture pictures clean
+.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all lint notebooks docs picture pictures clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
@@ -29,6 +29,9 @@ test: $(INSTALLED) ## the tests that run before every commit: all without Ray bu
 
 test-rest: $(INSTALLED) ## slow variants without Ray, the commands of the pages, the wheel in a fresh environment
 	$(PYTEST) -m "rest and not search"
+
+test-again: $(INSTALLED) ## what failed last, one after the other
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 test-campaigns: $(INSTALLED) ## all other runs on real Ray: every drill, lost nodes and hosts, jobs, retraining; an hour or more
 	$(PYTEST) -m "campaign and not search"
