@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ray_app import check_task, load_config
+from ray_app import check_task, load_config, run_training
 from ray_app.config.optimizers import OWN_OPTIMIZER
 from ray_app.errors import ConfigError, TaskError
 from ray_app.record.progress.journal import read_events
@@ -153,3 +153,27 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_pa
     check = check_task(config)
     topics = ("one row", "randomness", "workers", "resume", "evaluation", "export")
     assert [(f.level, f.topic) for f in check.findings] == [("ok", name) for name in topics], str(check)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("page", ["loop", "lightning"])
+def test_a_run_of_the_page_goes_on_in_mid_epoch_when_it_is_started_again(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for block in blocks(ROOT / "docs" / f"{page}.md"):
+        if block.mark == "file":
+            (tmp_path / block.told).write_text(block.text)
+    shutil.copytree(ROOT / "datasets", tmp_path / "datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    fields = {"train__strategy": "single", "scaling__logical_workers": 2, "evaluate__where": "workers", "tracking__enabled": False}
+
+    def digest(name: str, steps: int) -> str:
+        return run_training(load_config("train.yaml", run__name=name, train__max_steps=steps, **fields)).summary["params_digest"]
+
+    threads = threading.active_count()
+    first = digest("parts", 30)
+    whole = digest("whole", 46)
+    assert digest("parts", 46) == whole != first
+    assert prepare(load_config("train.yaml", **fields)).job.plan.steps_per_epoch == 23
+    assert threading.active_count() == threads, "a loop still waits"
