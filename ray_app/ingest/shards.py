@@ -170,5 +170,5 @@ def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
         schema,
         compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in schema if not _is_list(f.type)} | lists,
         use_dictionary=[name for name in plain if name != "row_id"],
-        write_statistics=plain,
+        write_statistics=[*plain, *lists],
     )

@@ -31,6 +31,7 @@ from ray_app.models import loader
 from ray_app.models.package_files import write_files
 from ray_app.models.versions import parameters
 from ray_app.task.base import Batch, Task
+from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, to_batch
 from ray_app.task.without_targets import WithoutTargets
 
@@ -78,6 +79,8 @@ def write_export(
     temporary.mkdir()
     try:
         files = write_files(task, model, example, temporary)
+        with own_code(lambda: "writing an export"):
+            task.export_files(model, temporary)
         stored = {"format": files.format, "outputs": files.outputs, "refused": list(files.refused), "libraries": sorted(files.libraries)}
         described = source | stored | {"files": _digests(temporary)}
         (temporary / EXPORT).write_text(json.dumps(described, indent=1))

@@ -16,8 +16,8 @@ class ColumnFacts:
             length), or `other`.
         dtype: NumPy dtype of numbers and arrays.
         shape: Shape of one row of an array.
-        minimum: Least value of a number column, if the files say.
-        maximum: Greatest value of a number column, if the files say.
+        minimum: Least value of a column of numbers, or of lists of them, if the files say.
+        maximum: Greatest value, likewise.
         nulls: Missing values, if the files say.
         group_span: Values from the least to the greatest in a row group of a column of integers, on an average over the rows, if the
             files say.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -272,6 +273,15 @@ class Task(ABC):
         """
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
         return {name: values.numpy() for name, values in named.items()}
+
+    def export_files(self, model: nn.Module, folder: Path) -> None:
+        """Writes more into the folder of an export: what programs without ray_app load the model from; not overridden: nothing.
+
+        Args:
+            model: The trained model, on the CPU, in evaluation mode; to be left as it is.
+            folder: Of the export; `export.json` and the folders `code` and `data` are there already.
+        """
+        del model, folder
 
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
         """The rows of an evaluated batch that were predicted most surely and wrong, for people to look at.

@@ -164,9 +164,8 @@ class ModuleTask(Task):
             lists = Ragged.of(lists, np.int64)
         if not isinstance(lists, Ragged):
             raise ValueError("a list holds no numbers, or a missing value")
-        if self.max_length is not None and (lists.lengths > self.max_length).any():
-            rows = (lists.row(i)[: self.max_length] for i in range(len(lists)))
-            lists = Ragged.of(rows, lists.values.dtype, row_shape=lists.row_shape)
+        if self.max_length is not None:
+            lists = lists.cut(self.max_length)
         return lists.padded_with(self.pad_with, self.pad_to)
 
     def build_model(self) -> nn.Module:

@@ -30,7 +30,7 @@ def commands() -> Iterator[tuple[str, str]]:
     for block in chain.from_iterable(map(blocks, PAGES)):
         if block.language in SHELLS:
             for line in block.text.replace("\\\n", " ").splitlines():
-                for found in re.findall(rf"(?:ray-app|python -m ray_app) (?:{'|'.join(COMMANDS)})\b[^|;&>]*", line):
+                for found in re.findall(rf"(?:ray-app|python -m ray_app) (?:{'|'.join(COMMANDS)})\b(?:'[^']*'|[^|;&>])*", line):
                     yield block.page, found.rstrip().removesuffix('",')
 
 

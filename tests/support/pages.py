@@ -94,6 +94,12 @@ def _every_source(folder: Path) -> None:
     (folder / "table.parquet").symlink_to(ROOT / "datasets" / "digits" / "eval" / "part-00000.parquet")
 
 
+def write_text_maker(folder: Path) -> None:
+    """The script of docs/text.md, `make_texts.py`, which language-model.md asks for, too."""
+    [script] = [block for block in blocks(ROOT / "docs" / "text.md") if block.told == "make_texts.py"]
+    (folder / script.told).write_text(script.text)
+
+
 def _nothing(folder: Path) -> None:
     """The page needs what the project has."""
 
@@ -105,6 +111,7 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/keras-guides.md": _mnist_of_keras,
     "docs/lightning.md": _nothing,
     "docs/loop.md": _nothing,
+    "docs/language-model.md": write_text_maker,
     "docs/start/images.md": _photos,
     "docs/start/keras.md": _mnist,
     "docs/start/own-model.md": _nothing,

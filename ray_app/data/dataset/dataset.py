@@ -109,7 +109,8 @@ def _column_facts(field: pa.Field, footers: list[_Placed]) -> ColumnFacts:
     if is_text(kind):
         return ColumnFacts("text")
     if is_numbers(kind):
-        return ColumnFacts("list", str(kind))
+        least, most, _, _ = _range(f"{field.name}.list.element", footers)
+        return ColumnFacts("list", str(kind), (), least, most)
     return ColumnFacts("other", str(kind))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import os
 import sys
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.checks import check
+from ray_app.config.class_path import load_class
 from ray_app.config.config import SECTIONS, Config, from_dict
 from ray_app.config.optimizers import TurnSpec
 from ray_app.errors import ConfigError
@@ -238,8 +238,7 @@ def _as_set(value: Any) -> Any:
         )
     if not isinstance(value, dict) or not value.keys() >= {"class_path", "init_args"}:
         return value
-    module, _, name = value["class_path"].rpartition(".")
-    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    parameters = inspect.signature(load_class(value["class_path"])).parameters
     given = value["init_args"] or {}
     kept = {k: _as_set(v) for k, v in given.items() if k not in parameters or not _same(parameters[k].default, v)}
     return {"class_path": value["class_path"], "init_args": kept}

@@ -50,6 +50,12 @@ class Ragged:
         """The same rows, padded otherwise."""
         return Ragged(self.values, self.offsets, fill, multiple)
 
+    def cut(self, most: int) -> Ragged:
+        """The first so many of each row; the same object, if none has more."""
+        if not (self.lengths > most).any():
+            return self
+        return Ragged.of((self.row(i)[:most] for i in range(len(self))), self.values.dtype, self.fill, self.multiple, self.row_shape)
+
     def __len__(self) -> int:
         """How many rows."""
         return len(self.offsets) - 1
