@@ -26,7 +26,9 @@ _REGISTERED = "ray_app.registered_at"
 _BECAUSE, _AT, _BY, _REPLACES = "ray_app.promoted_because", "ray_app.promoted_at", "ray_app.promoted_by", "ray_app.replaces"
 _WHY = (_BECAUSE, _AT, _BY, _REPLACES)
 _WAS = "ray_app.promoted_before"
-"""What a version's tags said before a promotion that may yet be stopped; a rollback to it says that again."""
+"""What a version's tags said before its newest promotion: a rollback to it says that again, if that promotion was stopped. The next that
+happens to a version that serves removes it.
+"""
 FIRST = "first version"
 _BACK_BECAUSE, _BACK_AT, _BACK_BY = "ray_app.rolled_back_because", "ray_app.rolled_back_at", "ray_app.rolled_back_by"
 _TAG_CHARS, _KEPT_CHARS = 5000, 1000
@@ -143,7 +145,6 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     for tag, value in zip(_WHY, (reason[:_TAG_CHARS], _now(), by, before or "none"), strict=True):
         client.set_model_version_tag(name, version, tag, value)
     client.set_registered_model_alias(name, CHAMPION, version)
-    client.delete_model_version_tag(name, version, _WAS)
     return True
 
 

@@ -110,7 +110,7 @@ def test_what_names_a_place() -> None:
     ("text", "message"),
     [
         ("gs://bucket/x", "gs://; runs and data sets are written to a folder that all nodes see, or to s3://"),
-        ("s3:///x", "names no place on S3"),
+        ("s3:///x", "names no place on s3:"),
         ("s3://bucket/x?endpoint=host", "'endpoint' is unknown. Write s3://bucket/prefix, with ?endpoint_override"),
         ("s3://key:secret@bucket/x", "must not hold credentials"),
     ],

@@ -251,4 +251,6 @@ def reading(place: Place) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         credentials = place.credentials if isinstance(place, ObjectPath) else ""
-        raise StorageError(f"{place} cannot be read: {error}. Check address, bucket and credentials ({credentials}).") from error
+        raise StorageError(
+            f"{place} cannot be read: {error}. Check the address, the bucket and the credentials ({credentials})."
+        ) from error
