@@ -85,6 +85,17 @@ def test_overrides_from_python_and_their_refusal() -> None:
             load_config(DIGITS, **{field: value})
 
 
+def test_a_class_below_a_task_is_the_same_with_its_defaults_with_none_and_without_arguments(tmp_path: Path) -> None:
+    flip = "{class_path: torchvision.transforms.v2.RandomHorizontalFlip}"
+    text = (ROOT / "conf" / "detection.yaml").read_text()
+    assert flip in text
+    found = []
+    for init_args in ("", ", init_args: {}", ", init_args: {p: 0.5}"):
+        (tmp_path / "conf.yaml").write_text(text.replace(flip, flip.replace("}", init_args + "}", 1)))
+        found.append(load_config(tmp_path / "conf.yaml").task)
+    assert found == [found[0]] * 3
+
+
 SECTIONS_OF_A_RUN = {*SECTIONS, "task", "optimizer", "schedule", "seed"}
 IN_DOCS = [
     pytest.param(block.text, id=f"{page.stem}-{number}")

@@ -236,6 +236,8 @@ def _as_set(value: Any) -> Any:
             f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run keeps init_args only. Name these arguments in the"
             " signature of the class, and give them in init_args."
         )
+    if isinstance(value, dict) and value.keys() == {"class_path"}:
+        return {**value, "init_args": {}}  # as it is read again from a run, which has all of them
     if not isinstance(value, dict) or not value.keys() >= {"class_path", "init_args"}:
         return value
     parameters = inspect.signature(load_class(value["class_path"])).parameters
