@@ -86,7 +86,7 @@ def _every_source(folder: Path) -> None:
     for write in (_photos, _mnist, _iris):
         write(folder)
     np.savez(folder / "arrays.npz", x=np.zeros((8, 4), np.float32), y=np.arange(8))
-    write_cifar(folder / "cifar-10-batches-py", "python10")
+    write_cifar(folder / "cifar-10-batches-py", "python10", rows=20)
     for number in range(13):
         write_tar(folder / "shards" / f"train-{number:03}.tar", {f"{number}.cls": b"1", f"{number}.txt": b"a"})
     (folder / "records").symlink_to(SUPPORT / "tfrecord")
