@@ -172,7 +172,7 @@ class Predictor:
 def _not_finite(values: Field) -> int | None:
     """The first row with a number that is NaN or infinite."""
     numbers = values.values if isinstance(values, Ragged) else values
-    if numbers.dtype.kind != "f" or (finite := np.isfinite(numbers).reshape(len(numbers), -1).all(1)).all():
+    if numbers.dtype.kind != "f" or (finite := np.isfinite(numbers).all(tuple(range(1, numbers.ndim)))).all():
         return None
     first = int(np.argmin(finite))
     return int(np.searchsorted(values.offsets, first, "right")) - 1 if isinstance(values, Ragged) else first

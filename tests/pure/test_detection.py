@@ -173,7 +173,12 @@ def test_a_number_that_is_not_finite_is_found_in_its_row(place: int, row: int | 
     values = np.array([1, 2, 3], np.float32)
     values[place:] = np.nan
     assert _not_finite(Ragged(values, np.array([0, 2, 2, 3]))) == row
+
     assert _not_finite(values[:, None]) == (place if place < 3 else None)
+
+
+def test_where_nothing_is_found_all_is_finite() -> None:
+    assert _not_finite(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
 
 
 def test_rows_without_any_object_are_read() -> None:
