@@ -17,7 +17,7 @@ from ray_app.train.group.messages import Flags, Formed
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import train
-from tests.support.local_world import CPU, LocalMembership, Outcome, Pool, cached
+from tests.support.local_world import CPU, LocalMembership, OpenWindows, Outcome, Pool, cached
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,16 @@ class ShiftingMembership(LocalMembership):
         return self._at + 1 < len(self._groups) and self._me not in self._groups[self._at + 1]
 
 
-def train_shifting(pool: Pool, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks = Hooks()) -> list[Outcome]:
+def train_shifting(
+    pool: Pool, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks = Hooks(), windows: OpenWindows = cached
+) -> list[Outcome]:
     """Trains in several generations; returns what became of each worker."""
-    return pool.outcomes(1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks)
+    return pool.outcomes(1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows)
 
 
-def _train(me: int, store: Path, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks) -> str:
+def _train(me: int, store: Path, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks, windows: OpenWindows) -> str:
     try:
-        train(job, ShiftingMembership(me, groups, reforms, store, job.plan.logical_workers), cached, CPU, hooks)
+        train(job, ShiftingMembership(me, groups, reforms, store, job.plan.logical_workers), windows, CPU, hooks)
     except BaseException:
         traceback.print_exc()
         raise
