@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray_app.task.losses import Losses
     from ray_app.task.rows.drawing import drawing
     from ray_app.task.rows.ragged import Ragged
-    from ray_app.task.scripted import Loop
+    from ray_app.task.script.scripted import Loop
     from ray_app.watch.observer import Observer
 
 __all__ = [
@@ -54,7 +54,7 @@ logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook
 _PLACES = {
     "Comparison": "report.comparison",
     "LocalCluster": "drill.local",
-    "Loop": "task.scripted",
+    "Loop": "task.script.scripted",
     "Losses": "task.losses",
     "Observer": "watch.observer",
     "Ragged": "task.rows.ragged",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray_app.config.sections import ClassSpec
 
-OWN_OPTIMIZER = "ray_app.task.optimizer.OwnOptimizer"
+OWN_OPTIMIZER = "ray_app.task.script.optimizer.OwnOptimizer"
 """Stands for the optimizer that the task makes."""
 
 

@@ -9,17 +9,16 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import DataFacts
-from ray_app.plan.keyed import hash_array, key
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.columns import class_names, count_classes, need_column
 from ray_app.task.losses import Losses
+from ray_app.task.rows.drawing import uniform
 from ray_app.task.rows.plain import plain
 from ray_app.task.rows.ragged import LENGTHS, Arrays
 
@@ -298,17 +297,3 @@ class Task(ABC):
         """A row of an evaluated batch as PNG, for people to look at; None if it has no picture."""
         del batch, row
         return None
-
-
-def uniform(keys: Tensor, salt: int) -> Tensor:
-    """One uniform number in [0, 1) per key, the same everywhere for the same (key, salt).
-
-    Args:
-        keys: 63-bit integers, shape (rows,), on the CPU.
-        salt: Which of a row's random numbers; another salt gives an independent one.
-
-    Returns:
-        float64, shape (rows,).
-    """
-    hashed = hash_array(key(salt), keys.numpy())
-    return torch.from_numpy((hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53)

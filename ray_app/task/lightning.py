@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.class_path import load_class
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
-from ray_app.task.batches import BatchTask, Evaluated, mean_of, rows_in
 from ray_app.task.losses import Losses
 from ray_app.task.rows.transforms import made
-from ray_app.task.trainerless import NoNumber, has_own, played, refuse_hooks
+from ray_app.task.script.batches import BatchTask, Evaluated, mean_of, rows_in
+from ray_app.task.script.trainerless import NoNumber, has_own, played, refuse_hooks
 
 _VALIDATION_LOSSES = ("val_loss", "loss")
 

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.class_path import load_class
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
-from ray_app.task.batches import BatchTask, Evaluated, mean_of
 from ray_app.task.losses import Losses
 from ray_app.task.rows.transforms import Spec
-from ray_app.task.scripted import Loop, Running
+from ray_app.task.script.batches import BatchTask, Evaluated, mean_of
+from ray_app.task.script.scripted import Loop, Running
 
 _RUNNING: dict[nn.Module, Running] = {}
 """The loops of this process, by the model that they train."""

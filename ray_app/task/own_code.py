@@ -16,7 +16,8 @@ from ray_app.errors import RayAppError, TaskError
 
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
-_MACHINERY = tuple(_TASKS / f"{name}.py" for name in ("base", "losses", "own_code", "score/scoring", "batches", "trainerless", "scripted"))
+_OF_OURS = ("base", "losses", "own_code", "score/scoring", "script/batches", "script/trainerless", "script/scripted")
+_MACHINERY = tuple(_TASKS / f"{name}.py" for name in _OF_OURS)
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _MOST_CALLS = 30
 

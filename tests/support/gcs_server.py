@@ -4,11 +4,9 @@ reads, so it is a process of its own.
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
-import time
 
 from ray_app.data.dataset.cloud import GooglePath
 from tests.support.places import ROOT
@@ -20,7 +18,9 @@ class GoogleServer:
     """The emulator's process."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", "tests.support.gcs_server"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.gcs_server"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         self.address = f"127.0.0.1:{int(self._process.stdout.readline())}"
 
@@ -47,11 +47,9 @@ def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
-    parent = os.getppid()
     server.start()
     print(port, flush=True)
-    while os.getppid() == parent:
-        time.sleep(0.5)
+    sys.stdin.read()  # ends with the parent
     server.stop()
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 
 from ray_app.task.losses import Losses
-from ray_app.task.scripted import Loop
+from ray_app.task.script.scripted import Loop
 
 CLASSES = 5
 

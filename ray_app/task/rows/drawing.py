@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from ray_app.plan.keyed import hash_array, key
 
 _DRAWING = {
     torch.rand,
@@ -59,3 +62,17 @@ class drawing(TorchFunctionMode):
         if func in _DRAWING and named.get("generator") is None:
             named["generator"] = self._generator
         return func(*args, **named)
+
+
+def uniform(keys: Tensor, salt: int) -> Tensor:
+    """One uniform number in [0, 1) per key, the same everywhere for the same (key, salt).
+
+    Args:
+        keys: 63-bit integers, shape (rows,), on the CPU.
+        salt: Which of a row's random numbers; another salt gives an independent one.
+
+    Returns:
+        float64, shape (rows,).
+    """
+    hashed = hash_array(key(salt), keys.numpy())
+    return torch.from_numpy((hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53)

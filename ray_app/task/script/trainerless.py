@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
-from ray_app.task.batches import mean_of
+from ray_app.task.script.batches import mean_of
 
 _LIGHTNING = ("pytorch_lightning", "lightning", "torch")
 _NEVER_CALLED = (

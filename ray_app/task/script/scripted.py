@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.task.base import Batch
-from ray_app.task.batches import mean_of, rows_in
 from ray_app.task.losses import Losses
+from ray_app.task.script.batches import mean_of, rows_in
 
 
 class _Said(Enum):
