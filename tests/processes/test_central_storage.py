@@ -60,7 +60,11 @@ def central_job(folder: Path, data: Path, **fields: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__precision": "fp16", "train__freeze": ["0.*"]}]
+    "fields",
+    [
+        pytest.param({}, marks=pytest.mark.rest),
+        {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__precision": "fp16", "train__freeze": ["0.*"]},
+    ],
 )
 def test_the_bits_are_those_of_ddp_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]

@@ -172,6 +172,7 @@ def test_what_is_no_run_or_never_started_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.rest
 def test_a_storage_that_is_away_for_a_moment_does_not_fail_a_run_at_its_end(
     short_run: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ print([line.split()[1] for line in open("/proc/self/status") if line.startswith(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.rest
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     peak_kib = []
     for times in (1, 8):

@@ -126,6 +126,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     assert [path for path in out.rglob(".*")] == []
 
 
+@pytest.mark.rest
 def test_after_a_kill_the_finished_buckets_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixing, "BUCKET_BYTES", 1000)
     folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
@@ -293,6 +294,7 @@ def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3
     assert ingest(IngestOptions("parquet", input=summary.parts[sorted(summary.parts)[-1]].path)).rows > 0
 
 
+@pytest.mark.rest
 def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
     folder, out = write_csvs(tmp_path / "in"), s3_folder / "out"
     kill_midway(folder, out)

@@ -65,7 +65,7 @@ def local_job(folder: Path, data: Path, **fields: Any) -> Job:
     "fields",
     [
         {},
-        {"optimizer": SGD, "train__outer_lr": 0.7, "train__outer_momentum": 0.9},
+        pytest.param({"optimizer": SGD, "train__outer_lr": 0.7, "train__outer_momentum": 0.9}, marks=pytest.mark.rest),
         pytest.param(
             {"train__ema_decay": 0.9, "schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}},
             marks=pytest.mark.rest,

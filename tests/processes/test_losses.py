@@ -82,7 +82,7 @@ def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: A
     return make_job(folder, data, logical_workers=4, batch=12, task=task or Tokens(), **(defaults | fields))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("ddp", "local_sgd") else pytest.mark.rest) for n in STRATEGIES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, name: str) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
     alone = pool.trained(job, 1, cached)

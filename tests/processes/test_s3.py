@@ -168,6 +168,7 @@ def test_a_passing_error_of_the_server_is_not_seen(s3_server: S3Server, s3_folde
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.rest
 def test_an_answer_that_does_not_come_is_asked_for_again(s3_server: S3Server, s3_folder: S3Path) -> None:
     s3_server.fail("PUT", delay_s=3)
     assert put_atomic(s3_folder / "a", b"1")

@@ -65,6 +65,7 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("same_threads")
+@pytest.mark.rest
 def test_the_digits_are_learnt_in_the_calling_process(digits: Path, tmp_path: Path) -> None:
     job = digits_job(tmp_path, digits, {"train__strategy": "single"})
     with pytest.raises(KilledError):

@@ -67,7 +67,10 @@ def test_the_page_trains_a_gan(pool: Pool, data: Path, tmp_path: Path) -> None:
     assert [reader.records[step].lr for step in range(1, 5)] == [0.002, 0.002, 0.001, 0.002]
 
 
-@pytest.mark.parametrize(("turns", "fields"), [(None, {}), (with_schedules(), {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.1})])
+@pytest.mark.parametrize(
+    ("turns", "fields"),
+    [pytest.param(None, {}, marks=pytest.mark.rest), (with_schedules(), {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.1})],
+)
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, data: Path, tmp_path: Path, turns: dict[str, Any] | None, fields: dict[str, Any]
 ) -> None:

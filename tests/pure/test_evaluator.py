@@ -112,6 +112,7 @@ def test_a_damaged_checkpoint_is_marked_and_passed_over_and_one_that_went_is_not
     assert not job.paths.checkpoint(2, 1).exists()
 
 
+@pytest.mark.rest
 def test_storage_that_fails_for_a_while_is_asked_again(job: EvaluationJob) -> None:
     commit(job, 1)
     calls = []

@@ -28,15 +28,17 @@ def line(code: str) -> str:
     ("what", "expected"),
     [
         ("decode", f"decode draws from Python's generator (random) {line('random.random() <')}decode). Its result may be cached"),
-        ("batch", "decode makes another 'image' of a row by itself"),
+        pytest.param("batch", "decode makes another 'image' of a row by itself", marks=pytest.mark.rest),
         ("numpy", f"augment draws from NumPy's generator (numpy.random) {line('np.random.rand()')}augment). Draw from the keys"),
-        (
+        pytest.param(
             "unseeded",
             f"augment draws from a generator made without a seed (numpy.random.default_rng) {line('default_rng().random')}augment)",
+            marks=pytest.mark.rest,
         ),
-        (
+        pytest.param(
             "transform",
             "augment draws from a generator of its own, Impure.transform.random_generator (numpy's Generator). Draw from the keys",
+            marks=pytest.mark.rest,
         ),
         ("kept", "training_loss gives something else when it is called again"),
     ],

@@ -261,6 +261,7 @@ def compared(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **fiel
     return made, judge(made, section).promote
 
 
+@pytest.mark.rest
 def test_a_real_improvement_on_few_rows_passes_and_noise_does_not() -> None:
     better, promoted = compared(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))
     assert promoted
