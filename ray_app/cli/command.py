@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import gc
 import importlib
 import sys
+from types import ModuleType
 
 from ray_app.version import __version__
 
@@ -43,11 +46,21 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
     elif name == "--version":
         print(f"ray-app {__version__}")
     elif name in COMMANDS:
-        return int(importlib.import_module(f"ray_app.cli.{name}").main(rest, f"{prog} {name}"))
+        return int(_imported(name).main(rest, f"{prog} {name}"))
     else:
         print(_refusal(prog, name), file=sys.stderr)
         return 2
     return 0
+
+
+def _imported(name: str) -> ModuleType:
+    """The module of a subcommand. What is imported is no garbage: to look for it meanwhile and at the end takes a second and more."""
+    atexit.register(gc.freeze)
+    gc.disable()
+    try:
+        return importlib.import_module(f"ray_app.cli.{name}")
+    finally:
+        gc.enable()
 
 
 def _help(prog: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import psutil
 from rich.console import Console
 
 from ray_app.errors import is_refusal
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
     try:
         with ending_at_sigterm():
             config = parse(arguments, prog)
-            with opened(config, console) as run:
+            with opened(config, console, since_s=psutil.Process().create_time()) as run:
                 started = True
                 result = run.go()
     except KeyboardInterrupt:

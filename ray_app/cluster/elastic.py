@@ -14,6 +14,7 @@ Another Ray version may lack any of it; then importing this module fails, and `c
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any
 
@@ -53,6 +54,10 @@ class _Controller(TrainController):
     worker_group_cls = ElasticGroup
     _owed = 0
     """Workers that were lost and not replaced yet."""
+
+    def __init__(self, env: dict[str, str], **arguments: Any) -> None:
+        os.environ |= env  # with a `runtime_env` of its own a process that is there already would be of no use
+        super().__init__(**arguments)
 
     @property
     def _budget(self) -> FailureBudget:
@@ -159,7 +164,6 @@ class ElasticTrainer(DataParallelTrainer):
         arguments["scaling_policy"] = Sizes(self.scaling_config, self._control)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
-        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": env}}
-        controller = ray.remote(_Controller).options(**options).remote(**arguments)
+        controller = ray.remote(_Controller).options(num_cpus=0, scheduling_strategy=here).remote(env, **arguments)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())

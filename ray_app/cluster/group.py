@@ -8,10 +8,12 @@ private to Ray Train; `_create_workers` is its method without the shared placeme
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from typing import Any
 
 import ray
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.worker import Worker
@@ -90,12 +92,10 @@ class ElasticGroup(WorkerGroup):
         return self._slots
 
     def _create_workers(self, num_workers: int, placement_group: Any, resources_per_worker: dict[str, float], **kwargs: Any) -> list:
-        """As Ray's, but in a slot of its own each."""
+        """As Ray's, but in a slot of its own each, and without a `runtime_env`: processes that are there already can be used."""
         del placement_group
-        made = ray.remote(
-            runtime_env=self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env),
-            **bundle_to_remote_args(resources_per_worker),
-        )(self._worker_cls)
+        made = ray.remote(**bundle_to_remote_args(resources_per_worker))(self._worker_cls)
+        env = get_env_vars_to_propagate()
         actors = []
         for _ in range(num_workers):
             slot = self._slots.free.pop()
@@ -103,6 +103,7 @@ class ElasticGroup(WorkerGroup):
             actors.append(made.options(scheduling_strategy=strategy).remote())
             self._slots.use(id_of(actors[-1]), slot)
         try:
+            ray.get([actor.execute.remote(_set_environment, env) for actor in actors], timeout=_START_S)
             found = ray.get([actor.get_metadata.remote() for actor in actors], timeout=_START_S)
         except (ray.exceptions.RayError, TimeoutError):
             for actor in actors:
@@ -148,6 +149,10 @@ class ElasticGroup(WorkerGroup):
         self._worker_rank_to_replica_group_rank = {place: place for place in range(len(workers))}
         self._world_rank_to_ongoing_poll.clear()
         self._latest_poll_status = None
+
+
+def _set_environment(env: dict[str, str]) -> None:
+    os.environ |= env
 
 
 def id_of(actor: Any) -> str:

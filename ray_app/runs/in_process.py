@@ -78,23 +78,38 @@ def run_training(config: Config, console: Console | None = None, faults: Faults 
 
 
 @contextmanager
-def opened(config: Config, console: Console, faults: Faults = Faults(), background: bool = False) -> Iterator[Run]:
+def opened(
+    config: Config, console: Console, faults: Faults = Faults(), background: bool = False, since_s: float | None = None
+) -> Iterator[Run]:
     """Refuses what can be refused before anything is written, then connects to the cluster and claims the run; see `run_training`.
 
     Args:
         config: The run.
         console, faults: See `run_training`.
         background: Leaves signals, and showing the steps, to whoever is in front.
+        since_s: When the command was typed, seconds since 1970, if there was one.
     """
+    phases, last_s = dict[str, float](), since_s
+
+    def note(phase: str) -> None:
+        nonlocal last_s
+        now = time.time()
+        if last_s is not None:
+            phases[phase] = now - last_s
+        last_s = now
+
+    note("command")
     if config.tracking.enabled:
         check_available(config)
     check_board(config)
     check_storage(config)
     observers_of(config)
     prepared = prepare(config)
+    note("preparation")
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
     with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
+        note("cluster")
         there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
         max_workers = workers_that_fit(config, *there)
         refuse_windows(prepared.job, 1 if config.train.strategy == "single" else max_workers, there[1])
@@ -106,7 +121,8 @@ def opened(config: Config, console: Console, faults: Faults = Faults(), backgrou
             if prepared.changed:
                 put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
             progress = Console(quiet=True, force_jupyter=False) if background else console
-            yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress)
+            note("claim")
+            yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress, phases)
 
 
 class Run:
@@ -122,7 +138,9 @@ class Run:
         own_cluster: bool,
         interrupted: threading.Event,
         progress: Console,
+        phases: dict[str, float],
     ) -> None:
+        self._phases = phases
         self.job, self._evaluation = prepared.job, prepared.evaluation
         self._config = prepared.job.config
         self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
@@ -142,7 +160,7 @@ class Run:
         """Trains to the end; see `run_training`."""
         job = self.job
         metric, mode = job.best_metric, job.best_mode
-        facts = {"max_workers": self._max_workers, "total_steps": job.total_steps, "version": __version__}
+        facts = {"max_workers": self._max_workers, "total_steps": job.total_steps, "version": __version__, "phases": self._phases}
         put_event(job.paths, "started", job.fence, metric=metric, mode=mode, **facts)
         tracker, board = make_tracker(job), make_board(job)
         observers = make_observers(job)

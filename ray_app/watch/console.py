@@ -202,6 +202,8 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], facts: Facts 
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
+    if took := summary["start_s"]:
+        rows.append(("start", f"{sum(took.values()):.1f} s: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in took.items())))
     if facts is not None:
         rows += [("loss", curve) for curve in [loss_curve(facts, console.encoding)] if curve]
         rows.append(("cluster", facts.story))

@@ -16,7 +16,7 @@ from ray_app.errors import ConfigError
 from ray_app.record.evaluations import Evaluation, ranked
 from ray_app.record.files import put_json
 from ray_app.record.paths import RunPaths
-from ray_app.record.progress.history import goodput, recoveries, restarts, world_sizes
+from ray_app.record.progress.history import goodput, recoveries, restarts, start, world_sizes
 from ray_app.record.progress.journal import Event, put_event, read_events
 from ray_app.record.progress.segments import StepRecord
 from ray_app.report.facts import read_facts
@@ -40,6 +40,16 @@ def event(kind: str, time_s: float, **details: Any) -> Event:
 def test_world_sizes_are_stretches() -> None:
     records = [record(1, 1, 2), record(2, 2, 2), record(3, 3, 1), record(4, 4, 2)]
     assert world_sizes(records) == [[0, 2], [2, 1], [3, 2]]
+
+
+def test_a_start_is_told_by_phase() -> None:
+    """Of the start that made the first step, the one before having ended without any."""
+    phases = {"command": 3.0, "preparation": 0.5, "cluster": 2.0}
+    events = [event("started", 1.0), event("workers", 4.0), event("started", 10.0, phases=phases), event("workers", 15.0)]
+    events += [event("formed", 16.5), event("formed", 30.0), event("workers", 40.0)]
+    assert start(events, [record(1, 17.0), record(2, 31.0)]) == {**phases, "workers": 5.0, "forming": 1.5, "first step": 0.5}
+    assert start(events, []) == {}
+    assert start([event("started", 1.0), event("formed", 1.0)], [record(1, 2.0)]) == {"forming": 0.0, "first step": 1.0}
 
 
 def test_goodput_counts_what_was_lost() -> None:

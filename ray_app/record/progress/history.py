@@ -38,6 +38,22 @@ def restarts(events: list[Event]) -> dict[str, int]:
     }
 
 
+def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float]:
+    """Seconds of each phase before the run's first step, in their order: from the command, where there was one, to the end of that step."""
+    before = [event for event in events if records and event.time_s <= records[0].time_s]
+    begun = next((event for event in reversed(before) if event.kind == "started"), None)
+    if begun is None:
+        return {}
+    phases, since = dict(begun.details.get("phases", {})), begun.time_s
+    for kind, phase in (("workers", "workers"), ("formed", "forming")):
+        for event in before:
+            if event.kind == kind and event.time_s >= since:
+                phases[phase], since = event.time_s - since, event.time_s
+                break
+    phases["first step"] = records[0].time_s - since
+    return {phase: round(seconds, 3) for phase, seconds in phases.items()}
+
+
 def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
     """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next finished step."""
     times = array("d", sorted(record.time_s for record in records))

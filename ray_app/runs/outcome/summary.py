@@ -10,7 +10,7 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import names, read_json
-from ray_app.record.progress.history import count, goodput, means, recoveries, restarts, world_sizes
+from ray_app.record.progress.history import count, goodput, means, recoveries, restarts, start, world_sizes
 from ray_app.record.progress.journal import Event, read_events
 from ray_app.record.progress.segments import StepRecord
 from ray_app.record.progress.steps import read_steps
@@ -62,6 +62,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
             "fallbacks": count(events, "fallback"),
             "failed_writes": count(events, "write_failed"),
         },
+        "start_s": start(events, records),
         "timing": _timing(records, events),
         "parameter_servers": next((event.details["servers"] for event in reversed(events) if event.kind == "partitioned"), None),
         "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
