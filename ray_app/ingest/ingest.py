@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from ray_app.data.dataset.below import files_below
 from ray_app.data.dataset.files import Place, is_within, place_of, relative
+from ray_app.data.dataset.footers import read_footers
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest import options as checks
 from ray_app.ingest import target as output
@@ -217,6 +219,8 @@ def _write_all(
         if refused[side]:
             put_atomic(place / "refused.jsonl", refused_lines(refused[side]))
         about = {"format_version": FORMAT_VERSION, "source": options.source, **facts, "parts": sorted(part_of), "made_from": made_from}
+        shards = {shard["path"] for shard in facts["shards"]}
+        read_footers(place, [file for file in files_below(place, ".parquet") if relative(file, place) in shards]).put(place)
         put_json(place / "dataset.json", about)
 
 

@@ -19,12 +19,14 @@ class ObjectPath:
         key: The object's key, or a prefix without its last slash.
         query: How the server is reached, as it stands in the URI.
         etag: Version of the object, if it was listed.
+        size: Its bytes, likewise.
     """
 
     bucket: str
     key: str
     query: str = ""
     etag: str = field(default="", compare=False, repr=False)
+    size: int | None = field(default=None, compare=False, repr=False)
     scheme: ClassVar[str]
     options: ClassVar[Sequence[str]]
     """What the query may hold."""
@@ -56,7 +58,7 @@ class ObjectPath:
         return f"{self.scheme}://{self.bucket}/{self.key}" + (f"?{self.query}" if self.query else "")
 
     def __truediv__(self, name: str) -> Self:
-        return replace(self, key=f"{self.key}/{name}".lstrip("/"), etag="")
+        return replace(self, key=f"{self.key}/{name}".lstrip("/"), etag="", size=None)
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ class ObjectPath:
     @property
     def parent(self) -> Self:
         """The prefix that it is in."""
-        return replace(self, key=self.key.rpartition("/")[0], etag="")
+        return replace(self, key=self.key.rpartition("/")[0], etag="", size=None)
 
     @property
     def below(self) -> str:

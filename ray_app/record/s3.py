@@ -89,7 +89,7 @@ class S3Path(ObjectPath):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
                 for entry in page.get("Contents", ()):
                     name = entry["Key"].removeprefix(prefix)
-                    found[name] = replace(self / name, etag=entry["ETag"])
+                    found[name] = replace(self / name, etag=entry["ETag"], size=entry["Size"])
         return found
 
     def folders(self) -> list[str]:

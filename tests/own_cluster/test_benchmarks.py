@@ -36,3 +36,10 @@ def test_the_object_store_is_measured() -> None:
     store, through, used, spilled = map(float, sizes)
     assert (round(through), spilled) == (45, 0)
     assert 0 < used <= store
+
+
+def test_opening_many_files_is_measured() -> None:
+    found = printed("benchmarks/footers.py", "--files", "20")
+    ways = re.findall(rf"^(\S.*?) +{NUMBER} s \({NUMBER}-{NUMBER}\), -?{NUMBER} MB; of 100,000 {NUMBER} s, ", found, re.MULTILINE)
+    assert [way for way, *_ in ways] == ["footers, not in the page cache", "footers, in the page cache", "kept", "kept again"]
+    assert all(float(seconds) > 0 for _, seconds, *_ in ways)

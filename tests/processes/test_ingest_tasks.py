@@ -23,6 +23,7 @@ import pytest
 from PIL import Image
 
 from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.dataset.footers import KEPT
 from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Reader, whole
 from ray_app.data.read.slices import fetch_here
@@ -52,8 +53,8 @@ def options_for(folder: Path, out: Any, **more: Any) -> IngestOptions:
 
 
 def content(folder: Path | S3Path) -> dict[str, bytes]:
-    """The bytes of every file by relative path."""
-    found = listing(folder)
+    """The bytes of every file by relative path, but of the one in which times and ETags of the others stand."""
+    found = {name: place for name, place in listing(folder).items() if not name.endswith(KEPT)}
     return dict(zip(found, read_all(found.values()), strict=True))
 
 
@@ -302,7 +303,7 @@ def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(tmp_path: Path, 
         open_dataset(str(out))
     s3_server.reset()
     ingest(options_for(folder, out))
-    written = {re.sub(r".*/|\?.*", "", request) for request in s3_server.requests(r"^(PUT|POST) .*\.arrow")}
+    written = {re.sub(r".*/|\?.*", "", request) for request in s3_server.requests(r"^(PUT|POST) .*-000\.arrow")}
     assert written == {f"-0000{i}-000.arrow" for i in (3, 4, 5)}
     ingest(options_for(folder, tmp_path / "out"))
     assert content(out) == content(tmp_path / "out")
@@ -357,6 +358,22 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
     ):
         with pytest.raises(DataError, match=expected):
             open_dataset(str(s3_folder / name if name else s3_folder))
+
+
+def test_footers_on_s3_cost_a_request_each_or_none(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+    out = s3_folder / "out"
+    ingest(options_for(write_csvs(tmp_path / "in"), out, row_group_rows=7, shard_rows=40))
+    s3_server.reset()
+    warm = open_dataset(str(out))
+    assert s3_server.requests(r"\.parquet") == []
+    (out / KEPT).unlink()
+    cold = open_dataset(str(out))
+    paths = [*cold.manifest.paths, cold.manifest.paths[0]]  # the first one's columns are those of all
+    assert len(set(paths)) > 1
+    assert sorted(re.sub(r" .*/|\?.*", " ", request).strip() for request in s3_server.requests(r"\.parquet")) == [
+        f"GET {path}" for path in sorted(paths)
+    ]
+    assert (warm.manifest.digest, warm.facts.columns) == (cold.manifest.digest, cold.facts.columns)
 
 
 def test_s3_that_refuses_is_a_data_error(s3_folder: S3Path, s3_server: S3Server) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.dataset import footers
+from ray_app.data.dataset.below import files_below
+from ray_app.data.dataset.dataset import Dataset, open_dataset
 from ray_app.data.read.first import first_row
 from ray_app.errors import BadRowError, DataError
+from ray_app.plan.facts import ColumnFacts
 
 
 def write(file: Path, **columns: object) -> None:
@@ -61,3 +68,89 @@ def test_a_column_that_is_not_there_is_no_bad_row(tmp_path: Path) -> None:
     ) as found:
         first_row(dataset, ["label", "widht"], dict)
     assert not isinstance(found.value, BadRowError)
+
+
+def write_shards(folder: Path, files: int = 4) -> None:
+    for i in range(files):
+        numbers = {"n": [i, i + 1, i + 5, i], "x": [0.5 * i, None, 1.0, 2.0], "l": [[i], [i + 2], [], [1]], "t": ["a", "b", "c", "d"]}
+        table = pa.table({**numbers, "b": [True, False, None, True], "h": pa.array(np.arange(4, dtype=np.float16))})
+        folder.mkdir(exist_ok=True)
+        pq.write_table(table, folder / f"part-{i}.parquet", row_group_size=2)
+
+
+def keep(folder: Path) -> None:
+    footers.read_footers(folder, files_below(folder, ".parquet")).put(folder)
+
+
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Dataset]:
+    """The files whose footers are read, and the data set."""
+    read, footer = list[str](), footers._footer
+    with monkeypatch.context() as patched:
+        patched.setattr(footers, "_footer", lambda file: (read.append(file.name), footer(file))[1])
+        dataset = open_dataset(str(folder))
+    return sorted(set(read)), replace(dataset, facts=replace(dataset.facts, count=None))
+
+
+def test_a_data_set_opens_without_its_footers_and_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path)
+    names = [f"part-{i}.parquet" for i in range(4)]
+    cold = opened(tmp_path, monkeypatch)
+    columns = cold[1].facts.columns
+    assert columns["n"] == ColumnFacts("integer", "int64", (), 0.0, 8.0, 0, 4.0)
+    assert columns["x"] == ColumnFacts("number", "float64", (), 0.0, 2.0, 4, 1.5)
+    assert columns["l"] == ColumnFacts("list", "list<element: int64>", (), 0.0, 5.0)
+    assert columns["b"] == ColumnFacts("integer", columns["b"].dtype, (), 0.0, 1.0, 4, 1.5)
+    assert (columns["h"].minimum, columns["h"].group_span, columns["h"].nulls) == (None, None, 0)
+    keep(tmp_path)
+    warm = opened(tmp_path, monkeypatch)
+    assert (cold[0], warm[0]) == (names, [])
+    assert (warm[1].manifest.digest, warm[1].facts) == (cold[1].manifest.digest, cold[1].facts)
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path)
+    keep(tmp_path)
+    file = tmp_path / "part-2.parquet"
+    table, before = pq.read_table(file), file.stat()
+    pq.write_table(table.set_column(0, "n", pa.array([2, 3, 2, 99])), file, row_group_size=2)
+    assert file.stat().st_size == before.st_size, "the time alone tells"
+    (tmp_path / "part-1.parquet").unlink()
+    pq.write_table(table, tmp_path / "part-9.parquet", row_group_size=1)
+    read, dataset = opened(tmp_path, monkeypatch)
+    assert read == ["part-2.parquet", "part-9.parquet"]
+    assert dataset.manifest.rows.tolist() == [2, 2, 2, 2, 2, 2, 1, 1, 1, 1]
+    assert dataset.facts.columns["n"].maximum == 99.0
+    (tmp_path / footers.KEPT).unlink()
+    assert opened(tmp_path, monkeypatch)[1].facts == dataset.facts
+    keep(tmp_path)
+    pq.write_table(pa.table({"other": [1]}), file)
+    with pytest.raises(DataError, match=r"part-2\.parquet has other columns than .*part-0\.parquet"):
+        open_dataset(str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-400] + bytes(400)])
+def test_what_is_kept_of_footers_may_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]) -> None:
+    write_shards(tmp_path)
+    cold = opened(tmp_path, monkeypatch)
+    keep(tmp_path)
+    (tmp_path / footers.KEPT).write_bytes(damage((tmp_path / footers.KEPT).read_bytes()))
+    read, dataset = opened(tmp_path, monkeypatch)
+    assert (read, dataset.manifest.digest, dataset.facts) == (cold[0], cold[1].manifest.digest, cold[1].facts)
+
+
+def test_footers_are_let_go_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, 100)
+    seen, most = list[weakref.ref[object]](), 0
+    footer, one_at_a_time = footers._footer, threading.Lock()
+
+    def counted(file: Path) -> tuple[object, object]:
+        nonlocal most
+        found = footer(file)
+        with one_at_a_time:
+            seen.append(weakref.ref(found[0]))
+            most = max(most, sum(there() is not None for there in seen))
+        return found
+
+    monkeypatch.setattr(footers, "_footer", counted)
+    assert open_dataset(str(tmp_path)).manifest.num_rows == 400
+    assert 1 <= most <= 2 * footers._DISK_THREADS + 2

@@ -86,4 +86,4 @@ def _walk(folder: Path, above: frozenset[Path]) -> Iterator[tuple[Path, Path]]:
             yield from _walk(folder / entry.name, above | {real})
         elif entry.is_file():
             place = folder / entry.name
-            yield place, place.resolve() if entry.is_symlink() else real / entry.name
+            yield place, place.resolve() if entry.is_symlink() else place if real == folder else real / entry.name

@@ -50,7 +50,7 @@ class CloudPath(ObjectPath):
         """All objects below this prefix by what follows it, in its order; as versions they have what changes with them."""
         found = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True, allow_not_found=True))
         files = {info.path.removeprefix(f"{self.path}/"): info for info in found if info.type == pafs.FileType.File}
-        return {name: replace(self / name, etag=f"{files[name].size}-{files[name].mtime_ns}") for name in sorted(files)}
+        return {name: replace(self / name, etag=f"{info.size}-{info.mtime_ns}", size=info.size) for name, info in sorted(files.items())}
 
     def folders(self) -> list[str]:
         """The prefixes directly below this one: pyarrow does not list those of Google, which are nothing of their own."""

@@ -30,6 +30,8 @@ from ray_app.record.objects import ObjectPath
 Place = Location | CloudPath
 """Where data may be read."""
 _AT_ONCE_BYTES = 1 << 20
+CONNECTIONS = 64
+"""Requests of a process to a bucket that are under way at once."""
 _OF_A_BUCKET = ("AWS Error", "google::cloud::Status", "Azure")
 """What pyarrow says where the system failed, and not the file."""
 
@@ -89,7 +91,8 @@ def relative(place: Place, root: Place) -> str:
     """The path of a place below `root`."""
     if isinstance(place, ObjectPath):
         return place.key.removeprefix(cast(ObjectPath, root).key).lstrip("/")
-    return place.relative_to(cast(Path, root)).as_posix()
+    below = os.path.join(cast(Path, root), "")
+    return str(place).removeprefix(below) if str(place).startswith(below) else place.relative_to(cast(Path, root)).as_posix()
 
 
 def is_within(place: Place, root: Place) -> bool:
@@ -116,6 +119,7 @@ def _s3(query: str) -> pafs.FileSystem:
     scheme = options.get("scheme", "https")
     if endpoint and "://" in endpoint:
         scheme, endpoint = urlsplit(endpoint).scheme, urlsplit(endpoint).netloc
+    pa.set_io_thread_count(max(pa.io_thread_count(), CONNECTIONS))  # as many requests as that a client of S3 has under way
     return pafs.S3FileSystem(endpoint_override=endpoint, scheme=scheme, region=options.get("region"))
 
 
@@ -192,6 +196,14 @@ def parquet(place: Place, buffer_bytes: int = 0) -> pq.ParquetFile:
     if isinstance(place, Path):
         return pq.ParquetFile(place, buffer_size=buffer_bytes, pre_buffer=False)
     return pq.ParquetFile(opened(place), buffer_size=buffer_bytes, pre_buffer=not buffer_bytes)
+
+
+def fragment_of(place: ObjectPath) -> Any:
+    """A Parquet file in a bucket, whose footer one request fetches, where the file was listed."""
+    import pyarrow.dataset
+
+    filesystem, path = arrow(cast(Place, place))
+    return pyarrow.dataset.ParquetFileFormat().make_fragment(path, filesystem, file_size=place.size)
 
 
 def publish(finished: Path, target: Location) -> None:
