@@ -94,7 +94,7 @@ class RayMembership:
         try:
             with collective():
                 self._group.open(formed, self._device, self._backend)
-            yield world, formed
+            yield replace(world, hosts=formed.hosts, groups=self._group.groups), formed
         finally:
             group, self._group = self._group, None
             group.close()

@@ -233,16 +233,18 @@ class Rendezvous:
         if any(map(_has_state, self._members.values())) and not any(map(_has_state, ready)):
             return  # who has the state saves it before it leaves, or comes back
         ready.sort(key=lambda m: (m.beat.step < 0, m.beat.rank if m.beat.generation else 0, m.joined_s))
+        hosts = list(dict.fromkeys(m.beat.host for m in ready))
+        ready.sort(key=lambda m: hosts.index(m.beat.host))  # the first stays the first
         self._number = max(self._number + 1, self._first)
         self._urgent = False
         self._standstill.begin(max(m.beat.step for m in ready))
-        first = ready[0].beat
+        first, hosts = ready[0].beat, [m.beat.host for m in ready]
         for rank, member in enumerate(ready):
             assert member.formed is not None
             member.beat = replace(member.beat, generation=self._number, rank=rank)
             member.joined_s = None
             if not member.formed.done():
-                member.formed.set_result(Formed(self._number, rank, len(ready), first.host, first.port))
+                member.formed.set_result(Formed(self._number, rank, len(ready), first.host, first.port, tuple(hosts)))
 
     # Silence and standstill.
 

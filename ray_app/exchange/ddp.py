@@ -1,8 +1,9 @@
 """A copy of the model in every worker: gradients are added in buckets that travel while backward still runs.
 
 `exact`: per bucket every rank adds the subtrees that it owns, ranks exchange shards (all-to-all), each finishes the tree for its shard,
-all gather the shards. The bytes are those of a ring all-reduce where each rank owns one aligned subtree. `overlapped`: one all-reduce
-per bucket; the same rows and weights, but the order of additions is the network's. With compression the bucket travels as bfloat16.
+all gather the shards; where several ranks are on each of several hosts, within the hosts first and then between them (`plan.route`). The
+bytes are those of a ring all-reduce where each rank owns one aligned subtree. `overlapped`: one all-reduce per bucket; the same rows and
+weights, but the order of additions is the network's. With compression the bucket travels as bfloat16.
 
 Bucketing with hooks follows Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError
 from ray_app.exchange.exchange import Exchange, World, collective
 from ray_app.exchange.tree import TreeSum, parents
-from ray_app.plan.assign import subtrees
+from ray_app.plan.route import Stage
 
 _MEBI = 1 << 20
 
@@ -44,6 +45,7 @@ class _Bucket:
         self.missing: set[nn.Parameter] = set()
         self.pending: Any = None
         self.received = self.result
+        self.sums: list[Tensor] = []
 
     def collect(self, logical_worker: int) -> None:
         """Moves the parameters' gradients into the tree as the leaf of a logical worker; a missing gradient counts as zeros."""
@@ -61,6 +63,33 @@ class _Bucket:
         """Forgets the step's sums, keeping their memory for the next."""
         self._spare += [value for value in self.tree.clear() if value is not self.result]
         self.pending = None
+        self.sums = []
+
+    def exchange(self, stage: Stage, group: Any) -> None:
+        """Sends everybody in the stage its shard of the sums that this rank holds, and receives its own of theirs."""
+        parts, held = len(stage.ranks), len(self.sums)
+        shard = self.sums[0].numel() // parts
+        outgoing = self.sums[0]
+        if held > 1:  # rank by rank, then node by node
+            outgoing = torch.stack(self.sums).view(held, parts, shard).transpose(0, 1).reshape(-1)
+        counts = [len(nodes) * shard for nodes in stage.held]
+        self.received = torch.empty(sum(counts), dtype=outgoing.dtype, device=outgoing.device)
+        self.pending = dist.all_to_all_single(self.received, outgoing, counts, [held * shard] * parts, group=group, async_op=True)
+
+    def add(self, stage: Stage, logical_workers: int) -> None:
+        """Waits for the exchange of a stage, and adds what came in the tree."""
+        self.pending.wait()
+        tree, nodes = TreeSum(parents(logical_workers)), [node for held in stage.held for node in held]
+        for node, value in zip(nodes, self.received.chunk(len(nodes)), strict=True):
+            tree.push(node, value)
+        self.sums = [value for _, value in tree.nodes]
+
+    def gather(self, stage: Stage, group: Any, into: Tensor | None) -> None:
+        """Gathers the shards of a stage, on the way back."""
+        [part] = self.sums
+        whole = into if into is not None else torch.empty(part.numel() * len(stage.ranks), dtype=part.dtype, device=part.device)
+        self.pending = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+        self.sums = [whole]
 
 
 class DataParallel(Exchange):
@@ -85,7 +114,7 @@ class DataParallel(Exchange):
     ) -> None:
         self._world, self._exact, self._compresses = world, reduction == "exact", compression == "bf16"
         self._alone = world.logical_workers == 1
-        self._subtrees = [subtrees(world.played_by(r), world.logical_workers) for r in range(world.size)]
+        self._route = list(zip(world.route, world.groups, strict=True))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buckets = [] if self._alone else [_Bucket(ps, world) for ps in _bucketed(self._parameters, int(bucket_mb * _MEBI))]
         self._last = world.played[-1]
@@ -200,13 +229,8 @@ class DataParallel(Exchange):
             bucket.received = partials[0].bfloat16() if self._compresses else partials[0]
             bucket.pending = dist.all_reduce(bucket.received, async_op=True)
             return
-        size, shard = self._world.size, bucket.shard
-        outgoing = partials[0]
-        if len(partials) > 1:  # rank by rank, then node by node
-            outgoing = torch.stack(partials).view(len(partials), size, shard).transpose(0, 1).reshape(-1)
-        counts = [len(nodes) * shard for nodes in self._subtrees]
-        bucket.received = torch.empty(sum(counts), dtype=outgoing.dtype, device=outgoing.device)
-        bucket.pending = dist.all_to_all_single(bucket.received, outgoing, counts, [len(partials) * shard] * size, async_op=True)
+        bucket.sums = partials
+        bucket.exchange(*self._route[0])
 
     def finish(self) -> None:
         """See `Exchange.finish`."""
@@ -220,20 +244,26 @@ class DataParallel(Exchange):
                 p.grad = view
 
     def _receive(self) -> None:
-        gathers: list[Any] = []
+        if not self._exact:
+            for bucket in self._buckets:
+                bucket.pending.wait()
+                if self._compresses:
+                    bucket.result.copy_(bucket.received)
+            return
+        logical_workers, last = self._world.logical_workers, len(self._route) - 1
+        for number, (stage, group) in enumerate(self._route):
+            for bucket in self._buckets:
+                bucket.add(stage, logical_workers)
+                if number < last:
+                    bucket.exchange(*self._route[number + 1])
+                else:
+                    bucket.gather(stage, group, bucket.result if not number else None)
+        for number in reversed(range(last)):
+            for bucket in self._buckets:
+                bucket.pending.wait()
+                bucket.gather(*self._route[number], bucket.result if not number else None)
         for bucket in self._buckets:
             bucket.pending.wait()
-            if self._exact:
-                tree = TreeSum(parents(self._world.logical_workers))
-                nodes = [node for owned in self._subtrees for node in owned]
-                for node, value in zip(nodes, bucket.received.split(bucket.shard), strict=True):
-                    tree.push(node, value)
-                [(_, total)] = tree.nodes
-                gathers.append(dist.all_gather_into_tensor(bucket.result, total, async_op=True))
-            elif self._compresses:
-                bucket.result.copy_(bucket.received)
-        for work in gathers:
-            work.wait()
 
     def close(self) -> None:
         """See `Exchange.close`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ray_app.errors import PeerLostError
 from ray_app.plan.assign import logical_workers_of
+from ray_app.plan.route import Stage, route
 
 T = TypeVar("T")
 
@@ -25,15 +26,24 @@ class World:
         rank: This worker.
         size: W, their number.
         logical_workers: L.
+        hosts: The host of every rank; none: they count as one.
+        groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's default group.
     """
 
     rank: int
     size: int
     logical_workers: int
+    hosts: tuple[str, ...] = ()
+    groups: tuple[Any, ...] = (None,)
 
     def played_by(self, rank: int) -> range:
         """Logical workers of a rank."""
         return logical_workers_of(rank, self.size, self.logical_workers)
+
+    @property
+    def route(self) -> list[Stage]:
+        """By which stages what this rank has added reaches the others."""
+        return route(self.rank, self.hosts or ("",) * self.size, self.logical_workers)
 
     @property
     def played(self) -> range:

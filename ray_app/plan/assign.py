@@ -1,7 +1,8 @@
 """Which rank plays which logical worker, and the fixed tree in which their gradients are added.
 
-Nodes of the tree are half-open ranges [low, high) of logical workers; a node splits in its middle. The tree depends on the number
-of logical workers only, never on who plays them.
+Nodes of the tree are half-open ranges [low, high) of logical workers; a node splits so that the left part is the largest power of two
+below its size. So any 2^k logical workers from a multiple of 2^k on are a node, however many there are in all: whoever plays such a block
+sends one sum. The tree depends on the number of logical workers only, never on who plays them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def logical_workers_of(rank: int, world_size: int, logical_workers: int) -> rang
 
 def middle(node: Node) -> int:
     """Where a node of two or more logical workers splits."""
-    return (node[0] + node[1]) // 2
+    return node[0] + (1 << (node[1] - node[0] - 1).bit_length() - 1)
 
 
 def subtrees(block: range, logical_workers: int) -> list[Node]:

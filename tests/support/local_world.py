@@ -45,6 +45,7 @@ from ray_app.runs.preparing.plan import classes_of, make_plan
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
 from ray_app.train.group.messages import Flags, Formed, Phase
+from ray_app.train.group.process_group import open_groups
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.loop import train
@@ -192,11 +193,15 @@ class LocalMembership:
         store: The file; a new one for every group.
         stop: Ranks that ask to stop, and in which of their steps (from 1).
         backend: Of their process group.
+        hosts: Of all ranks, as if they were several.
     """
 
     recovers = False
 
-    def __init__(self, world: World, store: Path, stop: dict[int, int] | None = None, backend: str = "gloo") -> None:
+    def __init__(
+        self, world: World, store: Path, stop: dict[int, int] | None = None, backend: str = "gloo", hosts: tuple[str, ...] = ()
+    ) -> None:
+        self._hosts = hosts
         self._world, self._store, self._stop, self._backend = world, store, stop or {}, backend
         self._asked = 0
 
@@ -211,10 +216,12 @@ class LocalMembership:
         with collective():
             store = dist.FileStore(str(self._store), self._world.size)
             timeout = timedelta(seconds=_EXCHANGE_S)
+            dist.distributed_c10d._world.group_count = 0  # as `ProcessGroup` does
             dist.init_process_group(self._backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout)
+            groups = open_groups(self._world.rank, self._hosts, timeout)
             dist.barrier()  # nobody leaves while another still connects
         try:
-            yield self._world, formed
+            yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups), formed
         finally:
             dist.destroy_process_group()
 

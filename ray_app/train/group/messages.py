@@ -92,6 +92,7 @@ class Formed:
         size: How many workers.
         host: Address of rank 0.
         port: Where rank 0's store listens.
+        hosts: The host of every rank; those on one host follow each other.
     """
 
     number: int
@@ -99,6 +100,7 @@ class Formed:
     size: int
     host: str
     port: int
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from ray_app.plan.route import groups
 from ray_app.train.group.messages import Formed
 
 _FORM_TIMEOUT = timedelta(seconds=30)
@@ -29,6 +30,8 @@ class ProcessGroup:
         self._store: tuple[str, int] | None = None
         self._sockets: list[tuple[int, str]] | None = None
         self._nccl = False
+        self.groups: tuple[Any, ...] = (None,)
+        """See `World.groups`."""
 
     def open(self, formed: Formed, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
         """Meets the other members of a generation; blocks until all are there. For `backend` see `train.backend`."""
@@ -44,7 +47,9 @@ class ProcessGroup:
             world_size=formed.size,
             timeout=_FORM_TIMEOUT,
         )
-        dist.set_timeout(_COLLECTIVE_TIMEOUT)
+        self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT)
+        for group in {None, *self.groups}:
+            dist.set_timeout(_COLLECTIVE_TIMEOUT, group)
         self._sockets = [s for s in _sockets() if s not in self._before]
 
     def abort(self) -> None:
@@ -54,7 +59,8 @@ class ProcessGroup:
         known to be the group's.
         """
         if self._nccl and dist.is_initialized():
-            dist.group.WORLD.abort()  # type: ignore[union-attr]
+            for group in {dist.group.WORLD, *self.groups} - {None}:
+                group.abort()
         found = self._sockets
         if found is None:
             found = [(number, name) for number, name in _sockets() if (number, name) not in self._before and self._is_store(number)]
@@ -72,6 +78,15 @@ class ProcessGroup:
         """Leaves the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def open_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta) -> tuple[Any, ...]:
+    """The process group of a rank in each stage of the exchange, see `World.groups`; a collective of all ranks."""
+    stages = groups(hosts) if hosts else [[]]
+    if len(stages) == 1:
+        return (None,)
+    made = [{ranks: dist.new_group(ranks, timeout=timeout) for ranks in stage} for stage in stages]
+    return tuple(group for stage in made for ranks, group in stage.items() if rank in ranks)
 
 
 def _sockets() -> list[tuple[int, str]]:
