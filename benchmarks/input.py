@@ -1,6 +1,7 @@
 """The input pipeline: decoding images, small rows and waiting for data; the memory of the object store is in `object_store.py`.
 
-- JPEG images per CPU second against a bare loop that decodes, resizes and crops: the reader alone, and all of Ray Data's processes
+- JPEG images per CPU second against a bare loop that decodes, resizes and crops: the reader alone, in threads, all of Ray Data's processes;
+  two CPUs that are both busy may each be slower than one alone, so the loop is there in two threads, too
 - small rows (28x28 bytes) in batches of 32 against stock `iter_torch_batches`
 - waiting for data, where the source alone is twice as fast as the step
 
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from ray_app.data.feed.windows import CachedWindows, Windows
 from ray_app.data.read.ray_tasks import fetch_ray
 from ray_app.data.read.reader import Fetch, RowSource, whole
 from ray_app.data.read.slices import fetch_here
+from ray_app.data.read.threads import by_threads
 from ray_app.data.read.whole import load_all
 from ray_app.ingest.ingest import IngestOptions, ingest
 
@@ -103,11 +106,15 @@ def measure_images(folder: Path, sizes: Sizes) -> None:
     source = photos_of(folder / "images")
     specs = whole(source.manifest, source.task_rows)
 
-    def bare() -> None:
+    def bare(files: list[bytes] = files) -> None:
         for data in files:
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             image = torchvision.io.decode_image(encoded, mode=torchvision.io.ImageReadMode.RGB)
             transforms.center_crop(transforms.resize(image, [PIXELS], antialias=True), [PIXELS])
+
+    def bare_in_two() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(bare, [files[::2], files[1::2]]))
 
     def read(fetch: Fetch) -> None:
         rows = sum(table.num_rows for table in fetch(source.reader, specs))
@@ -118,12 +125,15 @@ def measure_images(folder: Path, sizes: Sizes) -> None:
     read(cached)
     sides = {
         "bare decode and resize": lambda: timed(sizes.images, bare),
+        "bare, two threads": lambda: timed(sizes.images, bare_in_two),
         "reader": lambda: timed(sizes.images, lambda: read(fetch_here)),
+        "two reader threads": lambda: timed(sizes.images, lambda: read(by_threads(2, fetch_here))),
         "Ray Data read tasks": lambda: timed(sizes.images, lambda: read(fetch_ray)),
         "cache: disk": lambda: timed(sizes.images, lambda: read(cached)),
     }
     print(f"\nRay's processes at rest: {100 * at_rest(sizes.rest_s):.1f} % of a CPU, which counts for Ray Data's side")
-    report("JPEG images, milliseconds per image", alternate(sides, sizes.rounds), {"reader": 1 / 0.85, "Ray Data read tasks": 1 / 0.85})
+    bars = dict.fromkeys(("reader", "two reader threads", "Ray Data read tasks"), 1 / 0.85)
+    report("JPEG images, milliseconds per image", alternate(sides, sizes.rounds), bars)
 
 
 def at_rest(seconds: float) -> float:

@@ -26,6 +26,7 @@ from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import CachedWindows, Windows
 from ray_app.data.read.ray_tasks import fetch_ray
 from ray_app.data.read.reader import Fetch
+from ray_app.data.read.threads import by_threads
 from ray_app.errors import PreemptedError, own_error
 from ray_app.plan.cursor import Cursor
 from ray_app.record.output import copied_output
@@ -185,7 +186,7 @@ def _open_windows(start: Start) -> OpenWindows:
 
     @functools.cache
     def fetch() -> Fetch:
-        return start.job.through_cache(fetch_ray)
+        return start.job.through_cache(by_threads(start.job.config.data.reader_threads, fetch_ray))
 
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
         if start.memory_cache is not None:

@@ -28,6 +28,7 @@ def check(config: Config) -> None:
             *_check_scaling(config),
             *_check_strategy(config),
             *check_optimizers(config),
+            *_check_data(config),
             *_check_run(config),
         ]
     ):
@@ -45,6 +46,7 @@ AT_LEAST: dict[str, float] = {
     "data.shuffle_window_rows": 1,
     "data.prefetch_windows": 1,
     "data.max_bad_rows": 0,
+    "data.reader_threads": 0,
     "train.epochs": 1,
     "train.max_steps": 1,
     "train.steps_per_epoch": 1,
@@ -260,18 +262,6 @@ def _check_run(config: Config) -> list[str]:
             f"evaluate.num_gpus is {config.evaluate.num_gpus:g}, but the evaluator computes on one GPU; set it to at most 1. With"
             " evaluate.where: workers all GPUs of the training evaluate."
         )
-    if config.data.shard == "file" and config.data.sampling == "balanced":
-        problems.append(
-            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to epoch. Set data.shard"
-            " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating rows)."
-        )
-    if config.data.cache_dir is not None and config.data.cache != "disk":
-        problems.append(
-            f"data.cache_dir is {config.data.cache_dir!r}, but data.cache is {config.data.cache}: nothing would be there. Set data.cache to"
-            " disk or leave cache_dir out."
-        )
-    if not config.data.path:
-        problems.append("data.path is missing; name a folder of Parquet files (ray-app ingest makes one).")
     if config.train.init_digest is not None and config.train.init_from is None:
         problems.append("train.init_digest is given without train.init_from: name the file that holds these parameters, or leave both out.")
     model = config.tracking.registered_model
@@ -284,4 +274,26 @@ def _check_run(config: Config) -> list[str]:
         problems.append(
             f"tracking.registered_model is {model!r}; use 1 to 256 characters other than slashes, ':', quotes and control characters."
         )
+    return problems
+
+
+def _check_data(config: Config) -> list[str]:
+    data, problems = config.data, []
+    if data.shard == "file" and data.sampling == "balanced":
+        problems.append(
+            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to epoch. Set data.shard"
+            " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating rows)."
+        )
+    if data.cache_dir is not None and data.cache != "disk":
+        problems.append(
+            f"data.cache_dir is {data.cache_dir!r}, but data.cache is {data.cache}: nothing would be there. Set data.cache to"
+            " disk or leave cache_dir out."
+        )
+    if data.reader_threads and data.cache == "memory":
+        problems.append(
+            f"data.reader_threads is {data.reader_threads}, but with data.cache: memory no worker reads; leave it out, or set"
+            " data.cache to none or disk."
+        )
+    if not data.path:
+        problems.append("data.path is missing; name a folder of Parquet files (ray-app ingest makes one).")
     return problems

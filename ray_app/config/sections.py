@@ -108,6 +108,8 @@ class DataSection:
         cache_gb: Most gigabytes (10^9 bytes) of all disk caches of a node; rows for which there is no room are read in every epoch.
         prefetch_windows: Windows per logical worker that are read ahead.
         read_task_mb: Most decoded megabytes of one read task.
+        reader_threads: Threads of each worker that read and decode what it trains on, which costs fewer CPU seconds than the tasks of Ray
+            Data that do it on any CPU of the cluster with 0. Reserve a CPU for each (`scaling.cpus_per_worker`).
         on_bad_row: What to do about a row to train on that cannot be decoded: `fail` ends the run, `skip` goes on without it and lists it.
             A run that failed goes on where it was when started again with `skip`.
         max_bad_rows: With `skip`, bad rows above which the run ends nevertheless.
@@ -127,6 +129,7 @@ class DataSection:
     cache_gb: float = 50.0
     prefetch_windows: int = 1
     read_task_mb: float = 64.0
+    reader_threads: int = 0
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_bad_rows: int = 100
 

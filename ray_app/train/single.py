@@ -7,6 +7,7 @@ import torch
 from ray_app.data.feed.streamed import StreamedWindows
 from ray_app.data.feed.windows import CachedWindows, Windows
 from ray_app.data.read.slices import fetch_here
+from ray_app.data.read.threads import by_threads
 from ray_app.data.read.whole import load_all
 from ray_app.plan.cursor import Cursor
 from ray_app.train.environment import use_deterministic_algorithms
@@ -39,4 +40,5 @@ def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
     source, data = job.source, job.config.data
     if data.cache == "memory":
         return CachedWindows(load_all(fetch_here, source))
-    return StreamedWindows(job.plan, cursor, played, job.passes, job.through_cache(fetch_here), source, data.prefetch_windows)
+    fetch = job.through_cache(by_threads(data.reader_threads, fetch_here))
+    return StreamedWindows(job.plan, cursor, played, job.passes, fetch, source, data.prefetch_windows)

@@ -9,7 +9,7 @@ import sys
 from tests.support.places import ROOT
 
 NUMBER = r"(\d+\.?\d*)"
-IMAGE_SIDES = ("bare decode and resize", "reader", "Ray Data read tasks", "cache: disk")
+IMAGE_SIDES = ("bare decode and resize", "bare, two threads", "reader", "two reader threads", "Ray Data read tasks", "cache: disk")
 ROW_SIDES = ("stock iter_torch_batches", "cache: none", "cache: memory", "cache: disk")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record.progress.journal import read_events
+from ray_app.train.group.alone import Alone
+from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
+from ray_app.train.single import train_here
 from tests.processes.test_campaign import DILOCO, rows_of
 from tests.support.local_world import Pool, TinyImages, cached, disk_cached, make_job, result_of, streamed, write_images
 from tests.support.server_world import World
@@ -75,3 +79,25 @@ def test_a_run_goes_on_from_every_step(pool: Pool, tmp_path: Path, strategy: str
 @pytest.mark.parametrize(("strategy", "cache"), [("ddp", "none"), ("parameter_server", "memory")])
 def test_a_run_goes_on_from_some_steps(pool: Pool, tmp_path: Path, strategy: str, cache: str) -> None:
     assert restored_at_every_step(pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, decode, readers = write_images(tmp_path / "data", [[50, 1], [46], [200]]), TinyImages.decode, set[str]()
+
+    def noted(task: TinyImages, rows: dict[str, Any]) -> dict[str, Any]:
+        readers.add(threading.current_thread().name.partition("_")[0])
+        return decode(task, rows)
+
+    monkeypatch.setattr(TinyImages, "decode", noted)
+    bits = []
+    for name, more in {"0": {}, "3": {"data__reader_threads": 3}, "disk": {"data__reader_threads": 2, "data__cache": "disk"}}.items():
+        fields = {"train__strategy": "single", "train__epochs": 2, "data__read_task_mb": 0.002, "data__shuffle_window_rows": 24, **more}
+        if name == "disk":
+            fields["data__cache_dir"] = str(tmp_path / "cache")
+        job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
+        readers.clear()
+        train_here(job, Alone(4, lambda: False), Hooks())
+        assert ("reader" in readers) == (name != "0"), readers
+        bits.append((result_of(job).bits, result_of(job).steps))
+    assert bits[1:] == [bits[0]] * 2

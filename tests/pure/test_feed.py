@@ -28,6 +28,7 @@ from ray_app.data.read.bad_rows import Decode
 from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Fetch, Reader, ReadSpec, RowSource
 from ray_app.data.read.slices import fetch_here
+from ray_app.data.read.threads import by_threads
 from ray_app.data.read.whole import load_all
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assign import logical_workers_of
@@ -53,12 +54,16 @@ def streamed(dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch:
     return StreamedWindows(plan, cursor, played, EPOCHS, fetch, source_of(dataset, plan, task_rows))
 
 
+def threaded(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
+    return streamed(dataset, plan, cursor, played, by_threads(2, fetch_here))
+
+
 def cached(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
     del cursor, played
     return CachedWindows(load_all(fetch_here, source_of(dataset, plan, 6)))
 
 
-BOTH = [streamed, cached]
+ALL = [streamed, threaded, cached]
 Open = Callable[[Dataset, Plan, Cursor, range], Windows]
 Place = tuple[int, int, int]
 """Epoch, step and logical worker of a micro-batch."""
@@ -153,7 +158,7 @@ def test_every_row_exactly_once_on_every_world_size(datasets: dict[str, Dataset]
         return
     first = deliver(dataset, plan, streamed, 1)
     assert_exactly_once(plan, first)
-    for open_windows, size in itertools.product(BOTH, (1, 2, 3, 4)):
+    for open_windows, size in itertools.product(ALL, (1, 2, 3, 4)):
         again = deliver(dataset, plan, open_windows, size)
         assert_exactly_once(plan, again)
         assert_same(first, again)
@@ -166,7 +171,7 @@ def test_the_feed_meets_the_plan(datasets: dict[str, Dataset]) -> None:
         assert batch.fields["id"].tolist() == plan.epoch(epoch).rows_at(v, step).tolist()
 
 
-@pytest.mark.parametrize("open_windows", BOTH)
+@pytest.mark.parametrize("open_windows", ALL)
 @pytest.mark.parametrize("window", [1, 6, 1000], ids="window{}".format)
 def test_a_resume_at_every_step_on_other_workers_delivers_just_the_rest(
     datasets: dict[str, Dataset], open_windows: Open, window: int
@@ -203,11 +208,11 @@ def test_any_data_any_workers_any_cursor(case: tuple[list[list[int]], dict[str, 
         if not plan.steps_per_epoch:
             return
         sizes = st.integers(1, plan.logical_workers)
-        first = deliver(dataset, plan, data.draw(st.sampled_from(BOTH)), data.draw(sizes))
+        first = deliver(dataset, plan, data.draw(st.sampled_from(ALL)), data.draw(sizes))
         assert_exactly_once(plan, first)
         start = Cursor.at(data.draw(st.integers(0, EPOCHS * plan.steps_per_epoch)), plan.steps_per_epoch)
         rest = {place: batch for place, batch in first.items() if Cursor(*place[:2]) >= start}
-        assert_same(rest, deliver(dataset, plan, data.draw(st.sampled_from(BOTH)), data.draw(sizes), start))
+        assert_same(rest, deliver(dataset, plan, data.draw(st.sampled_from(ALL)), data.draw(sizes), start))
 
 
 @pytest.mark.parametrize("window", [6, 1000], ids="window{}".format)
@@ -244,7 +249,7 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     assert_same(expected, found)
 
 
-@pytest.mark.parametrize("open_windows", BOTH)
+@pytest.mark.parametrize("open_windows", ALL)
 @pytest.mark.parametrize(("every", "steps"), [(3, 5), (5, 1)], ids=["back", "ahead"])
 def test_going_to_a_window_that_does_not_come_next(datasets: dict[str, Dataset], open_windows: Open, every: int, steps: int) -> None:
     """Back as local steps do, which a lost worker takes back to the last average, in the epoch before at times; ahead behind what others

@@ -42,6 +42,8 @@ def test_random_crops_are_the_same_for_any_workers_and_after_a_resume(tmp_path: 
     alone = run_training(config_of(data, tmp_path, "alone", train__strategy="single"))
     both = run_training(config_of(data, tmp_path, "both", scaling__min_workers=2, scaling__max_workers=2))
     assert both.summary["params_digest"] == alone.summary["params_digest"]
+    threads = run_training(config_of({**data, "reader_threads": 2}, tmp_path, "threads", scaling__max_workers=1))
+    assert threads.summary["params_digest"] == alone.summary["params_digest"]
     run_training(config_of(data, tmp_path, "resumed", train__strategy="single", train__max_steps=4))
     resumed = run_training(config_of(data, tmp_path, "resumed", train__strategy="single"))
     assert resumed.summary["params_digest"] == alone.summary["params_digest"]

@@ -1,0 +1,59 @@
+"""Planned reads by threads of this process, for a worker whose node reads for itself: rows are decoded where they are used."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+
+import pyarrow as pa
+
+from ray_app.data.read.reader import Fetch, Reader, ReadSpec
+from ray_app.data.read.slices import Slices
+
+
+def by_threads(threads: int, otherwise: Fetch) -> Fetch:
+    """What reads by so many threads of this process; `otherwise`, if there are to be none."""
+    return partial(fetch_in_threads, threads=threads) if threads else otherwise
+
+
+def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) -> Iterator[pa.Table]:
+    """Reads as many tasks side by side as there are threads, and yields their rows in order; slices of large row groups are read here.
+
+    Args:
+        reader: Reads and decodes; `decode` is called by several threads at once.
+        specs: Which rows.
+        threads: How many, at least 1.
+    """
+    waiting: deque[Future[list[pa.Table]]] = deque()
+    over = threading.Event()
+    with closing(Slices(reader.root, reader.columns)) as slices, ThreadPoolExecutor(threads, "reader") as pool:
+        try:
+            for spec in specs:
+                waiting.append(pool.submit(_read, reader, spec, [slices.take(span) for span in spec if span.of], over))
+                if len(waiting) > threads:
+                    yield from _each(waiting.popleft().result())
+            while waiting:
+                yield from _each(waiting.popleft().result())
+        finally:
+            over.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _each(tables: list[pa.Table]) -> Iterator[pa.Table]:
+    """Lets go of each."""
+    while tables:
+        yield tables.pop(0)
+
+
+def _read(reader: Reader, spec: ReadSpec, sliced: list[pa.Table], over: threading.Event) -> list[pa.Table]:
+    """All rows of a task; none any more once nobody waits for them."""
+    given, tables = iter(sliced), list[pa.Table]()
+    for table in reader.read(spec, lambda _: next(given)):
+        if over.is_set():
+            return []
+        tables.append(table)
+    return tables
