@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,6 +105,26 @@ def test_the_same_batches_for_every_number_of_workers_cache_and_cursor(texts: Da
     for epoch in range(EPOCHS):
         counted = Counter(i for place, batch in first.items() if place[0] == epoch for i in batch.fields["id"].tolist())
         assert counted == Counter(range(ROWS))
+
+
+def test_rows_of_different_length_are_in_memory_once_when_all_are_read(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).lognormal(6, 0.6, 4000).astype(int) + 1
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.arange(offsets[-1])))
+    pq.write_table(pa.table({"tokens": tokens, "id": np.arange(4000)}), tmp_path / "rows.parquet", row_group_size=100)
+    dataset = open_dataset(str(tmp_path))
+    reader = Reader(dataset.root, ["tokens", "id"], decode, probe(dataset, ["tokens", "id"], decode))
+    for length in (reader.fields["tokens"].length, 1.0):  # also where the first rows say nothing of the others
+        fields = {"tokens": replace(reader.fields["tokens"], length=length), "id": reader.fields["id"]}
+        tracemalloc.start()
+        loaded = load_all(fetch_here, RowSource(replace(reader, fields=fields), dataset.manifest, 100)).arrays["tokens"]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert isinstance(loaded, Ragged)
+        assert np.array_equal(loaded.values, np.arange(offsets[-1]))
+        assert np.array_equal(loaded.offsets, offsets)
+        assert loaded.values.base is None or loaded.values.base.nbytes == loaded.nbytes
+        assert loaded.nbytes < peak < 1.25 * loaded.nbytes
 
 
 def test_a_batch_is_padded_to_its_longest(texts: Dataset) -> None:

@@ -162,6 +162,39 @@ def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
     return Ragged(values, ends, *spec.padding)
 
 
+class _Lengthening:
+    """A field whose rows have different lengths, put one after the other into memory that is made longer where it is.
+
+    Args:
+        spec: What a row holds; its length says how long the memory is at first.
+        rows: How many there will be.
+    """
+
+    def __init__(self, spec: ArraySpec, rows: int) -> None:
+        self._spec, self._rows = spec, 0
+        self._values = np.empty((int(rows * spec.length), *spec.shape), np.dtype(spec.dtype))
+        self._offsets = np.zeros(rows + 1, np.int64)
+
+    def add(self, rows: Ragged) -> None:
+        """Takes the next rows."""
+        own, used = rows.compact(), int(self._offsets[self._rows])
+        end = used + len(own.values)
+        if end > len(self._values):
+            self._resize(max(end, len(self._values) * 9 // 8))
+        self._values[used:end] = own.values
+        self._offsets[self._rows + 1 : self._rows + 1 + len(own)] = own.offsets[1:] + used
+        self._rows += len(own)
+
+    def all(self) -> Ragged:
+        """The rows."""
+        assert self._spec.padding is not None
+        self._resize(int(self._offsets[self._rows]))
+        return Ragged(self._values, self._offsets[: self._rows + 1], *self._spec.padding)
+
+    def _resize(self, length: int) -> None:
+        self._values.resize((length, *self._spec.shape), refcheck=False)  # nobody else has seen it
+
+
 class Columns:
     """Fields that are filled as tables come, each copied to its place, so that all rows are in memory once.
 
@@ -173,19 +206,18 @@ class Columns:
     def __init__(self, fields: dict[str, ArraySpec], rows: int) -> None:
         self._fields, self._done = fields, 0
         self._fixed = {name: np.empty((rows, *s.shape), np.dtype(s.dtype)) for name, s in fields.items() if s.padding is None}
-        self._ragged: dict[str, list[Ragged]] = {name: [] for name, s in fields.items() if s.padding is not None}
+        self._ragged = {name: _Lengthening(s, rows) for name, s in fields.items() if s.padding is not None}
 
     def add(self, table: pa.Table) -> None:
         """Takes the next rows."""
         for name, spec in self._fields.items():
             values = from_column(table.column(name), spec)
             if isinstance(values, Ragged):
-                self._ragged[name].append(values.compact().copied())
+                self._ragged[name].add(values)
             else:
                 self._fixed[name][self._done : self._done + len(values)] = values
         self._done += table.num_rows
 
     def all(self) -> dict[str, Field]:
         """The fields, in their order."""
-        ragged = {name: put_together(parts) if parts else _none(self._fields[name]) for name, parts in self._ragged.items()}
-        return {name: ragged[name] if name in ragged else self._fixed[name] for name in self._fields}
+        return {name: self._ragged[name].all() if name in self._ragged else self._fixed[name] for name in self._fields}

@@ -90,10 +90,6 @@ class Ragged:
         low, high = int(self.offsets[0]), int(self.offsets[-1])
         return Ragged(self.values[low:high], self.offsets - low, self.fill, self.multiple)
 
-    def copied(self) -> Ragged:
-        """The same rows in memory of their own."""
-        return Ragged(self.values.copy(), self.offsets.copy(), self.fill, self.multiple)
-
     def batch(self, name: str, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
         """Some rows padded, and their lengths, as they stand in a task's batch."""
         return {name: torch.from_numpy(self.padded(index)), name + LENGTHS: torch.from_numpy(self.lengths_of(index))}
