@@ -59,6 +59,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "parameter_server, 0": _SERVED,
     "parameter_server, 4": _SERVED | {"train__staleness": 4},
     "fsdp": {"train__strategy": "fsdp"},
+    "fsdp, overlapped": {"train__strategy": "fsdp", "train__reduction": "overlapped"},
     "central_storage": {"train__strategy": "central_storage"},
 }
 """What each side sets; the number behind `parameter_server` is its staleness."""

@@ -88,7 +88,6 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
     train, free = config.train, "does not promise the same bits, which a drill compares"
     for is_refused, problem in (
         (train.reduction != "exact", f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact."),
-        (train.strategy == "fsdp", f"train.strategy is fsdp, which {free} on another number of workers."),
         (train.staleness, f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0."),
         (config.scaling.max_workers == "all", "scaling.max_workers is all; a drill needs a number. Give --scaling.max_workers 3."),
         (train.strategy == "single", "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on."),

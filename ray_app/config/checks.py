@@ -220,6 +220,9 @@ def _check_exchange(config: Config) -> list[str]:
     return problems
 
 
+_OF_WHOLE_PARAMETERS = ("torch.optim.Adafactor", "torch.optim.Muon")
+
+
 def _check_fsdp(config: Config) -> list[str]:
     train = config.train
     if train.strategy != "fsdp":
@@ -230,6 +233,11 @@ def _check_fsdp(config: Config) -> list[str]:
     if train.precision == "fp16":
         problems.append(
             "train.precision is fp16 with train.strategy fsdp, where gradients are added in fp32 and bf16 needs no scale; use bf16."
+        )
+    if train.reduction == "exact" and config.optimizer.class_path in _OF_WHOLE_PARAMETERS:
+        problems.append(
+            f"optimizer is {config.optimizer.class_path}, which looks at whole parameters, with train.strategy fsdp, where nobody has one:"
+            " the bits would depend on the number of workers. Set train.reduction to overlapped, or choose another optimizer."
         )
     if train.compile:
         problems.append("train.compile is set with train.strategy fsdp, whose parameters come and go during a pass; leave it out.")

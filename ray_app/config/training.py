@@ -22,7 +22,7 @@ class TrainSection:
         strategy: How workers share the model: `ddp` holds a copy in each and adds the gradients of every step. `local_sgd` lets every
             logical worker go `local_steps` steps of its own, then averages parameters and optimizer state. `parameter_server` keeps
             parameters and optimizer on `servers` actors; workers fetch the ones and send gradients, and do not wait for each other.
-            `fsdp` shards parameters, gradients and optimizer state over the workers; its bits depend on their number. `central_storage`
+            `fsdp` shards parameters, gradients and optimizer state over the workers. `central_storage`
             keeps parameters and optimizer state in the host memory of one worker, which makes all updates. `single` is `ddp` in the
             calling process, without workers, so that a breakpoint stops there.
         local_steps: Steps between two averages with `local_sgd` (H).
@@ -36,8 +36,7 @@ class TrainSection:
             all logical workers are added in one fixed order and applied once. Above, each is applied when it arrives.
         cpu_offload: Keeps the shards of `fsdp` in host memory and makes the updates there; only what computes just now is on the GPU.
         reduction: `exact` adds the gradients of the logical workers in one fixed order: the same bits on any number of workers.
-            `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits. With `fsdp` the
-            network adds them in any case, and `exact` only asks for deterministic kernels.
+            `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits.
         backend: What moves gradients between workers: `auto` is NCCL between GPUs and gloo between CPUs; `gloo` moves those of GPUs through
             host memory, where NCCL cannot be used.
         bucket_mb: Mebibytes of gradients that travel together while backward still runs, as DDP's `bucket_cap_mb`.

@@ -12,9 +12,9 @@ from ray_app.exchange.exchange import Exchange, World
 def build_exchange(train: TrainSection, model: nn.Module, world: World) -> Exchange:
     """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of `ddp`."""
     if train.strategy == "fsdp":
-        from ray_app.exchange.fsdp import FullySharded  # two seconds of imports that the others do not need
+        from ray_app.exchange import fsdp, fsdp_exact  # two seconds of imports that the others do not need
 
-        return FullySharded(model)
+        return fsdp_exact.ExactlySharded(model, world) if train.reduction == "exact" else fsdp.FullySharded(model)
     return data_parallel(train, model, world)
 
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ray_app.errors import ConfigError
-from ray_app.exchange.exchange import Exchange, World, collective
+from ray_app.exchange.exchange import Exchange, World, collective, in_parts
 from ray_app.exchange.tree import TreeSum, parents
 from ray_app.plan.route import Stage
 
@@ -127,20 +126,12 @@ class DataParallel(Exchange):
             if not self._listening:
                 return
             if p not in bucket.missing:
-                raise self._refusal(p)
+                raise in_parts(self._names[p])  # type: ignore[index]
             bucket.missing.remove(p)  # type: ignore[arg-type]
             if self._world.size > 1:
                 self._launch_ready()
 
         return ready
-
-    def _refusal(self, parameter: Tensor) -> ConfigError:
-        name = self._names[parameter]  # type: ignore[index]
-        return ConfigError(
-            f"The gradient of the parameter {name} came in several parts in one backward; a part that comes after the others have left"
-            " would be lost, so that the result depended on the number of workers. Activation checkpointing of layers that share parameters"
-            " does this: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or checkpoint the layers together."
-        )
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
         """See `Exchange.backward`; the exchange starts during the last one."""

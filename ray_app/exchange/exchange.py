@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ray_app.errors import PeerLostError
+from ray_app.errors import ConfigError, PeerLostError
 from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.route import Stage, route
 
@@ -28,6 +28,7 @@ class World:
         logical_workers: L.
         hosts: The host of every rank; none: they count as one.
         groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's default group.
+        strided: Whether each plays every W-th logical worker, so that those of one pass are neighbours in the tree, instead of a block.
     """
 
     rank: int
@@ -35,10 +36,11 @@ class World:
     logical_workers: int
     hosts: tuple[str, ...] = ()
     groups: tuple[Any, ...] = (None,)
+    strided: bool = False
 
     def played_by(self, rank: int) -> range:
         """Logical workers of a rank."""
-        return logical_workers_of(rank, self.size, self.logical_workers)
+        return logical_workers_of(rank, self.size, self.logical_workers, self.strided)
 
     @property
     def route(self) -> list[Stage]:
@@ -85,6 +87,15 @@ def gather(value: T, world: World) -> list[T]:
     with collective():
         dist.all_gather_object(values, value)
     return values
+
+
+def in_parts(name: str) -> ConfigError:
+    """The refusal of a parameter whose gradient comes more than once in a backward."""
+    return ConfigError(
+        f"The gradient of the parameter {name} came in several parts in one backward; a part that comes after the others have left"
+        " would be lost, so that the result depended on the number of workers. Activation checkpointing of layers that share parameters"
+        " does this: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or checkpoint the layers together."
+    )
 
 
 class Exchange(ABC):

@@ -1,8 +1,8 @@
 """Parameters, gradients and optimizer state sharded over the workers: torch's `fully_shard` on our weights and our process group.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Rajbhandari et al., "ZeRO", SC 2020, stage 3.
-The parameters of a unit are gathered for its forward and again for its backward, after which its gradients are added and scattered. The
-order of these additions is the network's and depends on the number of workers: rows and weights are those of every strategy, the bits not.
+The parameters of a unit are gathered for its forward and again for its backward, after which its gradients are added and scattered: by
+the network, in an order that depends on the number of workers (`FullySharded`), or in the tree (`fsdp_exact.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.config.training import TrainSection
-from ray_app.exchange.exchange import Exchange, World, collective
+from ray_app.exchange.exchange import Exchange, World, collective, in_parts
 
 
 def shard(
@@ -56,8 +56,13 @@ def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
     mesh, local = parameter.device_mesh, parameter.to_local()
     size = -(-value.shape[0] // mesh.size())
     rank = mesh.get_local_rank()
-    part = value[rank * size : (rank + 1) * size].to(local.device, copy=True)
-    return DTensor.from_local(part, mesh, parameter.placements, run_check=False, shape=value.shape, stride=value.stride())
+    return as_sharded(value[rank * size : (rank + 1) * size].to(local.device, copy=True), parameter)
+
+
+def as_sharded(part: Tensor, parameter: DTensor) -> DTensor:
+    """A tensor of a parameter's shape that is sharded as it is, of this rank's shard."""
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole(value: Tensor) -> Tensor:
@@ -73,17 +78,30 @@ class FullySharded(Exchange):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters: list[DTensor] = [p for p in model.parameters() if p.requires_grad]  # type: ignore[misc]
         self._began = False
+        states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
+        self._held = [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
-        """See `Exchange.backward`; a collective, as the forward before it was. All ranks must call it equally often."""
+        """See `Exchange.backward`; a collective, as the forward before it was. All ranks must make equally many passes."""
         del logical_worker
+        self._pass(losses, weights)
+
+    def idle(self, losses: Tensor) -> None:
+        """A backward that only takes part in those of the others."""
+        self._pass(losses, torch.zeros_like(losses))
+
+    def _pass(self, losses: Tensor, weights: Tensor) -> None:
         if not self._began:
             self._clear()
         self._began = True
         with collective():
             losses.backward(weights)
+        for p in self._held:  # torch 2.15 adds what came after a unit's exchange to the next step
+            left = getattr(p, "_unsharded_param", None)
+            if left is not None and left.grad is not None:
+                raise in_parts(str(p._param_fqn))
 
     def skip(self, logical_worker: int) -> None:
         """See `Exchange.skip`; a sum needs no zeros."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 Node = tuple[int, int]
 
 
-def logical_workers_of(rank: int, world_size: int, logical_workers: int) -> range:
-    """The logical workers that `rank` plays: contiguous blocks, sizes differ by at most one, all of them covered.
+def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided: bool = False) -> range:
+    """The logical workers that `rank` plays: contiguous blocks, or every W-th; sizes differ by at most one, all of them covered.
 
     Raises:
         ValueError: The world size is not between 1 and the number of logical workers, or the rank not in the world.
     """
     if not 1 <= world_size <= logical_workers or not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size} cannot play {logical_workers} logical workers")
+    if strided:
+        return range(rank, logical_workers, world_size)
     return range(rank * logical_workers // world_size, (rank + 1) * logical_workers // world_size)
 
 

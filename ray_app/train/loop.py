@@ -97,7 +97,8 @@ class _Worker:
         while True:
             flags = Flags.REFORM
             try:
-                with self._membership.generation(self._state.step, lost_s is not None) as (world, formed), self._state.among(world):
+                joined = self._membership.generation(self._state.step, lost_s is not None)
+                with joined as (met, formed), self._state.among(met) as world:
                     self._begin(world, formed, lost_s)
                     flags = self._run(world)
                 lost_s = None

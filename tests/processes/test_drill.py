@@ -205,7 +205,6 @@ def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Confi
     ("fields", "problem"),
     [
         ({"train__reduction": "overlapped"}, "train.reduction is 'overlapped', which does not promise the same bits"),
-        ({"train__strategy": "fsdp"}, "train.strategy is fsdp, which does not promise the same bits"),
         ({"train__strategy": "parameter_server", "train__staleness": 2}, "train.staleness is 2, which does not promise the same bits"),
         ({"train__strategy": "single"}, "train.strategy is single: its only worker is the driver"),
     ],

@@ -113,13 +113,12 @@ def test_parameter_servers_have_the_bits_of_ddp(pool: Pool, data: Path, tmp_path
     assert (run.bits, run.steps) == (plain.bits, plain.steps)
 
 
-def test_sharded_it_is_the_same_but_for_rounding(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_sharded_it_is_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
     fields = {"task": TinyImages(), "optimizer": optimizer("SGD", [{"names": ["5.*"], "lr": 0.05}, {"norms_and_biases": True, "lr": 0.0}])}
     plain, sharded = (
         pool.trained(job_of(tmp_path / strategy, data, train__strategy=strategy, **fields), 2, cached) for strategy in ("ddp", "fsdp")
     )
-    for ours, theirs in zip(sharded.steps, plain.steps, strict=True):
-        assert ours[1] == pytest.approx(theirs[1], rel=2e-2)
+    assert (sharded.steps, sharded.bits) == (plain.steps, plain.bits)
     begun = job_of(tmp_path / "x", data, **fields)
     before = TrainingState(begun.config, begun.task, CPU, 10).snapshot().model
     after = sharded.snapshot.model

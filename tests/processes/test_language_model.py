@@ -87,15 +87,13 @@ def test_adapters_alone_are_trained(pool: Pool, data: Path, tmp_path: Path) -> N
 
 @pytest.mark.rest
 @pytest.mark.parametrize("how", [{}, {"gradient_checkpointing": True, "lora": LORA}])
-def test_sharded_by_blocks_it_has_nearly_the_values_of_ddp(pool: Pool, data: Path, tmp_path: Path, how: dict[str, Any]) -> None:
+def test_sharded_by_blocks_it_has_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path, how: dict[str, Any]) -> None:
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
     task = CausalLanguageModel(spec(), **how)
     plain = pool.trained(job_of(tmp_path / "plain", data, task, optimizer=sgd), 2, cached)
     found = pool.trained(job_of(tmp_path / "run", data, task, optimizer=sgd, train__strategy="fsdp"), 2, cached)
-    assert [step[4:] for step in found.steps] == [step[4:] for step in plain.steps], "the same rows, weights and tokens"
-    assert [step[1] for step in found.steps] == pytest.approx([step[1] for step in plain.steps], abs=1e-3)
-    for name, value in plain.snapshot.model.items():
-        assert torch.allclose(found.snapshot.model[name], value, atol=1e-3), name
+    assert found.steps == plain.steps
+    assert found.bits == plain.bits
 
 
 def test_the_units_of_shards_are_the_blocks() -> None:

@@ -189,15 +189,13 @@ def test_with_staleness_a_gradient_is_that_of_the_own_mean(data: Path, tmp_path:
         assert torch.allclose(value, state.model.state_dict()[name], atol=1e-6)
 
 
-def test_sharded_it_is_the_same_but_for_rounding(pool: Pool, data: Path, tmp_path: Path) -> None:
-    def steps(strategy: str) -> Trained:
+def test_sharded_it_is_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
+    def run(strategy: str) -> Trained:
         fields = {"task": Tokens(plainly=True), "optimizer": SGD, "train__strategy": strategy}
         return pool.trained(job_of(tmp_path / strategy, data, **fields), 2, cached)
 
-    for ours, theirs in zip(steps("fsdp").steps, steps("ddp").steps, strict=True):
-        assert (ours[1], ours[3]) == pytest.approx((theirs[1], theirs[3]), rel=1e-3)
-        assert ours[6] == theirs[6]
-        assert ours[7][0][1] == pytest.approx(theirs[7][0][1], abs=0.2), "right"
+    ours, theirs = run("fsdp"), run("ddp")
+    assert (ours.steps, ours.bits) == (theirs.steps, theirs.bits)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -89,6 +89,9 @@ def test_epochs_and_seeds_differ() -> None:
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
 def test_every_logical_worker_is_played_once(case: tuple[int, int]) -> None:
     logical, world = case
+    strided = [assign.logical_workers_of(r, world, logical, strided=True) for r in range(world)]
+    passes = [[block[i] for block in strided if i < len(block)] for i in range(assign.micro_batches(world, logical))]
+    assert [v for each in passes for v in each] == list(range(logical)), "a pass brings neighbours"
     blocks = [assign.logical_workers_of(r, world, logical) for r in range(world)]
     assert [v for block in blocks for v in block] == list(range(logical))
     assert max(map(len, blocks)) == assign.micro_batches(world, logical)

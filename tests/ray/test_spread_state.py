@@ -32,12 +32,8 @@ def test_a_killed_worker(short_run: Callable[..., Config], reference: dict[str, 
     assert not resumed, "the survivor's memory is enough"
     assert result.summary["redone_steps"] <= 2
     record = record_of(result.path)
-    assert [step[2:] for step in record] == [step[2:] for step in reference["record"]], "every row once, where it was planned"
-    if strategy == "central_storage":
-        assert result.summary["params_digest"] == reference["params_digest"]
-        assert record == reference["record"]
-    else:
-        assert [step[1] for step in record] == pytest.approx([step[1] for step in reference["record"]], rel=0.2)
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record == reference["record"]
 
 
 def test_all_workers_start_again_as_in_stock_ray_train(short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path) -> None:
@@ -49,5 +45,4 @@ def test_all_workers_start_again_as_in_stock_ray_train(short_run: Callable[..., 
     assert [e.details["workers"] for e in events if e.kind == "formed"] == [2, 2]
     assert [(e.details["source"], e.details["step"]) for e in events if e.kind == "resumed"] == [("checkpoint", 8)]
     record = record_of(result.path)
-    assert [step[2:] for step in record] == [step[2:] for step in reference["record"]], "every row once, where it was planned"
-    assert [step[1] for step in record] == pytest.approx([step[1] for step in reference["record"]], rel=0.2)
+    assert record == reference["record"]

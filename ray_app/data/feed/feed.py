@@ -58,13 +58,15 @@ class Feed:
     def play(self, cursor: Cursor, played: range) -> None:
         """Goes on at a cursor with these logical workers; what is read already for them is kept, if it has the cursor's window next."""
         wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
-        kept = [s for s in self._streams if s.played[0] in played and s.played[-1] in played and (s.at == wanted or self._has(s, wanted))]
+        kept = [s for s in self._streams if set(s.played) <= set(played) and (s.at == wanted or self._has(s, wanted))]
         for stream in self._streams:
             if stream not in kept:
                 stream.windows.close()
         have = {v for s in kept for v in s.played}
         self._current = {v: held for v, held in self._current.items() if v in have}
-        self._streams = kept + [_Stream(part, self._open(cursor, part), wanted) for part in _runs([v for v in played if v not in have])]
+        self._streams = kept + [
+            _Stream(part, self._open(cursor, part), wanted) for part in _runs([v for v in played if v not in have], played.step)
+        ]
         self._cursor, self._played = cursor, played
         self._forget_gathered()
 
@@ -134,12 +136,12 @@ def _gather(windows: list[Window], step: int, device: torch.device) -> list[Micr
     return [window.micro_batch(step).to(device) for window in windows]
 
 
-def _runs(numbers: list[int]) -> list[range]:
-    """Ascending numbers as ranges without gaps."""
+def _runs(numbers: list[int], step: int) -> list[range]:
+    """Ascending numbers as ranges with a step."""
     found: list[range] = []
     for number in numbers:
-        if found and found[-1].stop == number:
-            found[-1] = range(found[-1].start, number + 1)
+        if found and found[-1][-1] + step == number:
+            found[-1] = range(found[-1].start, number + 1, step)
         else:
-            found.append(range(number, number + 1))
+            found.append(range(number, number + 1, step))
     return found

@@ -210,10 +210,9 @@ class TrainingState:
         self.step = snapshot.step
 
     @contextmanager
-    def among(self, world: World) -> Iterator[None]:
-        """The time of a generation, from before the state is shared."""
-        del world
-        yield
+    def among(self, world: World) -> Iterator[World]:
+        """The time of a generation, from before the state is shared; yields its workers as they play in this strategy."""
+        yield world
 
     def refresh(self) -> None:
         """Makes the model on this rank that of the present step, if it is not; a collective of all ranks."""

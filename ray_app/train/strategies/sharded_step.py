@@ -11,6 +11,8 @@ from torch import nn
 
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.exchange.exchange import collective
+from ray_app.exchange.fsdp import FullySharded
+from ray_app.exchange.fsdp_exact import ExactlySharded
 from ray_app.plan.assign import micro_batches
 from ray_app.plan.cursor import Cursor
 from ray_app.task.losses import NOTHING, Losses, Sums
@@ -30,6 +32,8 @@ class ShardedStep(Step):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        assert isinstance(self._exchange, FullySharded), "build_exchange made it"
+        self._sharded = self._exchange
         self._missing = micro_batches(self._world.size, self._world.logical_workers) - len(self._world.played)
         self._before: MicroBatch | None = None
         self._bad: set[int] = set()
@@ -57,8 +61,7 @@ class ShardedStep(Step):
         batch, buffers = self._before, list(self._state.model.buffers())
         assert batch is not None
         before = [b.clone() for b in buffers]
-        losses = self._losses(cursor, batch, self._state.model).values
-        self._exchange.backward(losses, torch.zeros_like(losses), batch.logical_worker)
+        self._sharded.idle(self._losses(cursor, batch, self._state.model).values)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
@@ -72,13 +75,16 @@ class ShardedStep(Step):
         shards = [p.grad.to_local() for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
         if correction != 1:
             torch._foreach_mul_(shards, correction)
-        squares = torch.tensor(math.fsum(n * n for n in torch.stack(torch._foreach_norm(shards)).tolist()), dtype=torch.float64)
-        with collective():
-            dist.all_reduce(squares)
-        norm = math.sqrt(squares.item())
+        if isinstance(self._sharded, ExactlySharded):
+            norm = math.sqrt(math.fsum(n * n for n in self._sharded.norms()))
+        else:
+            squares = torch.tensor(math.fsum(n * n for n in torch.stack(torch._foreach_norm(shards)).tolist()), dtype=torch.float64)
+            with collective():
+                dist.all_reduce(squares)
+            norm = math.sqrt(squares.item())
         most = self._config.train.grad_clip_norm
-        if most is not None:
-            torch._foreach_mul_(shards, min(1.0, most / (norm + 1e-6)))
+        if most is not None:  # as torch.nn.utils.clip_grads_with_norm_
+            torch._foreach_mul_(shards, torch.clamp(most / (torch.tensor(norm) + 1e-6), max=1.0).to(shards[0].device))
         return norm
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:

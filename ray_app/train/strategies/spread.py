@@ -49,11 +49,11 @@ class SpreadState(TrainingState):
         self._whole, self.step = snapshot, snapshot.step
 
     @contextmanager
-    def among(self, world: World) -> Iterator[None]:
+    def among(self, world: World) -> Iterator[World]:
         """See `TrainingState.among`."""
         self._world = world
         try:
-            yield
+            yield world
             self.snapshot()
         except PeerLostError:
             self._fall_back()
