@@ -2,7 +2,7 @@
 
 import sys
 
-from ray_app.cli.command import main
+from ray_app.cli.command import run
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m ray_app"))
+    sys.exit(run(prog="python -m ray_app"))

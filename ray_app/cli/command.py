@@ -6,7 +6,10 @@ import atexit
 import difflib
 import gc
 import importlib
+import logging
+import os
 import sys
+from contextlib import suppress
 from types import ModuleType
 
 from ray_app.version import __version__
@@ -27,6 +30,23 @@ COMMANDS = {
     "drill": "prove on a configuration that failures and resizes change nothing",
 }
 """What each subcommand does, by the name of its module."""
+
+
+def run(prog: str = "ray-app") -> int:
+    """The command as a process; see `main`. It ends without taking apart all that was imported, which takes a second."""
+    codes: list[int] = []
+    atexit.register(lambda: _leave(*codes))  # registered first, called last
+    codes.append(main(prog=prog))
+    return codes[0]
+
+
+def _leave(*codes: int) -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads
+            stream.flush()
+    for code in codes:
+        os._exit(code)
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
@@ -54,8 +74,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module of a subcommand. What is imported is no garbage: to look for it meanwhile and at the end takes a second and more."""
-    atexit.register(gc.freeze)
+    """The module of a subcommand. What is imported is no garbage, and to look for some meanwhile takes half a second."""
     gc.disable()
     try:
         return importlib.import_module(f"ray_app.cli.{name}")

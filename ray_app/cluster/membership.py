@@ -90,14 +90,16 @@ class RayMembership:
         if formed.size == 1:
             yield world, formed
             return
-        self._group = ProcessGroup()
+        group = self._group = ProcessGroup()
+        broken = True
         try:
             with collective():
-                self._group.open(formed, self._device, self._backend)
-            yield replace(world, hosts=formed.hosts, groups=self._group.groups), formed
+                group.open(formed, self._device, self._backend)
+            yield replace(world, hosts=formed.hosts, groups=group.groups, settle=group.settle), formed
+            broken = False
         finally:
-            group, self._group = self._group, None
-            group.close()
+            group.close(broken)
+            self._group = None  # until now the heartbeat may have to break what it waits for
 
     def need_no_group(self) -> None:
         """This worker works on its own, without generations; it is known from now on, and whether it gets on is watched."""

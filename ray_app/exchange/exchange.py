@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ class World:
         hosts: The host of every rank; none: they count as one.
         groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's default group.
         strided: Whether each plays every W-th logical worker, so that those of one pass are neighbours in the tree, instead of a block.
+        settle: Waits until the device has done what it was given and raises `PeerLostError` if an exchange of it was broken: the waits of
+            NCCL only put streams in order, and what was broken leaves garbage. None where waits raise by themselves, as gloo's do.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class World:
     hosts: tuple[str, ...] = ()
     groups: tuple[Any, ...] = (None,)
     strided: bool = False
+    settle: Callable[[], None] | None = None
 
     def played_by(self, rank: int) -> range:
         """Logical workers of a rank."""
@@ -96,6 +99,17 @@ def in_parts(name: str) -> ConfigError:
         " would be lost, so that the result depended on the number of workers. Activation checkpointing of layers that share parameters"
         " does this: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or checkpoint the layers together."
     )
+
+
+def settled(world: World) -> None:
+    """Returns when what the device exchanged is there, on all ranks; before, nothing of it may be kept.
+
+    Raises:
+        PeerLostError: It was broken, here or elsewhere.
+    """
+    if world.settle is not None:
+        world.settle()
+        gather(None, world)
 
 
 class Exchange(ABC):

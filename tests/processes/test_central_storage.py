@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from tests.support.local_world import (
     write_images,
 )
 from tests.support.shifting_world import KillOnce, train_shifting
+from tests.support.waiting import until
 
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
 
@@ -154,11 +158,23 @@ def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: Pool, data
     assert [set(workers) for workers in found.workers[6:]] == [{2}] * 12, "nothing before it is done again"
 
 
+@dataclasses.dataclass(frozen=True)
+class DieOnceCommitted:
+    """A hook: rank 0 is killed after step 8, when the checkpoint of step 6 is there."""
+
+    job: Job
+
+    def __call__(self, rank: int, step: int) -> None:
+        if (rank, step) == (0, 8):
+            until(lambda: bool(CheckpointStore(self.job.paths).commits()), "no checkpoint")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_restart_after_the_holder_was_killed(pool: Pool, data: Path, tmp_path: Path) -> None:
     """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer workers."""
     job = central_job(tmp_path / "run", data)
     plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cached)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieOnceCommitted(job)), cached)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
     pool.run_job(job, 2, cached)

@@ -59,7 +59,7 @@ def test_a_command_that_there_is_not_is_refused_with_the_nearest(capsys: pytest.
 def test_every_job_is_a_command() -> None:
     jobs = {path.stem for path in (ROOT / "jobs").glob("*.py")}
     assert jobs == set(COMMANDS) - {"init"}
-    assert PROJECT["scripts"] == {"ray-app": "ray_app.cli.command:main"}
+    assert PROJECT["scripts"] == {"ray-app": "ray_app.cli.command:run"}
 
 
 def test_no_message_names_a_job_that_an_installation_lacks() -> None:

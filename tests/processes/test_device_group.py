@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from ray_app.errors import PeerLostError, TaskError
 from ray_app.exchange.exchange import World, collective
 from ray_app.train.hooks import Hooks
-from tests.support.device_group import BACKEND, GARBAGE, OUT_OF_MEMORY, FullAt
-from tests.support.local_world import KilledError, LocalMembership, Pool, TinyImages, make_job, write_images
+from ray_app.train.job import Job
+from tests.support.device_group import BACKEND, GARBAGE, OUT_OF_MEMORY, DiesAt, FullAt
+from tests.support.local_world import KilledError, LocalMembership, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.shifting_world import train_shifting
 
 OOM = [
     torch.OutOfMemoryError(OUT_OF_MEMORY),
@@ -97,3 +100,26 @@ def test_a_broken_exchange_leaves_finite_garbage_and_says_so_later(pool: Pool) -
     first, second = pool.outcomes(2, exchanged)
     assert isinstance(second.error, KilledError)
     assert first.value == ["garbage", "aborted", "lost on the host"], first.trace
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    data = write_images(folder / "data", [[20, 13]])
+    job = make_job(folder / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2)
+    return job, pool.trained(job, 2, cached).commit.params_digest
+
+
+@pytest.mark.parametrize("exchange", [1, 2])
+def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
+    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int
+) -> None:
+    """It is lost at every exchange of a step in turn, also after its line of the table went out: then only the device has garbage."""
+    job, expected = undisturbed
+    job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
+    proof = tmp_path / "proof"
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, exchange)), backend=BACKEND)
+    assert isinstance(outcomes[2].error, KilledError)
+    assert proof.exists()
+    assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
+    assert result_of(job).commit.params_digest == expected

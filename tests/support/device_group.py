@@ -9,13 +9,19 @@ stand for those on a device; all others are the host's, which a real gloo group 
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ray_app.errors import PeerLostError
 
 BACKEND = "devicelike"
 GARBAGE = 0.125
@@ -29,6 +35,7 @@ class DeviceGroup(dist.ProcessGroup):
         failed: What broke it.
         exchanges: How many of the device there were.
         full_at: The one at which the device has no memory left, counted from 1.
+        dies_at: The one at which the process ends, likewise.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -40,6 +47,7 @@ class DeviceGroup(dist.ProcessGroup):
         self.failed: str | None = None
         self.exchanges = 0
         self.full_at: int | None = None
+        self.dies_at: int | None = None
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -48,12 +56,19 @@ class DeviceGroup(dist.ProcessGroup):
         """Closes the connections."""
         del self._host
 
+    def settle(self) -> None:
+        """What `ProcessGroup.settle` is with NCCL."""
+        if self.failed is not None:
+            raise PeerLostError(self.failed)
+
     def _call(self, name: str, outputs: Any, *args: Any, **options: Any) -> Any:
         """Calls what gloo has by the same name."""
         tensors = list(_tensors(outputs))
         if not any(tensor.is_floating_point() for tensor in tensors):
             return getattr(self._host, name)(outputs, *args, **options)
         self.exchanges += 1
+        if self.exchanges == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.exchanges == self.full_at:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         if self.failed is not None:
@@ -91,6 +106,22 @@ class FullAt:
         del step
         if (phase, rank) == ("forming", self.rank):
             dist.group.WORLD.full_at = self.exchange  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class DiesAt:
+    """A hook: the process of a rank ends at one of the exchanges of a step, the first time that it gets there; the file `proof` says so."""
+
+    proof: Path
+    rank: int
+    step: int
+    exchange: int
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        group: Any = dist.group.WORLD
+        if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
+            self.proof.touch()
+            group.dies_at = group.exchanges + self.exchange
 
 
 class _Work(dist.Work):

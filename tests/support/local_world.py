@@ -221,7 +221,8 @@ class LocalMembership:
             groups = open_groups(self._world.rank, self._hosts, timeout)
             dist.barrier()  # nobody leaves while another still connects
         try:
-            yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups), formed
+            settle = getattr(dist.group.WORLD, "settle", None)  # of a group with a device's manners
+            yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups, settle=settle), formed
         finally:
             dist.destroy_process_group()
 

@@ -43,12 +43,13 @@ class ShiftingMembership(LocalMembership):
         reforms: After how many steps of a generation its workers form the next; 0: they do not want to.
         store: Where they meet.
         logical_workers: L.
+        backend: Of their process groups.
     """
 
     recovers = True
 
-    def __init__(self, me: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int) -> None:
-        super().__init__(World(0, 1, logical_workers), store)
+    def __init__(self, me: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int, backend: str) -> None:
+        super().__init__(World(0, 1, logical_workers), store, backend=backend)
         self._me, self._groups, self._reforms = me, groups, reforms
         self._folder, self._at = store, -1
 
@@ -80,15 +81,23 @@ class ShiftingMembership(LocalMembership):
 
 
 def train_shifting(
-    pool: Pool, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks = Hooks(), windows: OpenWindows = cached
+    pool: Pool,
+    job: Job,
+    groups: list[list[int]],
+    reforms: list[int],
+    hooks: Hooks = Hooks(),
+    windows: OpenWindows = cached,
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """Trains in several generations; returns what became of each worker."""
-    return pool.outcomes(1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows)
+    return pool.outcomes(1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows, backend)
 
 
-def _train(me: int, store: Path, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks, windows: OpenWindows) -> str:
+def _train(
+    me: int, store: Path, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks, windows: OpenWindows, backend: str
+) -> str:
     try:
-        train(job, ShiftingMembership(me, groups, reforms, store, job.plan.logical_workers), windows, CPU, hooks)
+        train(job, ShiftingMembership(me, groups, reforms, store, job.plan.logical_workers, backend), windows, CPU, hooks)
     except BaseException:
         traceback.print_exc()
         raise

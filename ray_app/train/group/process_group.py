@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,8 +12,10 @@ from typing import Any, Literal
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from ray_app.errors import PeerLostError
 from ray_app.plan.route import groups
 from ray_app.train.group.messages import Formed
 
@@ -20,6 +23,8 @@ _FORM_TIMEOUT = timedelta(seconds=30)
 """For peers that are lost between their address and their connections: what waits for them then nobody can break."""
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """The rendezvous ends what stands still, much earlier; a collective's own time-out would only add another opinion."""
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""0: torch's own thread neither ends the process nor aborts; the rendezvous says when, and `settle` looks at the error."""
 
 
 class ProcessGroup:
@@ -29,13 +34,16 @@ class ProcessGroup:
         self._before = set(_sockets())
         self._store: tuple[str, int] | None = None
         self._sockets: list[tuple[int, str]] | None = None
-        self._nccl = False
+        self._nccl, self._device = False, torch.device("cpu")
+        self._broken = False
         self.groups: tuple[Any, ...] = (None,)
         """See `World.groups`."""
 
     def open(self, formed: Formed, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
         """Meets the other members of a generation; blocks until all are there. For `backend` see `train.backend`."""
-        self._nccl = device.type == "cuda" and backend != "gloo"
+        self._nccl, self._device = device.type == "cuda" and backend != "gloo", device
+        if self._nccl:
+            os.environ.setdefault(_NCCL_ERRORS, "0")
         self._before, self._store = set(_sockets()), (formed.host, formed.port)
         # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number (torch 2.15)
         dist.distributed_c10d._world.group_count = 0
@@ -46,11 +54,29 @@ class ProcessGroup:
             rank=formed.rank,
             world_size=formed.size,
             timeout=_FORM_TIMEOUT,
+            device_id=device if self._nccl else None,
         )
         self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT)
         for group in {None, *self.groups}:
             dist.set_timeout(_COLLECTIVE_TIMEOUT, group)
         self._sockets = [s for s in _sockets() if s not in self._before]
+
+    @property
+    def settle(self) -> Callable[[], None] | None:
+        """See `World.settle`."""
+        return self._settle if self._nccl else None
+
+    def _settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+        if self._broken:
+            raise PeerLostError("the exchange was given up while the device was at it")
+        for group in self._all():
+            if (error := group._get_backend(self._device).get_error()) != ErrorType.SUCCESS:
+                raise PeerLostError(f"the exchange failed on the device: {error.name}")
+
+    def _all(self) -> list[Any]:
+        """All that have been formed, those between hosts first: while one is broken no other may pass on what it left."""
+        return [group for group in (*reversed(self.groups), dist.group.WORLD) if group is not None] if dist.is_initialized() else []
 
     def abort(self) -> None:
         """Breaks what the members wait for. NCCL can; gloo cannot, so its connections are shut down, which its waits notice.
@@ -58,8 +84,9 @@ class ProcessGroup:
         While the group forms, that is the connection to the store where they meet; what else this process connects to meanwhile is not
         known to be the group's.
         """
-        if self._nccl and dist.is_initialized():
-            for group in {dist.group.WORLD, *self.groups} - {None}:
+        again, self._broken = self._broken, True  # before anybody is set free: what they find is garbage
+        if self._nccl and not again:
+            for group in self._all():
                 group.abort()
         found = self._sockets
         if found is None:
@@ -74,8 +101,10 @@ class ProcessGroup:
                 return (host.removeprefix("::ffff:"), port) == self._store
         return False
 
-    def close(self) -> None:
-        """Leaves the group."""
+    def close(self, broken: bool = False) -> None:
+        """Leaves the group; of one that is broken NCCL would wait for exchanges that never end."""
+        if self._nccl and broken:
+            self.abort()
         if dist.is_initialized():
             dist.destroy_process_group()
 

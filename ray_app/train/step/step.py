@@ -120,9 +120,13 @@ class Step:
         self._enter("exchange")
         self._exchange.launch()
         self._buffers.launch()
-        result = self._table.exchange(mine)
+        if self._world.settle is None:
+            result = self._table.exchange(mine)  # while the gradients are on their way
         self._exchange.finish()
         self._buffers.finish()
+        if self._world.settle is not None:  # here the host meets the device; then the table tells all that all have what they need
+            self._world.settle()
+            result = self._table.exchange(mine)
         return self._settled(cursor, result, global_rows)
 
     def _settled(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:

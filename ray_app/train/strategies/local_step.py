@@ -25,7 +25,7 @@ from ray_app.config.config import Config
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.errors import PeerLostError
 from ray_app.exchange.ddp import DataParallel
-from ray_app.exchange.exchange import World, gather
+from ray_app.exchange.exchange import World, gather, settled
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Task
 from ray_app.task.losses import NOTHING, Sums, summed
@@ -179,6 +179,7 @@ class LocalStep(Step):
                 held["state"].setdefault(i, {}).update(rest)
         change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
+        settled(self._world)
         state.take_round(change, held, first, self._done)
         self._begin_round()
 

@@ -12,7 +12,7 @@ import torch
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.errors import PeerLostError
-from ray_app.exchange.exchange import World, collective, gather
+from ray_app.exchange.exchange import World, collective, gather, settled
 from ray_app.task.base import Task
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.state.transfer import lacking, transfer
@@ -41,7 +41,9 @@ class SpreadState(TrainingState):
         del into  # should this copy fail half-way, the one before it is needed
         if self._whole is None or self._whole.step != self.step:
             with collective():
-                self._whole = self._collected()
+                collected = self._collected()
+            settled(self._world)
+            self._whole = collected
         return self._whole
 
     def load(self, snapshot: Snapshot) -> None:
