@@ -2,6 +2,7 @@
 
 - JPEG images per CPU second against a bare loop that decodes, resizes and crops: the reader alone, in threads, all of Ray Data's processes;
   two CPUs that are both busy may each be slower than one alone, so the loop is there in two threads, too
+- random transforms of tiny images, which readers do where there is no cache
 - small rows (28x28 bytes) in batches of 32 against stock `iter_torch_batches`
 - waiting for data, where the source alone is twice as fast as the step
 
@@ -37,6 +38,7 @@ from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.threads import by_threads
 from ray_app.data.read.whole import load_all
 from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.task.rows.pictures import IMAGE, decoded
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Sizes:
     rest_s: float
 
 
+TINY_IMAGES = 64
 FULL = Sizes(images=2000, rows=200_000, wait_steps=400, rounds=5, rest_s=5.0)
 TINY = Sizes(images=40, rows=2000, wait_steps=6, rounds=1, rest_s=0.5)
 
@@ -194,6 +197,22 @@ def on_disk(source: RowSource, folder: Path) -> Fetch:
     return cached_fetch(fetch_ray, source, "", str(folder / "cache"), 50)
 
 
+def measure_transforms(rounds: int) -> None:
+    """What random transforms cost whoever reads, for a step of tiny images."""
+    from torchvision.transforms import v2
+
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (TINY_IMAGES, 32, 32, 3), dtype=np.uint8)
+    keys = generator.integers(0, 1 << 62, TINY_IMAGES)
+    transforms = [v2.RandomResizedCrop([32, 32]), v2.RandAugment()]
+
+    def steps(keys: np.ndarray | None) -> Sample:
+        return timed(10, lambda: [decoded({"image": images}, {"image": IMAGE}, transforms, keys) for _ in range(10)])
+
+    sides = {"without keys": lambda: steps(None), "drawing by keys": lambda: steps(keys)}
+    report(f"RandomResizedCrop and RandAugment, milliseconds per {TINY_IMAGES} images of 32 x 32", alternate(sides, rounds), {})
+
+
 def measure_wait(what: str, source: RowSource, batch: int, window_rows: int, sizes: Sizes) -> None:
     """How long a step waits for data when it is on a device, so that the CPU is free, and takes twice as long as the source alone."""
     epochs = -(-sizes.wait_steps * batch // source.manifest.num_rows) + 1
@@ -220,6 +239,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, small_cluster(Path(name)):
         folder = Path(name)
         measure_images(folder, sizes)
+        measure_transforms(sizes.rounds)
         source = small_rows(folder, sizes.rows)
         measure_rows(folder, source, sizes)
         measure_wait("small rows", source, min(512, sizes.rows // 4), 10_000, sizes)

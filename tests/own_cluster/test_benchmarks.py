@@ -10,6 +10,7 @@ from tests.support.places import ROOT
 
 NUMBER = r"(\d+\.?\d*)"
 IMAGE_SIDES = ("bare decode and resize", "bare, two threads", "reader", "two reader threads", "Ray Data read tasks", "cache: disk")
+TRANSFORM_SIDES = ("without keys", "drawing by keys")
 ROW_SIDES = ("stock iter_torch_batches", "cache: none", "cache: memory", "cache: disk")
 
 
@@ -23,7 +24,7 @@ def printed(*command: str) -> str:
 def test_the_input_pipeline_is_measured() -> None:
     found = printed("benchmarks/input.py", "--tiny")
     sides = re.findall(rf"^(\S.*?) +{NUMBER} \(\S+\) ", found, re.MULTILINE)
-    assert [side for side, _ in sides if not side.endswith("again")] == [*IMAGE_SIDES, *ROW_SIDES]
+    assert [side for side, _ in sides if not side.endswith("again")] == [*IMAGE_SIDES, *TRANSFORM_SIDES, *ROW_SIDES]
     assert all(float(wall_ms) > 0 for _, wall_ms in sides)
     waits = re.findall(rf"^Waiting for (.*): {NUMBER}% of (\d+) steps of {NUMBER} ms", found, re.MULTILINE)
     assert [what for what, *_ in waits] == ["small rows", "images"]

@@ -55,11 +55,13 @@ class drawing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """See `TorchFunctionMode`."""
+        if func not in _DRAWING and func not in _LIKE:
+            return func(*args, **kwargs) if kwargs else func(*args)
         named = dict(kwargs or {})
         if func in _LIKE:
             like = args[0]
             return _LIKE[func](like.shape, generator=self._generator, **{"dtype": like.dtype, "device": like.device} | named)
-        if func in _DRAWING and named.get("generator") is None:
+        if named.get("generator") is None:
             named["generator"] = self._generator
         return func(*args, **named)
 
