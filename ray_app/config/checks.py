@@ -151,6 +151,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
     **dict.fromkeys(("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)),
     "cpu_offload": ("fsdp",),
+    "second_copy": ("fsdp", "central_storage"),
     "backend": _COPIES,
     "bucket_mb": _COPIES,
     "gradient_compression": ("ddp", "single", "central_storage"),

@@ -34,6 +34,8 @@ class TrainSection:
         min_shard_kb: A parameter is split over servers only into parts of at least so many kilobytes.
         staleness: Steps that a logical worker may be ahead of the slowest one, with `parameter_server`. 0: synchronous, the gradients of
             all logical workers are added in one fixed order and applied once. Above, each is applied when it arrives.
+        second_copy: Sends what a worker alone has of the state (its shards with `fsdp`, everything of rank 0 with `central_storage`) to the
+            host memory of the next worker after every step, so that a killed worker makes no step be done again.
         cpu_offload: Keeps the shards of `fsdp` in host memory and makes the updates there; only what computes just now is on the GPU.
         reduction: `exact` adds the gradients of the logical workers in one fixed order: the same bits on any number of workers.
             `overlapped` lets the network add them while backward runs: the same rows and weights, not the same bits.
@@ -71,6 +73,7 @@ class TrainSection:
     server_label_selector: dict[str, str] | None = None
     min_shard_kb: int = 256
     staleness: int = result(0)
+    second_copy: bool = False
     cpu_offload: bool = result(False)
     reduction: Literal["exact", "overlapped"] = result("exact")
     backend: Literal["auto", "nccl", "gloo"] = "auto"

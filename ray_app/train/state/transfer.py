@@ -61,9 +61,9 @@ def transfer(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int
     with collective():
         if me == 0:
             assert snapshot is not None
-            line.pass_head(pickle.dumps(_without_tensors([getattr(snapshot, part.name) for part in fields(Snapshot)], tensors)))
+            line.pass_head(pickle.dumps(without_tensors([getattr(snapshot, part.name) for part in fields(Snapshot)], tensors)))
         else:
-            snapshot = Snapshot(*_with_tensors(pickle.loads(line.pass_head(b"")), tensors))
+            snapshot = Snapshot(*with_tensors(pickle.loads(line.pass_head(b"")), tensors))
         for tensor in tensors:
             line.pass_on(tensor)
         line.settle()
@@ -111,7 +111,7 @@ class _Line:
             self._sent.popleft()[0].wait()
 
 
-def _without_tensors(value: Any, found: list[Tensor]) -> Any:
+def without_tensors(value: Any, found: list[Tensor]) -> Any:
     """A value with places instead of tensors, which go into `found`."""
     if isinstance(value, Tensor):
         if value.nbytes <= _SMALL_BYTES:
@@ -119,19 +119,19 @@ def _without_tensors(value: Any, found: list[Tensor]) -> Any:
         found.append(value)
         return _Place(value.dtype, tuple(value.shape))
     if isinstance(value, dict):
-        return {k: _without_tensors(v, found) for k, v in value.items()}
+        return {k: without_tensors(v, found) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_without_tensors(v, found) for v in value)
+        return type(value)(without_tensors(v, found) for v in value)
     return value
 
 
-def _with_tensors(form: Any, found: list[Tensor]) -> Any:
-    """What `_without_tensors` was given, with tensors that are still to be filled, which go into `found`."""
+def with_tensors(form: Any, found: list[Tensor]) -> Any:
+    """What `without_tensors` was given, with tensors that are still to be filled, which go into `found`."""
     if isinstance(form, _Place):
         found.append(torch.empty(form.shape, dtype=form.dtype))
         return found[-1]
     if isinstance(form, dict):
-        return {k: _with_tensors(v, found) for k, v in form.items()}
+        return {k: with_tensors(v, found) for k, v in form.items()}
     if isinstance(form, list | tuple):
-        return type(form)(_with_tensors(v, found) for v in form)
+        return type(form)(with_tensors(v, found) for v in form)
     return form

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,10 +111,23 @@ class CentralState(SpreadState):
     def _own(self) -> Snapshot:
         if not self._holds:
             return super()._own()
-        with torch.no_grad():
-            for mine, computed in zip(self.master.buffers(), self.model.buffers(), strict=True):
-                mine.copy_(computed)
+        self._take_buffers()
         return TrainingState.snapshot(self)
+
+    @torch.no_grad()
+    def _take_buffers(self) -> None:
+        for mine, computed in zip(self.master.buffers(), self.model.buffers(), strict=True):
+            mine.copy_(computed)
+
+    @property
+    def _owners(self) -> int:
+        return 1
+
+    def _part(self) -> Any:
+        if not self._holds:
+            return None
+        self._take_buffers()
+        return super()._part()
 
     def _collected(self) -> Snapshot:
         if self._holds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,13 +16,15 @@ from ray_app.exchange.exchange import World, collective, gather, settled
 from ray_app.task.base import Task
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.state.transfer import lacking, transfer
+from ray_app.train.strategies.copies import Copies
 
 
 class SpreadState(TrainingState):
     """See the module.
 
     Every snapshot is a collective and leaves a whole copy in the host memory of every rank. One is made at each checkpoint and snapshot,
-    and at the end of a generation that ends as planned. When a peer is lost, the ranks go on from the newest copy that one of them has.
+    and at the end of a generation that ends as planned. When a peer is lost, the ranks go on from the newest copy that one of them has, or
+    from what they keep of each other after every step (`train.second_copy`).
     """
 
     is_spread: ClassVar[bool] = True
@@ -30,6 +32,7 @@ class SpreadState(TrainingState):
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         self._world = World(0, 1, 1)
         self._whole: Snapshot | None = None
+        self._copies = Copies()
         super().__init__(config, task, device, total_steps)
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
@@ -67,6 +70,9 @@ class SpreadState(TrainingState):
 
     def share(self, world: World, restore: Callable[[], None]) -> None:
         """See `TrainingState.share`."""
+        found = self._copies.newest(world, self.step)
+        if found is not None:
+            self.step, self._whole = found[0], Snapshot(found[0], *found[1])
         steps = gather(self.step, world)
         if max(steps) == NOTHING and world.rank == 0:
             restore()
@@ -76,6 +82,23 @@ class SpreadState(TrainingState):
         self._whole = self._sent(source, lacking(steps, source))
         self.step = self._whole.step
         self._take(self._whole)
+        self._copies.clear()
+
+    def pass_over(self) -> None:
+        """See `TrainingState.pass_over`; a collective if there are second copies."""
+        super().pass_over()
+        if self._config.train.second_copy and self._world.size > 1:
+            self._copies.keep(self.step, self._part(), self._world, self._owners)
+
+    def _part(self) -> Any:
+        """What this rank alone has of the state, see `Copies.keep`."""
+        live = self._live()
+        return live.model, live.optimizer, live.schedule, live.more
+
+    @property
+    def _owners(self) -> int:
+        """How many of the first ranks have a part."""
+        return self._world.size
 
     def _sent(self, source: int, to: Sequence[int]) -> Snapshot:
         """The whole copy of one rank, on it and those who get it; a collective of these.
