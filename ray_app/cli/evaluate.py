@@ -126,7 +126,8 @@ def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> Evaluatio
     data = evaluation_source(ready, str(config.data.eval_path), config.data.read_task_mb)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
-    return EvaluationJob(config.evaluate, ready, str(paths.root), newest_fence(paths), data, options.name, attached=True)
+    exact = config.train.reduction == "exact"
+    return EvaluationJob(config.evaluate, ready, str(paths.root), newest_fence(paths), data, options.name, True, exact)
 
 
 def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) -> None:

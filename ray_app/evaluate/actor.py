@@ -31,6 +31,7 @@ from ray_app.record.lease import LIFE_S, Observer, is_taken_over
 from ray_app.record.output import Output
 from ray_app.record.progress.journal import put_event
 from ray_app.record.redact import guard_run
+from ray_app.task import environment
 from ray_app.task.rows.ragged import Arrays
 from ray_app.task.score.scoring import combine, score
 
@@ -69,7 +70,7 @@ class Evaluator:
         self._error: str | None = None
         self._itself, name = _this_actor(), job.name or "evaluator"
         self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
-        torch.set_num_threads(job.section.threads)
+        environment.pin(job.section.threads, job.deterministic)
         self._device = torch.device("cuda" if job.section.num_gpus else "cpu")
         self._model = job.task.build_model().to(self._device)
         self._arrays: Arrays | None = None

@@ -29,6 +29,7 @@ class EvaluationJob:
         data: The evaluation data.
         name: Of an evaluator beside the run's own; None: the run's own.
         attached: Whether it belongs to another job than the run's driver.
+        deterministic: Whether it computes with deterministic kernels, as the workers do with `reduction: exact`.
     """
 
     section: EvaluateSection
@@ -38,6 +39,7 @@ class EvaluationJob:
     data: RowSource
     name: str | None = None
     attached: bool = False
+    deterministic: bool = True
 
     @property
     def paths(self) -> RunPaths:

@@ -15,9 +15,9 @@ from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.progress.journal import put_event
+from ray_app.task import environment
 from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays
-from ray_app.train import environment
 from ray_app.train.build import build_state, build_step
 from ray_app.train.group.membership import LeavingError, Membership
 from ray_app.train.group.messages import Flags, Formed, Phase

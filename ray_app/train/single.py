@@ -10,7 +10,7 @@ from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.threads import by_threads
 from ray_app.data.read.whole import load_all
 from ray_app.plan.cursor import Cursor
-from ray_app.train.environment import use_deterministic_algorithms
+from ray_app.task.environment import use_deterministic_algorithms
 from ray_app.train.group.alone import Alone
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job

@@ -30,7 +30,7 @@ print(json.dumps(list(sys.modules)))
 _OPTIMIZER = """
 import json, sys, torch
 from ray_app.train.state.eager import without_compiler
-from ray_app.train.environment import use_deterministic_algorithms
+from ray_app.task.environment import use_deterministic_algorithms
 
 def trained(kind, **options):
     torch.manual_seed(0)

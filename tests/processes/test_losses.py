@@ -20,9 +20,9 @@ from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.progress.journal import MetricsReader
 from ray_app.task.base import Batch
+from ray_app.task.environment import set_up_torch
 from ray_app.task.score.scoring import combine, score
 from ray_app.train.build import build_state, build_step
-from ray_app.train.environment import set_up_torch
 from ray_app.train.group.messages import Flags
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job

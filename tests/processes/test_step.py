@@ -23,8 +23,8 @@ from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.exchange.build import build_exchange
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
+from ray_app.task.environment import set_up_torch
 from ray_app.train.build import build_state, build_step
-from ray_app.train.environment import set_up_torch
 from ray_app.train.group.messages import Flags
 from ray_app.train.job import Job
 from ray_app.train.state.seeds import seed_step

@@ -17,9 +17,9 @@ from ray_app.exchange.build import build_exchange
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Batch
+from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.task.mixing import mix, smooth_targets
-from ray_app.train.environment import set_up_torch
 from ray_app.train.group.alone import Alone
 from ray_app.train.group.messages import Flags
 from ray_app.train.hooks import Hooks

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.task.base import Batch
+from ray_app.task.environment import use_deterministic_algorithms
 from ray_app.task.image import ImageClassification
 from ray_app.task.score.scoring import combine, score
-from ray_app.train.environment import use_deterministic_algorithms
 
 CLASSES, ROWS = 200, 64
 CPU = torch.device("cpu")

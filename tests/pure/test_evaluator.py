@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
@@ -216,8 +218,8 @@ def test_without_its_driver_it_finishes_and_has_the_run_closed(job: EvaluationJo
     with following(replace(job, fence=lease.fence), when_orphaned=closed.append):
         wait_until(lambda: not pending(job), "the first evaluation")
         assert closed == []
-        lease.release()
         commit(job, 2)
+        lease.release()
         wait_until(lambda: bool(closed), "the end of the driver is noticed")
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2]
     assert closed == [job.run_root]
@@ -308,3 +310,12 @@ def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(job:
     evaluator.stop()
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
     assert seen == [job.run_root]
+
+
+@pytest.mark.usefixtures("same_threads")
+@pytest.mark.parametrize("exact", [True, False])
+def test_it_computes_as_the_workers_do(job: EvaluationJob, exact: bool) -> None:
+    torch.use_deterministic_algorithms(False)
+    with following(dataclasses.replace(job, deterministic=exact)):
+        assert torch.are_deterministic_algorithms_enabled() is exact
+        assert torch.get_num_threads() == job.section.threads

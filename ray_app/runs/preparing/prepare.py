@@ -109,7 +109,7 @@ def prepare(config: Config) -> Prepared:
     data = _prepare_evaluation(job)
     evaluation = None
     if data is not None and not job.workers_evaluate:
-        evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data)
+        evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")
     return Prepared(
         replace(job, evaluation=data),
         evaluation,

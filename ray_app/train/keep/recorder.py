@@ -21,7 +21,7 @@ from ray_app.exchange.exchange import World, gather
 from ray_app.plan.cursor import Cursor
 from ray_app.record.progress.journal import MetricsWriter, put_event
 from ray_app.record.progress.segments import StepRecord
-from ray_app.train import environment
+from ray_app.task import environment
 from ray_app.train.group.membership import Membership
 from ray_app.train.group.messages import Phase
 from ray_app.train.hooks import Hooks

@@ -11,7 +11,7 @@ from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.errors import CheckpointError
 from ray_app.record.progress.journal import put_event, read_events
 from ray_app.record.redact import redacted
-from ray_app.train import environment
+from ray_app.task import environment
 from ray_app.train.job import Job
 from ray_app.train.keep.recorder import Recorder
 from ray_app.train.keep.snapshots import SnapshotSender

@@ -21,7 +21,7 @@ from ray_app.errors import DataError, NonFiniteError
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.progress.journal import put_event
-from ray_app.train import environment
+from ray_app.task import environment
 from ray_app.train.group.alone import Alone
 from ray_app.train.group.messages import Phase
 from ray_app.train.hooks import Hooks

@@ -14,8 +14,8 @@ from ray_app.errors import TaskError
 from ray_app.exchange.build import build_exchange
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
+from ray_app.task import environment
 from ray_app.task.losses import NOTHING, summed
-from ray_app.train import environment
 from ray_app.train.group.membership import Membership
 from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.hooks import Hooks

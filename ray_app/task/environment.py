@@ -14,13 +14,8 @@ _NO_LIMIT = 2**30
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
-    """Pins the number of threads and, for exact reduction, asks for deterministic kernels."""
-    torch.set_num_threads(config.scaling.threads_per_worker)
-    if config.train.reduction == "exact":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        use_deterministic_algorithms(True)
-        # A guard against reading garbage, at the price of filling it.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    """Readies a worker's process."""
+    pin(config.scaling.threads_per_worker, config.train.reduction == "exact")
     if config.train.compile:
         import torch._dynamo as dynamo
 
@@ -29,6 +24,16 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = False
+
+
+def pin(threads: int, deterministic: bool) -> None:
+    """Fixes the number of threads and, for what has to have the same bits, asks for deterministic kernels."""
+    torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        use_deterministic_algorithms(True)
+        # A guard against reading garbage, at the price of filling it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def use_deterministic_algorithms(mode: bool) -> None:
@@ -43,9 +48,17 @@ def use_deterministic_algorithms(mode: bool) -> None:
 def describe(device: torch.device) -> dict[str, str]:
     """The environment that a checkpoint records; two runs with equal ones are bit for bit comparable."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
+    found = {
         "torch": torch.__version__,
         "device": f"{device.type} {name}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }
+    if device.type == "cuda":
+        found |= {
+            "cuda": f"{torch.version.cuda}, driver for {torch._C._cuda_getDriverVersion()}",  # type: ignore[attr-defined]
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "tf32": f"matmul {torch.get_float32_matmul_precision()}, cudnn {torch.backends.cudnn.allow_tf32}",
+        }
+    return found
