@@ -32,6 +32,7 @@ class _Scatter(ReduceScatter):
     def __init__(self, world: World) -> None:
         self._world = world
         self._received, self._at = torch.empty(0), 0
+        self._memory = self._received
         self.first, self.is_idle = 0, False
 
     @property
@@ -50,10 +51,16 @@ class _Scatter(ReduceScatter):
         if self.is_idle:
             input_tensor.zero_()
         sent = shard if world.rank < width else 0
-        received = input_tensor.new_empty(width * shard)
+        received = self._room(width * shard, input_tensor)
         sizes = [shard if rank < width else 0 for rank in range(world.size)]
         dist.all_to_all_single(received, input_tensor[: sent * world.size], sizes, [sent] * world.size, group=group)
         self._received, self._at = received.view(width, shard), 0
+
+    def _room(self, size: int, like: Tensor) -> Tensor:
+        """Memory for what comes, which is needed until the next comes; what was touched before is quicker."""
+        if self._memory.numel() < size or self._memory.dtype != like.dtype or self._memory.device != like.device:
+            self._memory = like.new_empty(size)
+        return self._memory[:size]
 
     def take(self, p: DTensor, gradient: Tensor) -> list[Tensor]:
         """This rank's shards of the gradients of the next parameter of those that `__call__` was for, in the order of `leaves`."""
@@ -157,10 +164,11 @@ class ExactlySharded(FullySharded):
             dist.all_to_all_single(received, outgoing, [sum(of) for of in sizes], [sum(map(len, own[to::size])) for to in range(size)])
         parts = iter(received.split([part for of in sizes for part in of]))
         by_rank = [[next(parts) for _ in mine] for _ in range(size)]
-        wholes = [torch.cat(shards).view(p.dtype).view(p.shape) for p, *shards in zip(mine, *by_rank, strict=True)]
+        del own, outgoing
         found = torch.zeros(len(parameters), dtype=torch.float64)
-        if wholes:
-            found[rank::size] = torch.stack(torch._foreach_norm(wholes)).to("cpu", torch.float64)
+        if mine:  # one whole after the other, since each needs memory
+            wholes = (torch.cat(shards).view(p.dtype).view(p.shape) for p, *shards in zip(mine, *by_rank, strict=True))
+            found[rank::size] = torch.stack([norm for whole in wholes for norm in torch._foreach_norm([whole])]).to("cpu", torch.float64)
         with collective():
             dist.all_reduce(found)
         return found.tolist()
