@@ -221,9 +221,6 @@ def _check_exchange(config: Config) -> list[str]:
     return problems
 
 
-_OF_WHOLE_PARAMETERS = ("torch.optim.Adafactor", "torch.optim.Muon")
-
-
 def _check_fsdp(config: Config) -> list[str]:
     train = config.train
     if train.strategy != "fsdp":
@@ -232,10 +229,8 @@ def _check_fsdp(config: Config) -> list[str]:
     if train.cpu_offload and not config.scaling.gpus_per_worker:
         problems.append("train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave it out.")
     if train.precision == "fp16":
-        problems.append(
-            "train.precision is fp16 with train.strategy fsdp, where gradients are added in fp32 and bf16 needs no scale; use bf16."
-        )
-    if train.reduction == "exact" and config.optimizer.class_path in _OF_WHOLE_PARAMETERS:
+        problems.append("train.precision is fp16 with train.strategy fsdp, where bf16 needs no scale; use bf16.")
+    if train.reduction == "exact" and config.optimizer.class_path in ("torch.optim.Adafactor", "torch.optim.Muon"):
         problems.append(
             f"optimizer is {config.optimizer.class_path}, which looks at whole parameters, with train.strategy fsdp, where nobody has one:"
             " the bits would depend on the number of workers. Set train.reduction to overlapped, or choose another optimizer."
@@ -294,10 +289,7 @@ def _check_data(config: Config) -> list[str]:
             " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating rows)."
         )
     if data.cache_dir is not None and data.cache != "disk":
-        problems.append(
-            f"data.cache_dir is {data.cache_dir!r}, but data.cache is {data.cache}: nothing would be there. Set data.cache to"
-            " disk or leave cache_dir out."
-        )
+        problems.append(f"data.cache_dir is {data.cache_dir!r}, but data.cache is {data.cache}; set that to disk or leave cache_dir out.")
     if data.reader_threads and data.cache == "memory":
         problems.append(
             f"data.reader_threads is {data.reader_threads}, but with data.cache: memory no worker reads; leave it out, or set"

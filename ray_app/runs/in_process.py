@@ -35,6 +35,7 @@ from ray_app.runs.outcome.registering import REGISTRABLE, try_to_register
 from ray_app.runs.outcome.report import report_end
 from ray_app.runs.outcome.result import Result
 from ray_app.runs.outcome.summary import Status, newest_commit, summarize
+from ray_app.runs.phases import Phases
 from ray_app.runs.preparing.prepare import Prepared, claim, prepare
 from ray_app.runs.recorders import make_board, make_observers, make_sampler, make_tracker, observers_of
 from ray_app.runs.signals import stopping_at_signals
@@ -89,27 +90,19 @@ def opened(
         background: Leaves signals, and showing the steps, to whoever is in front.
         since_s: When the command was typed, seconds since 1970, if there was one.
     """
-    phases, last_s = dict[str, float](), since_s
-
-    def note(phase: str) -> None:
-        nonlocal last_s
-        now = time.time()
-        if last_s is not None:
-            phases[phase] = now - last_s
-        last_s = now
-
-    note("command")
+    phases = Phases(since_s)
+    phases.end("command")
     if config.tracking.enabled:
         check_available(config)
     check_board(config)
     check_storage(config)
     observers_of(config)
     prepared = prepare(config)
-    note("preparation")
+    phases.end("preparation")
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
     with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
-        note("cluster")
+        phases.end("cluster")
         there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
         max_workers = workers_that_fit(config, *there)
         refuse_windows(prepared.job, 1 if config.train.strategy == "single" else max_workers, there[1])
@@ -121,8 +114,8 @@ def opened(
             if prepared.changed:
                 put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
             progress = Console(quiet=True, force_jupyter=False) if background else console
-            note("claim")
-            yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress, phases)
+            phases.end("claim")
+            yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress, phases.seconds)
 
 
 class Run:
@@ -140,8 +133,7 @@ class Run:
         progress: Console,
         phases: dict[str, float],
     ) -> None:
-        self._phases = phases
-        self.job, self._evaluation = prepared.job, prepared.evaluation
+        self.job, self._evaluation, self._phases = prepared.job, prepared.evaluation, phases
         self._config = prepared.job.config
         self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
         self._progress = progress

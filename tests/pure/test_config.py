@@ -74,7 +74,7 @@ def test_the_valid_one_is_accepted() -> None:
         ({"data__cache_gb": 0.0}, "data.cache_gb is 0.0; it must be greater than 0."),
         (
             {"data__cache_dir": "/scratch"},
-            "data.cache_dir is '/scratch', but data.cache is none: nothing would be there. Set data.cache to disk or leave cache_dir out.",
+            "data.cache_dir is '/scratch', but data.cache is none; set that to disk or leave cache_dir out.",
         ),
         ({"data__reader_threads": -1}, "data.reader_threads is -1; it must be at least 0."),
         (
