@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BEFORE_FRAME = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
-"""Markers of a JPEG: tables, applications' own, comments."""
 MAX_PIXELS = 2**27
 """Of all frames together: 403 MB as RGB, an image of 11585 x 11585."""
 
@@ -74,8 +72,6 @@ def _refuse_if_enormous(encoded: bytes) -> None:
 
 def _pixels(encoded: bytes) -> int:
     """Pixels of all frames, from the headers."""
-    if pixels := _pixels_of_jpeg(encoded):
-        return pixels
     from PIL import Image
 
     try:
@@ -86,16 +82,3 @@ def _pixels(encoded: bytes) -> int:
             return image.width * image.height * frames
     except Exception as error:  # Pillow's readers raise what they like
         raise ValueError(f"its header is refused: {error}") from error
-
-
-def _pixels_of_jpeg(encoded: bytes) -> int:
-    """Pixels from the frame header of a JPEG (ITU T.81, B.1.1), which Pillow takes longer for; 0 where it is none, or an unusual one."""
-    at = 2 if encoded.startswith(b"\xff\xd8") else len(encoded)
-    while at + 9 <= len(encoded) and encoded[at] == 0xFF:
-        marker = encoded[at + 1]
-        if marker in (0xC0, 0xC1, 0xC2):
-            return int.from_bytes(encoded[at + 5 : at + 7]) * int.from_bytes(encoded[at + 7 : at + 9])
-        if marker not in _BEFORE_FRAME:
-            return 0
-        at += 2 + int.from_bytes(encoded[at + 2 : at + 4])
-    return 0
