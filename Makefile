@@ -21,8 +21,8 @@ train: $(INSTALLED) ## ingest the bundled digits, train on 2 workers, evaluate, 
 	$(BIN)/ray-app ingest --source digits --out datasets/digits
 	$(BIN)/ray-app train --config conf/digits.yaml
 
-# Three processes, since those on Ray wait most of the time; one has the tests that share a Ray cluster. What takes longest begins first.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations 20
+# Two processes; one has the tests that share a Ray cluster. What takes longest begins first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20
 
 test: $(INSTALLED) ## the tests that run before every commit: all without Ray but the slowest, and a run on real Ray for each guarantee
 	$(PYTEST) -m "not rest and not campaign and not search"

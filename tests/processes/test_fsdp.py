@@ -93,6 +93,7 @@ def assert_bits(found: Trained, expected: Trained) -> None:
     assert found.bits == expected.bits
 
 
+@pytest.mark.rest
 def test_overlapped_it_has_nearly_the_values_of_ddp_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_overlapped_it_has_nearly_the_values_of_ddp_for_every_number_of_workers_
     assert [state.optimizer.state[p]["momentum_buffer"].shape for p in trained] == [p.shape for p in trained]
 
 
+@pytest.mark.rest
 def test_adam_and_whole_layers_and_half_precision(pool: Pool, data: Path, tmp_path: Path) -> None:
     fields = {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}}, "train__max_steps": 9}
     plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cached)
@@ -150,6 +152,7 @@ def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int) -> Non
     assert_bits(result_of(job), plain)
 
 
+@pytest.mark.rest
 def test_a_restart_after_a_worker_was_killed(pool: Pool, data: Path, tmp_path: Path) -> None:
     """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer workers."""
     job = fsdp_job(tmp_path / "run", data)
@@ -247,6 +250,7 @@ def test_a_nan_is_refused_by_all_and_its_rows_are_named(pool: Pool, data: Path, 
     assert all("whose is not known" in str(outcome.error) for outcome in outcomes)
 
 
+@pytest.mark.rest
 def test_what_uses_no_parameter_and_what_is_frozen(pool: Pool, data: Path, tmp_path: Path) -> None:
     for variant in ("unused", "frozen"):
         plain = pool.trained(fsdp_job(tmp_path / "a", data, TinyImages(variant), train__strategy="ddp"), 2, cached)

@@ -150,6 +150,7 @@ def test_of_other_numbers_of_logical_workers(pool: Pool, data: Path, tmp_path: P
         assert_bits(pool.trained(job("fsdp"), size, cached), plain)
 
 
+@pytest.mark.rest
 def test_half_precision_on_any_number_of_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
     """Not the bits of `ddp`, whose autocast rounds elsewhere."""
     job = fsdp_job(tmp_path / "run", data, train__precision="bf16", train__epochs=1, train__grad_clip_norm=0.5)

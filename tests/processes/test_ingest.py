@@ -261,6 +261,7 @@ def job(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "jobs/ingest.py", *args], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.rest
 def test_the_job_runs_and_refuses_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("a,y\n1,u\n2,v\n")
     args = ["--source", "csv", "--input", str(tmp_path / "f.csv"), "--out", str(tmp_path / "out"), "--label"]

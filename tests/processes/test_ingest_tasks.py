@@ -144,6 +144,7 @@ def test_after_a_kill_the_finished_buckets_are_kept(tmp_path: Path, monkeypatch:
     assert Counter(read(out)["a"]) == Counter(range(240))
 
 
+@pytest.mark.rest
 def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows may be in another order, so that some would be there twice and others not at all."""
     folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"

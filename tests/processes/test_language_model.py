@@ -135,7 +135,8 @@ def test_gradient_checkpointing_changes_no_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.rest), LORA])
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.rest
 def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from ray_app import load_config
 from ray_app.cli.retrain import main
 from ray_app.config.config import Config
-from ray_app.data.dataset import dataset
+from ray_app.data.dataset import footers
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.models.registry import promote
 from ray_app.record.files import put_json
@@ -170,9 +170,9 @@ def test_a_storage_that_is_away_refuses_no_data(
     def away(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    for module in (dataset, profile):
+    for module, reading in ((footers, "_footer"), (profile, "parquet")):
         with monkeypatch.context() as broken:
-            broken.setattr(module, "parquet", away)
+            broken.setattr(module, reading, away)
             assert main(arguments) == 1
         assert "part.parquet cannot be read: [Errno 116] Stale file handle" in capsys.readouterr().err
     watch = Watch(config)
