@@ -218,6 +218,7 @@ def described(event: Event) -> str:
         "started": f"start {event.fence} of the driver, up to {details.get('max_workers')} workers",
         "resumed": f"went on{step}, from a {details.get('source')}",
         "formed": f"{details.get('workers')} workers step together from step {details.get('step')}",
+        "states_differed": f"after a failure the states of ranks {details.get('ranks')} were not those of the others; went on{step}",
         "workers": f"{details.get('workers')} workers start",
         "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left: {_reasons(details.get('errors'))}",
         "storage_failed": f"the storage failed{step}, {details.get('left')} workers left: {_reasons(details.get('errors'))}",

@@ -137,13 +137,14 @@ class _Worker:
         self._rank = world.rank
         self._enter("forming")
         self._recorder.collect(world)
-        self._state.share(world, lambda: restore(self._job, self._state, self._recorder, self._sender, self._device))
+        job, state = self._job, self._state
+        odd = state.share(world, lambda: restore(job, state, self._recorder, self._sender, self._device), lost_s is not None)
         self._recorder.align(world, formed.number)
         if world.rank == 0:
             details = {"lost_s": lost_s} if lost_s is not None else {}
-            put_event(
-                self._job.paths, "formed", self._job.fence, generation=formed.number, workers=world.size, step=self._state.step, **details
-            )
+            put_event(job.paths, "formed", job.fence, generation=formed.number, workers=world.size, step=state.step, **details)
+            if odd:
+                put_event(job.paths, "states_differed", job.fence, generation=formed.number, ranks=odd, step=state.step)
 
     def _run(self, world: World) -> Flags:
         """The steps of one generation; returns the flags that ended it."""

@@ -5,20 +5,27 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
 from ray_app.exchange.exchange import World, collective
+from ray_app.train.group.messages import Formed
+from ray_app.train.group.process_group import ProcessGroup
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from tests.support.device_group import BACKEND, GARBAGE, OUT_OF_MEMORY, DiesAt, FullAt
-from tests.support.local_world import KilledError, LocalMembership, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.device_group import BACKEND, GARBAGE, OUT_OF_MEMORY, DeviceGroup, DiesAt, FailsAt, FullAt, SpinningGroup
+from tests.support.local_world import CPU, KilledError, LocalMembership, Pool, TinyImages, cached, make_job, result_of, write_images
 from tests.support.shifting_world import train_shifting
 
+STEP = ("all_to_all_single", "broadcast", "all_gather_single", "allreduce")
+"""The exchanges of a step: of gradients, of buffers, of sums; the last is the host's, the table."""
 OOM = [
     torch.OutOfMemoryError(OUT_OF_MEMORY),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
@@ -65,7 +72,7 @@ def test_a_device_without_memory_is_no_lost_peer(pool: Pool, tmp_path: Path) -> 
     """In the exchange of the second step: the error comes out of the loop in its own words, and at once."""
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
-    first, second = pool.train(job, 2, Hooks(at=FullAt(0, 3)), backend=BACKEND)
+    first, second = pool.train(job, 2, Hooks(at=FullAt(0, 5)), backend=BACKEND)
     assert isinstance(first.error, TaskError), first.trace
     assert first.error.said.startswith("OutOfMemoryError: ")
     assert OUT_OF_MEMORY in str(first.error)
@@ -93,6 +100,7 @@ def exchanged(rank: int, store: Path) -> list[str]:
                 dist.all_reduce(torch.ones(3, dtype=torch.int64))
         except PeerLostError:
             seen.append("lost on the host")
+        dist.group.WORLD.abort()  # type: ignore[union-attr]
     return seen
 
 
@@ -100,6 +108,88 @@ def test_a_broken_exchange_leaves_finite_garbage_and_says_so_later(pool: Pool) -
     first, second = pool.outcomes(2, exchanged)
     assert isinstance(second.error, KilledError)
     assert first.value == ["garbage", "aborted", "lost on the host"], first.trace
+
+
+def opened(rank: int, port: int) -> ProcessGroup:
+    group = SpinningGroup()
+    group.open(Formed(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
+    dist.barrier()  # nobody leaves while another still connects
+    return group
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """Where to meet."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, bool]:
+    """What rank 0 is told of an exchange in which rank 1 is killed, and whether it is still in a group when it has closed it."""
+    del store
+    group = opened(rank, port)
+    device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
+    assert group.settle is not None
+    values = torch.ones(1000)
+    dist.all_reduce(values)
+    group.settle()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert dist.all_reduce(values, async_op=True).wait()
+    said = ""
+    if heartbeat:
+        threading.Thread(target=lambda: device.waited_for.wait() and group.abort()).start()
+        try:
+            group.settle()
+        except PeerLostError as error:
+            said = str(error)
+    group.close(broken=True)
+    assert device.aborted.is_set()
+    return said, dist.is_initialized()
+
+
+@pytest.mark.parametrize("heartbeat", [True, False], ids=["aborted while the device spins", "left with an error of its own"])
+def test_a_group_whose_kernels_spin_is_aborted_before_it_is_destroyed(pool: Pool, store: TCPStore, heartbeat: bool) -> None:
+    first, second = pool.outcomes(2, survived, store.port, heartbeat)
+    assert isinstance(second.error, KilledError)
+    assert first.error is None, first.trace
+    assert first.value == ("the exchange was given up while the device was at it" if heartbeat else "", False)
+
+
+def told(rank: int, store: Path, port: int) -> None:
+    """The backend has an error that no call has raised."""
+    del store
+    group = opened(rank, port)
+    try:
+        assert group.settle is not None
+        group.settle()
+        dist.group.WORLD.error = ErrorType.COMM_ERROR  # type: ignore[union-attr]
+        with pytest.raises(PeerLostError, match="failed on the device: COMM_ERROR"):
+            group.settle()
+    finally:
+        group.close(broken=True)
+
+
+def test_an_error_that_only_the_backend_knows_is_found(pool: Pool, store: TCPStore) -> None:
+    pool.run(2, told, store.port)
+
+
+def given_up(rank: int, store: Path, port: int) -> tuple[str, bool]:
+    """The order to abort comes when the store has done its part and torch does not know the group yet."""
+    del store
+    group, said = SpinningGroup(), ""
+    DeviceGroup.when_made = group.abort
+    try:
+        group.open(Formed(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
+    except PeerLostError as error:
+        said = str(error)
+    finally:
+        DeviceGroup.when_made = None
+        group.close(broken=True)
+    return said, dist.is_initialized()
+
+
+def test_a_group_that_is_given_up_while_it_forms_exchanges_nothing(pool: Pool, store: TCPStore) -> None:
+    assert pool.run(2, given_up, store.port) == [("the group was given up while it formed", False)] * 2
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +200,30 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[J
     return job, pool.trained(job, 2, cached).commit.params_digest
 
 
-@pytest.mark.parametrize("exchange", [1, 2])
+@pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP, 1)), ids=STEP)
 def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
-    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int
+    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str
 ) -> None:
-    """It is lost at every exchange of a step in turn, also after its line of the table went out: then only the device has garbage."""
+    """It is lost at every exchange of a step in turn. What the device has of it then is garbage, and not all others know."""
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, exchange)), backend=BACKEND)
     assert isinstance(outcomes[2].error, KilledError)
-    assert proof.exists()
+    assert proof.read_text() == name
     assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
+    assert result_of(job).commit.params_digest == expected
+
+
+@pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP[:3], 1)), ids=STEP[:3])
+def test_what_is_broken_on_a_device_alone_is_in_no_step(
+    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str
+) -> None:
+    """The hosts lack nobody, and the garbage is finite."""
+    job, expected = undisturbed
+    job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
+    proof = tmp_path / "proof"
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, exchange)), backend=BACKEND)
+    assert proof.exists(), name
+    assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected

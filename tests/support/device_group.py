@@ -1,17 +1,20 @@
 """A process group with a device's manners, on a CPU: what NCCL does where gloo waits and raises.
 
 `wait()` returns at once, as one that only puts streams in order: whether the exchange went well is not known by then. An exchange that was
-broken leaves finite garbage, and the error surfaces with the next one, as with a communicator that was aborted. Tensors of floating point
-stand for those on a device; all others are the host's, which a real gloo group carries with its own manners.
+broken leaves finite garbage, and the error surfaces with the next one, as with a communicator that was aborted. Until it is aborted its
+kernel spins: who waits for the device waits for that, and so would who destroys the group. Floating point and what is broadcast stands
+for what is on a device; all else is the host's, which a real gloo group carries with its own manners.
 
-`dist.init_process_group(BACKEND, ...)` makes one, also through `LocalMembership(..., backend=BACKEND)`.
+`dist.init_process_group(BACKEND, ...)` makes one, also through `LocalMembership(..., backend=BACKEND)`; `SpinningGroup` is the
+`ProcessGroup` of one.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 from ray_app.errors import PeerLostError
+from ray_app.train.group.process_group import ProcessGroup
 
 BACKEND = "devicelike"
 GARBAGE = 0.125
@@ -33,10 +38,17 @@ class DeviceGroup(dist.ProcessGroup):
 
     Attributes:
         failed: What broke it.
-        exchanges: How many of the device there were.
+        exchanges: How many of the device there were, and all-reduces of the host, as a step's table is.
         full_at: The one at which the device has no memory left, counted from 1.
-        dies_at: The one at which the process ends, likewise.
+        dies_at: The one at which the process ends, likewise, and the file that it then writes the exchange's name to.
+        aborted: Whether somebody has.
+        waited_for: Whether somebody waits for a kernel that spins.
+        error: What the backend says of itself.
+        fails_at: The one that is broken on this rank's device, likewise, whatever the hosts know of each other.
+        when_made: Called when all have made one, before torch knows it.
     """
+
+    when_made: Callable[[], None] | None = None
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -47,34 +59,66 @@ class DeviceGroup(dist.ProcessGroup):
         self.failed: str | None = None
         self.exchanges = 0
         self.full_at: int | None = None
-        self.dies_at: int | None = None
+        self.dies_at: tuple[int, Path] | None = None
+        self.fails_at: int | None = None
+        self.aborted, self.waited_for = threading.Event(), threading.Event()
+        self.error = ErrorType.SUCCESS
+        if DeviceGroup.when_made is not None:
+            self._host.barrier().wait()
+            DeviceGroup.when_made()
 
     def getBackendName(self) -> str:
         return BACKEND
 
     def shutdown(self) -> None:
         """Closes the connections."""
+        assert self.failed is None or self.aborted.is_set(), "a kernel spins: this would wait for ever"
         del self._host
 
-    def settle(self) -> None:
-        """What `ProcessGroup.settle` is with NCCL."""
+    def abort(self) -> None:
+        """Lets kernels that spin end."""
+        self.aborted.set()
+
+    def synchronize(self) -> None:
+        """Waits for what the device was given."""
         if self.failed is not None:
+            self.waited_for.set()
+            self.aborted.wait()
+
+    def settle(self) -> None:
+        """What `ProcessGroup.settle` is, with a rendezvous that knows at once."""
+        if self.failed is not None:
+            self.abort()
             raise PeerLostError(self.failed)
+
+    def get_error(self) -> ErrorType:
+        """What a backend says of itself."""
+        return self.error
+
+    def _get_backend(self, device: torch.device) -> DeviceGroup:
+        del device
+        return self
 
     def _call(self, name: str, outputs: Any, *args: Any, **options: Any) -> Any:
         """Calls what gloo has by the same name."""
         tensors = list(_tensors(outputs))
-        if not any(tensor.is_floating_point() for tensor in tensors):
-            return getattr(self._host, name)(outputs, *args, **options)
-        self.exchanges += 1
-        if self.exchanges == self.dies_at:
+        is_of_device = name == "broadcast" or any(tensor.is_floating_point() for tensor in tensors)
+        self.exchanges += is_of_device or name == "allreduce"
+        if self.dies_at is not None and self.exchanges == self.dies_at[0]:
+            self.dies_at[1].write_text(name)
             os.kill(os.getpid(), signal.SIGKILL)
+        if not is_of_device:
+            return getattr(self._host, name)(outputs, *args, **options)
         if self.exchanges == self.full_at:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         if self.failed is not None:
             raise dist.DistBackendError(f"the communicator was aborted: {self.failed}")
         try:
-            return _Work(self, getattr(self._host, name)(outputs, *args, **options), tensors)
+            work = getattr(self._host, name)(outputs, *args, **options)
+            if self.exchanges == self.fails_at:
+                work.wait()
+                raise RuntimeError("a link was lost")
+            return _Work(self, work, tensors)
         except RuntimeError as error:
             return _Work(self, error, tensors)
 
@@ -96,6 +140,13 @@ for _name in (
 DeviceGroup.barrier = lambda self, *args, **options: self._host.barrier(*args, **options)  # type: ignore[method-assign]
 
 
+class SpinningGroup(ProcessGroup):
+    """With `BACKEND`."""
+
+    def _wait_for_device(self) -> None:
+        dist.group.WORLD.synchronize()  # type: ignore[union-attr]
+
+
 class FullAt:
     """A hook: the device of a rank has no memory left at one of its exchanges."""
 
@@ -110,7 +161,22 @@ class FullAt:
 
 @dataclass(frozen=True)
 class DiesAt:
-    """A hook: the process of a rank ends at one of the exchanges of a step, the first time that it gets there; the file `proof` says so."""
+    """A hook: the process of a rank ends at an exchange of a step, the first time that it gets there; `proof` then names the exchange."""
+
+    proof: Path
+    rank: int
+    step: int
+    exchange: int
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        group: Any = dist.group.WORLD
+        if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
+            group.dies_at = group.exchanges + self.exchange, self.proof
+
+
+@dataclass(frozen=True)
+class FailsAt:
+    """A hook: an exchange of a step is broken on the device of a rank, the first time that it gets there; the file `proof` says so."""
 
     proof: Path
     rank: int
@@ -121,7 +187,7 @@ class DiesAt:
         group: Any = dist.group.WORLD
         if (phase, rank, step) == ("compute", self.rank, self.step) and not self.proof.exists():
             self.proof.touch()
-            group.dies_at = group.exchanges + self.exchange
+            group.fails_at = group.exchanges + self.exchange
 
 
 class _Work(dist.Work):
@@ -141,7 +207,7 @@ class _Work(dist.Work):
         except RuntimeError as error:
             self._group.failed = str(error)
             for tensor in self._outputs:
-                tensor.detach().fill_(GARBAGE)
+                tensor.detach().fill_(GARBAGE if tensor.is_floating_point() else 1)
         return True
 
 

@@ -223,6 +223,9 @@ class LocalMembership:
         try:
             settle = getattr(dist.group.WORLD, "settle", None)  # of a group with a device's manners
             yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups, settle=settle), formed
+        except BaseException:
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+            raise
         finally:
             dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +26,7 @@ _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """The rendezvous ends what stands still, much earlier; a collective's own time-out would only add another opinion."""
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """0: torch's own thread neither ends the process nor aborts; the rendezvous says when, and `settle` looks at the error."""
+_NCCL = "cpu:gloo,cuda:nccl"
 
 
 class ProcessGroup:
@@ -34,45 +36,55 @@ class ProcessGroup:
         self._before = set(_sockets())
         self._store: tuple[str, int] | None = None
         self._sockets: list[tuple[int, str]] | None = None
-        self._nccl, self._device = False, torch.device("cpu")
-        self._broken = False
+        self._asynchronous, self._device = False, torch.device("cpu")
+        self._broken, self._aborting, self._aborted = False, threading.Lock(), list[Any]()
         self.groups: tuple[Any, ...] = (None,)
         """See `World.groups`."""
 
     def open(self, formed: Formed, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
-        """Meets the other members of a generation; blocks until all are there. For `backend` see `train.backend`."""
-        self._nccl, self._device = device.type == "cuda" and backend != "gloo", device
-        if self._nccl:
+        """Meets the other members of a generation; blocks until all are there. For `backend` see `train.backend`.
+
+        Raises:
+            PeerLostError: It was broken meanwhile.
+        """
+        name = backend_of(device, backend)
+        self._asynchronous, self._device = name != "gloo", device
+        if name == _NCCL:
             os.environ.setdefault(_NCCL_ERRORS, "0")
         self._before, self._store = set(_sockets()), (formed.host, formed.port)
         # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number (torch 2.15)
         dist.distributed_c10d._world.group_count = 0
         store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
+            name,
             store=PrefixStore(f"generation-{formed.number}", store),
             rank=formed.rank,
             world_size=formed.size,
             timeout=_FORM_TIMEOUT,
-            device_id=device if self._nccl else None,
+            device_id=device if name == _NCCL else None,  # connects now, not in the first backward
         )
         self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT)
         for group in {None, *self.groups}:
             dist.set_timeout(_COLLECTIVE_TIMEOUT, group)
         self._sockets = [s for s in _sockets() if s not in self._before]
+        if self._broken:  # before there was what could be aborted
+            raise PeerLostError("the group was given up while it formed")
 
     @property
     def settle(self) -> Callable[[], None] | None:
         """See `World.settle`."""
-        return self._settle if self._nccl else None
+        return self._settle if self._asynchronous else None
 
     def _settle(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self._wait_for_device()
         if self._broken:
             raise PeerLostError("the exchange was given up while the device was at it")
         for group in self._all():
             if (error := group._get_backend(self._device).get_error()) != ErrorType.SUCCESS:
                 raise PeerLostError(f"the exchange failed on the device: {error.name}")
+
+    def _wait_for_device(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def _all(self) -> list[Any]:
         """All that have been formed, those between hosts first: while one is broken no other may pass on what it left."""
@@ -84,10 +96,12 @@ class ProcessGroup:
         While the group forms, that is the connection to the store where they meet; what else this process connects to meanwhile is not
         known to be the group's.
         """
-        again, self._broken = self._broken, True  # before anybody is set free: what they find is garbage
-        if self._nccl and not again:
-            for group in self._all():
-                group.abort()
+        self._broken = True  # before anybody is set free: what they find is garbage
+        with self._aborting:  # who closes meanwhile waits for it
+            for group in self._all() if self._asynchronous else ():
+                if group not in self._aborted:
+                    self._aborted.append(group)
+                    group.abort()
         found = self._sockets
         if found is None:
             found = [(number, name) for number, name in _sockets() if (number, name) not in self._before and self._is_store(number)]
@@ -103,10 +117,17 @@ class ProcessGroup:
 
     def close(self, broken: bool = False) -> None:
         """Leaves the group; of one that is broken NCCL would wait for exchanges that never end."""
-        if self._nccl and broken:
+        if self._asynchronous and broken:
             self.abort()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def backend_of(device: torch.device, backend: str) -> str:
+    """What torch calls the backend of `train.backend` on a device; what the host exchanges goes through gloo in any case."""
+    if backend in ("auto", "nccl"):
+        return _NCCL if device.type == "cuda" else "gloo"
+    return backend
 
 
 def open_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta) -> tuple[Any, ...]:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.checkpoint.format import Snapshot
+from ray_app.checkpoint.format import Snapshot, params_digest
 from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
+from ray_app.errors import CheckpointError
 from ray_app.exchange.exchange import World, gather
 from ray_app.task.base import Task
 from ray_app.task.own_code import own_code
@@ -28,11 +29,15 @@ from ray_app.train.state.initial import begin_with
 from ray_app.train.state.scale import LossScale
 from ray_app.train.state.schedules import make_schedule
 from ray_app.train.state.seeds import seed_init
-from ray_app.train.state.transfer import lacking, transfer
+from ray_app.train.state.transfer import lacking, odd_ones, transfer
 from ray_app.train.state.turns import Turns, TurnSchedules
 
 NOTHING = -1
 """The step of a worker that has no state yet."""
+_ALL_IN_DOUBT = (
+    "After a failure the workers that are left have different states of the same step, and there is neither a checkpoint nor a snapshot to"
+    " go on from. Start again, and set checkpoint.every_steps so that there is one."
+)
 
 
 class Trainable(Protocol):
@@ -217,25 +222,45 @@ class TrainingState:
     def refresh(self) -> None:
         """Makes the model on this rank that of the present step, if it is not; a collective of all ranks."""
 
-    def share(self, world: World, restore: Callable[[], None]) -> None:
+    def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
         """Gives the ranks that lack it the state of the highest step; a collective of all ranks, after which all states are equal.
 
         Args:
             world: The workers of now.
             restore: Gives rank 0 a state; called if nobody has one.
+            was_broken: Whether the generation before broke for this rank; then those who claim the highest step compare what they have.
+
+        Returns:
+            The ranks whose state was not that of most others of their step, and has been replaced.
 
         Raises:
+            CheckpointError: All states are in doubt, and there is nothing else to go on from.
             PeerLostError: A peer left meanwhile.
         """
-        steps = gather(self.step, world)
+        steps, odd = self._trusted(world, was_broken)
         if max(steps) == NOTHING and world.rank == 0:
             restore()
+            if odd and self.step == 0:
+                raise CheckpointError(_ALL_IN_DOUBT)
         source = steps.index(max(steps))
         to = lacking(steps, source)
         received = transfer(self._live() if world.rank == source and to else None, world.rank, source, to)
         if world.rank in to:
             assert received is not None
             self.load(received)
+        return odd
+
+    def _trusted(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
+        """Every rank's step, that of a state in doubt being NOTHING, and whose are; what is in doubt takes a digest of the parameters."""
+        claims = gather((self.step, was_broken), world)
+        steps, doubted = [step for step, _ in claims], list[int]()
+        if any(broken for _, broken in claims) and steps.count(max(steps)) > 1 and max(steps) > NOTHING:
+            doubted = odd_ones(steps, gather(params_digest(self._claimed()) if self.step == max(steps) else "", world))
+        return [NOTHING if rank in doubted else step for rank, step in enumerate(steps)], doubted
+
+    def _claimed(self) -> dict[str, Tensor]:
+        """The model of the step that this rank says to have."""
+        return self.master.state_dict()
 
 
 def _with_counters(value: Any, like: Any) -> Any:

@@ -7,7 +7,7 @@ memory that it has and arrives in the memory that it stays in; from a device it 
 from __future__ import annotations
 
 import pickle
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -35,6 +35,13 @@ class _Place(NamedTuple):
 def lacking(steps: Sequence[int], source: int) -> list[int]:
     """The ranks that do not have what the source has, by every rank's step; nobody has anything at a step below 0."""
     return [rank for rank, step in enumerate(steps) if rank != source and (step < 0 or step != steps[source])]
+
+
+def odd_ones(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
+    """The ranks with the highest step that are not of one mind with more than half of those that have it, by every rank's digest."""
+    newest = [rank for rank, step in enumerate(steps) if step == max(steps)]
+    digest, count = Counter(digests[rank] for rank in newest).most_common(1)[0]
+    return [rank for rank in newest if digests[rank] != digest or 2 * count <= len(newest)]
 
 
 def transfer(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int]) -> Snapshot | None:

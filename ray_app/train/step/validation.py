@@ -59,6 +59,8 @@ class Validation:
             for chunk in score(job.task, model, arrays, size, self._device, world.rank, world.size):
                 mine.append(chunk)
                 self._moved()
+        if world.settle is not None:
+            world.settle()  # the parameters may have come through the device
         shares = gather(mine, world)
         if world.rank != 0:
             return

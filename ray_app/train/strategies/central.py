@@ -88,8 +88,6 @@ class CentralState(SpreadState):
             with collective():
                 for work in [dist.broadcast(p, 0, async_op=True) for p in parameters]:
                     work.wait()  # type: ignore[union-attr]
-            if self._world.settle is not None:
-                self._world.settle()
 
     @contextmanager
     def returned(self) -> Iterator[nn.Module]:

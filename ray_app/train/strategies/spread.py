@@ -68,8 +68,9 @@ class SpreadState(TrainingState):
         """Goes back to what this rank has alone."""
         self.step = self._whole.step if self._whole is not None else NOTHING
 
-    def share(self, world: World, restore: Callable[[], None]) -> None:
-        """See `TrainingState.share`."""
+    def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
+        """See `TrainingState.share`; whole copies are not compared: they are made of what has settled on all ranks."""
+        del was_broken
         found = self._copies.newest(world, self.step)
         if found is not None:
             self.step, self._whole = found[0], Snapshot(found[0], *found[1])
@@ -83,6 +84,7 @@ class SpreadState(TrainingState):
         self.step = self._whole.step
         self._take(self._whole)
         self._copies.clear()
+        return []
 
     def pass_over(self) -> None:
         """See `TrainingState.pass_over`; a collective if there are second copies."""
