@@ -22,23 +22,28 @@ from ray_app.exchange.tree import TreeSum, parents
 from ray_app.plan.route import Stage
 
 _MEBI = 1 << 20
+_ALIGNED_BYTES = 64
+"""Every parameter of a bucket begins at a multiple: a GPU adds up a norm in another order where memory is not aligned, so what lies before it,
+which `bucket_mb` decides, would be in the bits."""
 
 
 class _Bucket:
-    """Parameters whose gradients travel together, as one flat tensor padded to a multiple of the world size."""
+    """Parameters whose gradients travel together, as one flat tensor with zeros between them and up to a multiple of the world size."""
 
     def __init__(self, parameters: list[nn.Parameter], world: World) -> None:
         self.parameters = parameters
-        self.numel = sum(p.numel() for p in parameters)
-        self.shard = -(-self.numel // world.size)
         first = parameters[0]
+        unit = _ALIGNED_BYTES // first.element_size()
+        gaps = [-p.numel() % unit for p in parameters]
+        self.numel = sum(p.numel() + gap for p, gap in zip(parameters, gaps, strict=True))
+        self.shard = -(-self.numel // world.size)
         self.result = torch.zeros(self.shard * world.size, dtype=first.dtype, device=first.device)
-        self.views, self._parts = [], []
-        offset = 0
-        for p in parameters:
-            self._parts.append(slice(offset, offset + p.numel()))
+        zeros = self.result.new_zeros(unit)
+        self._gaps = [zeros[:gap] if gap else None for gap in gaps]
+        self.views, offset = [], 0
+        for p, gap in zip(parameters, gaps, strict=True):
             self.views.append(self.result[offset : offset + p.numel()].view_as(p))
-            offset += p.numel()
+            offset += p.numel() + gap
         self.tree = TreeSum(parents(world.logical_workers))
         self._spare: list[Tensor] = []
         self.missing: set[nn.Parameter] = set()
@@ -55,7 +60,8 @@ class _Bucket:
     def put(self, logical_worker: int, values: list[Tensor]) -> None:
         """Copies values, one per parameter, into the tree as the leaf of a logical worker."""
         flat = self.result if not self.tree.nodes else self._spare.pop() if self._spare else torch.zeros_like(self.result)
-        torch.cat([value.reshape(-1) for value in values], out=flat[: self.numel])
+        parts = [part for value, gap in zip(values, self._gaps, strict=True) for part in (value.reshape(-1), gap) if part is not None]
+        torch.cat(parts, out=flat[: self.numel])
         self._spare += self.tree.push((logical_worker, logical_worker + 1), flat)
 
     def reset(self) -> None:

@@ -248,3 +248,22 @@ def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(pool: Pool, 
     assert all(sizes == [2] * len(sizes) and len(sizes) == 2 * len(plain[0][0]) for sizes, _ in staged)
     for _, found in [*plain, *staged]:
         assert all(torch.equal(a, b) for a, b in zip(found, plain[0][1], strict=True))
+
+
+@pytest.mark.parametrize("mb", [8.0, SMALL_MB, SMALL_MB / 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_gradient_is_aligned_whatever_lies_before_it(mb: float, dtype: torch.dtype) -> None:
+    """What a GPU adds up of memory that is not aligned, as a norm, it adds in another order; no CPU does, so the places are looked at."""
+    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.Linear(5, 1)).to(dtype)
+    exchange = DataParallel(model, World(0, 1, 3), "exact", mb, "none")
+    x = torch.arange(6, dtype=dtype).view(2, 3)
+    for v in range(3):
+        exchange.backward(model(x + v).squeeze(1), torch.full((2,), 0.5, dtype=dtype), v)
+    exchange.launch()
+    exchange.finish()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 6
+    assert [g.data_ptr() % 64 for g in gradients] == [0] * 6
+    expected = torch.autograd.grad(torch.stack([model(x + v).mean() for v in range(3)]).sum(), list(model.parameters()))
+    for gradient, value in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, value)

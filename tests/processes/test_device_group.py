@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
 from ray_app.exchange.exchange import World, collective
+from ray_app.record.progress.journal import read_events
 from ray_app.train.group.messages import Formed
 from ray_app.train.group.process_group import ProcessGroup
 from ray_app.train.hooks import Hooks
@@ -213,6 +214,7 @@ def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
     assert proof.read_text() == name
     assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
     assert result_of(job).commit.params_digest == expected
+    assert not read_events(job.paths, "states_differed"), "nobody had garbage, not for a step either"
 
 
 @pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP[:3], 1)), ids=STEP[:3])
@@ -227,3 +229,4 @@ def test_what_is_broken_on_a_device_alone_is_in_no_step(
     assert proof.exists(), name
     assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected
+    assert not read_events(job.paths, "states_differed"), "nobody had garbage, not for a step either"

@@ -45,7 +45,7 @@ from ray_app.runs.preparing.plan import classes_of, make_plan
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
 from ray_app.train.group.messages import Flags, Formed, Phase
-from ray_app.train.group.process_group import open_groups
+from ray_app.train.group.process_group import _shut_down, _sockets, open_groups
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.loop import train
@@ -213,6 +213,7 @@ class LocalMembership:
         if self._world.size == 1:
             yield self._world, formed
             return
+        before = set(_sockets())
         with collective():
             store = dist.FileStore(str(self._store), self._world.size)
             timeout = timedelta(seconds=_EXCHANGE_S)
@@ -220,11 +221,14 @@ class LocalMembership:
             dist.init_process_group(self._backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout)
             groups = open_groups(self._world.rank, self._hosts, timeout)
             dist.barrier()  # nobody leaves while another still connects
+        mine = set(_sockets()) - before
         try:
             settle = getattr(dist.group.WORLD, "settle", None)  # of a group with a device's manners
             yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups, settle=settle), formed
         except BaseException:
             dist.group.WORLD.abort()  # type: ignore[union-attr]
+            for each in mine:
+                _shut_down(*each)  # the error's frames may hold the group, for whose connections' end the others wait
             raise
         finally:
             dist.destroy_process_group()
