@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ import ray
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import get_device
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_app.cluster.hooks import Control, FailureBudget, OwnGroupConfig, take_over
@@ -31,6 +31,7 @@ from ray_app.errors import PreemptedError, own_error
 from ray_app.plan.cursor import Cursor
 from ray_app.record.output import copied_output
 from ray_app.record.redact import guard
+from ray_app.task.environment import gpu_of
 from ray_app.task.own_code import own_code
 from ray_app.train.group.messages import Flags
 from ray_app.train.hooks import Hooks
@@ -137,8 +138,8 @@ def _work(arguments: dict[str, Any]) -> None:
     start: Start = ray.get(arguments["start"])
     job = start.job
     guard(job.config.to_dict())
-    device = get_device() if job.config.scaling.gpus_per_worker else torch.device("cpu")
-    assert isinstance(device, torch.device)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = gpu_of(ray.get_gpu_ids(), visible) if job.config.scaling.gpus_per_worker else torch.device("cpu")
     recovers = _recovers_in_place(job.config)
     backend = job.config.train.backend
     membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers)

@@ -212,6 +212,12 @@ def _check_exchange(config: Config) -> list[str]:
             "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to auto or gloo, or"
             " give the workers GPUs."
         )
+    share, several = 0 < config.scaling.gpus_per_worker < 1, config.scaling.max_workers != 1
+    if share and several and train.backend != "gloo" and train.strategy not in ("single", "parameter_server"):
+        problems.append(
+            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g}, so workers share a GPU, which NCCL refuses. Set train.backend"
+            " to gloo, or give each worker a GPU."
+        )
     if train.gradient_compression != "none" and train.reduction == "exact":
         problems.append(
             f"train.gradient_compression is {train.gradient_compression} with train.reduction exact: what travels are sums over the"

@@ -71,7 +71,8 @@ class Evaluator:
         self._itself, name = _this_actor(), job.name or "evaluator"
         self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
         environment.pin(job.section.threads, job.deterministic)
-        self._device = torch.device("cuda" if job.section.num_gpus else "cpu")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._device = environment.gpu_of(ray.get_gpu_ids(), visible) if job.section.num_gpus else torch.device("cpu")
         self._model = job.task.build_model().to(self._device)
         self._arrays: Arrays | None = None
         self._done_step = last_evaluated(evaluated_steps(job.paths, job.name))

@@ -23,8 +23,8 @@ from ray_app.plan.route import Stage
 
 _MEBI = 1 << 20
 _ALIGNED_BYTES = 64
-"""Every parameter of a bucket begins at a multiple: a GPU adds up a norm in another order where memory is not aligned, so what lies before it,
-which `bucket_mb` decides, would be in the bits."""
+"""Every parameter of a bucket begins at a multiple: a GPU adds up a norm in another order where memory is not aligned, so what lies before
+it, which `bucket_mb` decides, would be in the bits."""
 
 
 class _Bucket:

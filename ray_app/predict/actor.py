@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from ray_app.data.read.reader import POSITION, ReadSpec, check_positions
 from ray_app.errors import ConfigError, DataError
 from ray_app.models import loader
 from ray_app.record.files import location, put_atomic
+from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.rows.ragged import Field, Ragged, joined, to_batch
 
@@ -126,8 +128,9 @@ class Predictor:
 
     def __init__(self, job: ray.ObjectRef) -> None:
         self._job: PredictJob = ray.get(job)
-        torch.set_num_threads(self._job.threads)
-        self._device = torch.device(self._job.device)
+        environment.pin(self._job.threads, True, refuses=False)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._device = environment.gpu_of(ray.get_gpu_ids(), visible) if self._job.device == "cuda" else torch.device("cpu")
         self._predict = self._job.model.load(self._device)
 
     def __call__(self, table: pa.Table) -> pa.Table:

@@ -5,6 +5,7 @@ A model is scored as it is served: from the files of its version in the registry
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from ray_app.models import loader
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
+from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.rows.ragged import Arrays
 from ray_app.task.score.scoring import Chunk, score
@@ -117,8 +119,9 @@ def score_packages(task: Task, metrics: Sequence[str], requests: list[Request], 
 
 def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection) -> list[dict[str, list[Chunk]]]:
     """Runs in the Ray task."""
-    torch.set_num_threads(section.threads)
-    device = torch.device("cuda" if section.num_gpus else "cpu")
+    environment.pin(section.threads, True, refuses=False)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = environment.gpu_of(ray.get_gpu_ids(), visible) if section.num_gpus else torch.device("cpu")
     found = []
     for request in requests:
         arrays = _arrays(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -26,23 +27,43 @@ def set_up_torch(config: Config, device: torch.device) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def pin(threads: int, deterministic: bool) -> None:
-    """Fixes the number of threads and, for what has to have the same bits, asks for deterministic kernels."""
+def pin(threads: int, deterministic: bool, refuses: bool = True) -> None:
+    """Fixes the number of threads and, for what has to have the same bits, asks for deterministic kernels.
+
+    Args:
+        threads: How many.
+        deterministic: Whether to ask.
+        refuses: Whether an operation that has none is refused; otherwise it is warned of.
+    """
     torch.set_num_threads(threads)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        use_deterministic_algorithms(True)
+        use_deterministic_algorithms(True, refuses)
         # A guard against reading garbage, at the price of filling it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def use_deterministic_algorithms(mode: bool) -> None:
+def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
     """As PyTorch's, which imports the compiler only to tell it; that takes two seconds."""
     if "torch._inductor" in sys.modules:
-        torch.use_deterministic_algorithms(mode)
+        torch.use_deterministic_algorithms(mode, warn_only=not refuses)
     else:
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(mode))
-        torch.set_deterministic_debug_mode("error" if mode else "default")
+        torch.set_deterministic_debug_mode(("error" if refuses else "warn") if mode else "default")
+
+
+def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:
+    """The GPU to compute on: the first of those that Ray gave this process, numbered as it sees them.
+
+    Ray shows a process what it has, or what all workers of its node have (`RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`), or leaves alone
+    what it sees (`RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES`).
+
+    Args:
+        ids: From `ray.get_gpu_ids`.
+        visible: `CUDA_VISIBLE_DEVICES`.
+    """
+    first, seen = str(ids[0]) if ids else "0", visible.split(",") if visible else []
+    return torch.device("cuda", seen.index(first) if first in seen else int(first))
 
 
 def describe(device: torch.device) -> dict[str, str]:
