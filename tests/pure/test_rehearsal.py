@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from ray_app.errors import ConfigError
 from ray_app.runs.preparing.rehearsal import rehearse
@@ -73,3 +76,84 @@ def test_nothing_is_refused_where_nothing_is_wrong(tmp_path: Path) -> None:
 
 def test_without_evaluation_its_methods_are_not_needed(tmp_path: Path) -> None:
     trial(tmp_path, "update", data__eval_path=None)
+
+
+class Pooled(TinyImages):
+    """A network that ends in one layer or function more.
+
+    Args:
+        last: Its name in `LAYERS`.
+    """
+
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self.last = last
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 5, 3), LAYERS[self.last](), nn.Flatten(2))
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(super().forward(nn.Identity(), batch)).mean(-1)
+
+
+class Called(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def sampled(x: Tensor) -> Tensor:
+    return functional.grid_sample(
+        x, functional.affine_grid(torch.eye(2, 3).expand(len(x), 2, 3), list(x.shape), False), align_corners=False
+    )
+
+
+LAYERS = {
+    "AdaptiveAvgPool2d, backward": lambda: nn.AdaptiveAvgPool2d(2),
+    "AdaptiveMaxPool2d, backward": lambda: nn.AdaptiveMaxPool2d(2),
+    "AvgPool3d, backward": lambda: nn.AvgPool3d(2),
+    "FractionalMaxPool2d, backward": lambda: nn.FractionalMaxPool2d(2, 3),
+    "ReflectionPad2d, backward": lambda: nn.ReflectionPad2d(1),
+    "antialiased interpolation, backward": lambda: Called(
+        lambda x: functional.interpolate(x, size=(9, 9), mode="bilinear", antialias=True, align_corners=False)
+    ),
+    "linear interpolation of one dimension, backward": lambda: Called(
+        lambda x: functional.interpolate(x.flatten(2), size=9, mode="linear")[..., None]
+    ),
+    "median with indices": lambda: Called(lambda x: x.median(-1, keepdim=True).values),
+    "grid_sample, backward": lambda: Called(sampled),
+    "put_": lambda: Called(lambda x: x * torch.zeros(1).put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))),
+    "nothing": nn.Identity,
+    "pooled to one": lambda: nn.AdaptiveAvgPool2d(1),
+    "fixed pooling": lambda: nn.AvgPool2d(2),
+    "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    "median of all": lambda: Called(lambda x: x * x.detach().median()),
+}
+FINE = ("nothing", "pooled to one", "fixed pooling", "bilinear", "median of all")
+
+
+def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
+    data = write_images(tmp_path / "data", [[8]])
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Pooled(last), **fields)
+    row = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
+    rehearse(job, row, None)
+
+
+@pytest.mark.parametrize("last", [name for name in LAYERS if name not in FINE])
+def test_what_a_gpu_has_no_deterministic_kernel_for_is_named_before_the_start(tmp_path: Path, last: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(last.removesuffix("_"))) as caught:
+        pooled(tmp_path, last, scaling__gpus_per_worker=1)
+    assert ": choose " in str(caught.value)
+    assert "train.reduction to overlapped" in str(caught.value)
+    pooled(tmp_path / "cpu", last)
+    pooled(tmp_path / "overlapped", last, scaling__gpus_per_worker=1, train__reduction="overlapped")
+
+
+@pytest.mark.parametrize("last", FINE)
+def test_what_a_gpu_has_kernels_for_is_not(tmp_path: Path, last: str) -> None:
+    pooled(tmp_path, last, scaling__gpus_per_worker=1)

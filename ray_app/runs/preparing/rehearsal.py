@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import psutil
@@ -14,6 +16,7 @@ from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
+from ray_app.runs.preparing.kernels import Kernels
 from ray_app.task.base import Task
 from ray_app.task.losses import of_rows, summed
 from ray_app.task.own_code import own_code
@@ -92,19 +95,35 @@ def _try_task(job: Job, state: TrainingState, rows: Arrays) -> None:
 
     Raises:
         TaskError: Something of it fails.
-        ConfigError: The losses are not one for each row.
+        ConfigError: The losses are not one for each row, or a GPU would refuse an operation.
     """
-    task, count = job.task, len(next(iter(rows.values())))
-    with own_code(lambda: "training on two rows"):
+    task, count, config = job.task, len(next(iter(rows.values()))), job.config
+    with own_code(lambda: "training on two rows"), _kernels(config, config.scaling.gpus_per_worker) as gpus:
         fields = task.augment(to_batch(rows), torch.arange(count))
         for turn in state.turns.optimizers if state.turns is not None else [None]:
             losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)
-            summed(task, of_rows(task, losses, count))
-    if job.config.data.eval_path is None:
+            found = of_rows(task, losses, count)
+            summed(task, found)
+            if gpus and found.values.requires_grad:
+                parameters = [p for p in state.model.parameters() if p.requires_grad]
+                torch.autograd.grad(found.values.sum(), parameters, allow_unused=True)
+    if config.data.eval_path is None:
         return
-    list(score(task, state.model, rows, count, torch.device("cpu")))
+    with _kernels(config, config.scaling.gpus_per_worker if job.workers_evaluate else config.evaluate.num_gpus):
+        list(score(task, state.model, rows, count, torch.device("cpu")))
     with own_code(lambda: "predicting two rows"), torch.inference_mode():
         task.predictions(task.forward(state.model, to_batch(rows)))
+
+
+@contextmanager
+def _kernels(config: Config, gpus: float) -> Iterator[bool]:
+    """The context of what is to run on GPUs with deterministic kernels, if it is, which it yields."""
+    if not gpus or config.train.reduction != "exact":
+        yield False
+        return
+    with Kernels() as kernels:
+        yield True
+    kernels.refuse(gpus)
 
 
 def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
