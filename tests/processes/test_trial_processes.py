@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ray_app.runs.trial.processes import Processes
 from ray_app.runs.trial.serve import _MOST_BYTES
 from tests.support.waiting import until
@@ -24,6 +26,7 @@ def flood(out: str) -> int:
     return said
 
 
+@pytest.mark.rest
 def test_a_flood_of_prints_does_not_fill_the_disk(tmp_path: Path) -> None:
     processes = Processes(tmp_path / "trial")
     try:
