@@ -76,7 +76,7 @@ def run(folder: Path, strategy: str) -> Sample:
     command = [sys.executable, "-m", "ray_app", "train", "--config", "conf/digits.yaml", "--data.path", f"{folder}/digits/train"]
     command += [f"--run.{name}={value}" for name, value in fields.items()]
     command += ["--data.eval_path=null", "--train.max_steps=1", "--tracking.enabled=false", f"--train.strategy={strategy}"]
-    return timed(command, lambda _: read_steps(RunPaths(folder / fields["name"])).records[0].time_s)
+    return timed(command, lambda _: read_steps(RunPaths(folder / str(fields["name"]))).records[0].time_s)
 
 
 def main() -> None:
