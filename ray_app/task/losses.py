@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -88,21 +88,59 @@ def of_rows(task: object, found: Tensor | Losses, rows: int) -> Losses:
     return losses
 
 
-def summed(task: object, losses: Losses) -> Sums:
-    """The sums over rows; waits for the device once.
+class Unread(NamedTuple):
+    """Sums over rows that are still where they were computed.
 
-    Raises:
-        ConfigError: The weights are negative, infinite or NaN.
+    Args:
+        values: That of the losses and, with weights or metrics, those of the weights and of each metric; shape (1,) or (2 + metrics,).
+        rows: How many.
+        metrics: Their names; None without weights and metrics.
     """
+
+    values: Tensor
+    rows: int
+    metrics: tuple[str, ...] | None
+
+
+def sums_of(losses: Losses) -> Unread:
+    """The sums over rows; does not wait for the device."""
     values = losses.values.detach()
     if losses.weights is None and not losses.metrics:
-        return Sums(values.sum().item(), float(len(values)), {})
+        return Unread(values.sum(), len(values), None)
     weights = losses.weights.detach() if losses.weights is not None else torch.ones_like(values)
     more = [each.detach().sum(dtype=torch.float64) for each in (weights, *losses.metrics.values())]
-    loss, weight, *metrics = torch.stack([values.sum().double(), *more]).tolist()
-    if not 0 <= weight < math.inf:
-        raise ConfigError(
-            f"{type(task).__name__}.loss returned weights whose sum over {len(values)} rows is {weight}; each must be a number of at least"
-            " 0, such as how many tokens a row has."
-        )
-    return Sums(loss, weight, dict(zip(losses.metrics, metrics, strict=True)))
+    return Unread(torch.stack([values.sum().double(), *more]), len(values), tuple(losses.metrics))
+
+
+def read(task: object, found: Sequence[Unread | None]) -> list[Sums]:
+    """What sums are, `NOTHING` for None; waits for the device once.
+
+    Raises:
+        ConfigError: Weights are negative, infinite or NaN.
+    """
+    if len(found) == 1 and found[0] is not None and found[0].metrics is None:  # what most tasks are asked for in each step
+        return [Sums(found[0].values.item(), float(found[0].rows), {})]
+    there = [each.values for each in found if each is not None]
+    numbers = torch.hstack(there).tolist() if there else []
+    told, at = [], 0
+    for each in found:
+        if each is None:
+            told.append(NOTHING)
+        elif each.metrics is None:
+            told.append(Sums(numbers[at], float(each.rows), {}))
+            at += 1
+        else:
+            loss, weight, *metrics = numbers[at : at + 2 + len(each.metrics)]
+            if not 0 <= weight < math.inf:
+                raise ConfigError(
+                    f"{type(task).__name__}.loss returned weights whose sum over {each.rows} rows is {weight}; each must be a number of at"
+                    " least 0, such as how many tokens a row has."
+                )
+            told.append(Sums(loss, weight, dict(zip(each.metrics, metrics, strict=True))))
+            at += 2 + len(metrics)
+    return told
+
+
+def summed(task: object, losses: Losses) -> Sums:
+    """The sums over rows; see `read`."""
+    return read(task, [sums_of(losses)])[0]

@@ -1,6 +1,7 @@
 """What a step costs in calls and operators, which no noise of a machine hides: who makes it dearer has to change the numbers here.
 
 They are of Python 3.11 and the pinned torch. A change that needs more says in its message what for; one that needs less lowers them.
+Six calls are for losses that stay on the device until all logical workers have been given to it, see `test_host_syncs.py`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ def resnet18() -> Task:
 @pytest.mark.parametrize(
     ("task", "workers", "windows", "fields", "expected"),
     [
-        pytest.param(TinyImages, 1, cached, {}, {"python_calls": 561, "torch_operators": 67}, id="small"),
-        pytest.param(TinyImages, 1, streamed, {}, {"python_calls": 546, "torch_operators": 62}, id="small, read"),
-        pytest.param(TinyImages, 2, cached, {}, {"python_calls": 875, "torch_operators": 118}, id="small, 2 workers"),
+        pytest.param(TinyImages, 1, cached, {}, {"python_calls": 567, "torch_operators": 67}, id="small"),
+        pytest.param(TinyImages, 1, streamed, {}, {"python_calls": 552, "torch_operators": 62}, id="small, read"),
+        pytest.param(TinyImages, 2, cached, {}, {"python_calls": 881, "torch_operators": 118}, id="small, 2 workers"),
         pytest.param(
-            resnet18, 2, cached, {}, {"python_calls": 4375, "torch_operators": 1038}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
+            resnet18, 2, cached, {}, {"python_calls": 4381, "torch_operators": 1038}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
         ),
         pytest.param(
             resnet18,
             2,
             cached,
             {"train__reduction": "overlapped"},
-            {"python_calls": 3798, "torch_operators": 1002},
+            {"python_calls": 3804, "torch_operators": 1002},
             id="ResNet-18, overlapped",
             marks=pytest.mark.rest,
         ),

@@ -127,7 +127,6 @@ LAYERS = {
     ),
     "median with indices": lambda: Called(lambda x: x.median(-1, keepdim=True).values),
     "grid_sample, backward": lambda: Called(sampled),
-    "put_": lambda: Called(lambda x: x * torch.zeros(1).put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))),
     "nothing": nn.Identity,
     "pooled to one": lambda: nn.AdaptiveAvgPool2d(1),
     "fixed pooling": lambda: nn.AvgPool2d(2),
@@ -146,7 +145,7 @@ def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
 
 @pytest.mark.parametrize("last", [name for name in LAYERS if name not in FINE])
 def test_what_a_gpu_has_no_deterministic_kernel_for_is_named_before_the_start(tmp_path: Path, last: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(last.removesuffix("_"))) as caught:
+    with pytest.raises(ConfigError, match=re.escape(last)) as caught:
         pooled(tmp_path, last, scaling__gpus_per_worker=1)
     assert ": choose " in str(caught.value)
     assert "train.reduction to overlapped" in str(caught.value)

@@ -18,7 +18,7 @@ from ray_app.errors import ConfigError, DataError, NonFiniteError, PeerLostError
 from ray_app.exchange.exchange import Exchange, World, gather
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Batch, Task
-from ray_app.task.losses import NOTHING, Losses, Sums, of_rows, summed
+from ray_app.task.losses import Losses, Sums, Unread, of_rows, read, sums_of
 from ray_app.task.own_code import own_code
 from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.state.seeds import seed_step
@@ -111,22 +111,21 @@ class Step:
     def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
         self._state.refresh()
-        mine: list[Row] = []
+        found: list[Unread | None] = []
         for batch in batches:
             with self._blaming(batch):
-                sums = self._play(cursor, batch, global_rows)
-            mine.append(line(batch, sums, sums.loss / global_rows, flags))
+                found.append(self._play(cursor, batch, global_rows))
             self._buffers.end_logical_worker(batch.logical_worker)
         self._enter("exchange")
         self._exchange.launch()
         self._buffers.launch()
         if self._world.settle is None:
-            result = self._table.exchange(mine)  # while the gradients are on their way
+            result = self._table.exchange(self._lines(batches, found, global_rows, flags))  # while the gradients are on their way
         self._exchange.finish()
         self._buffers.finish()
         if self._world.settle is not None:  # here the host meets the device; then the table tells all that all have what they need
             self._world.settle()
-            result = self._table.exchange(mine)
+            result = self._table.exchange(self._lines(batches, found, global_rows, flags))
         return self._settled(cursor, result, global_rows)
 
     def _settled(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:
@@ -140,15 +139,20 @@ class Step:
         """The context of forward and backward of a micro-batch: what is raised is told with the logical worker and the rows."""
         return own_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
 
-    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Sums:
-        """Forward and backward of one logical worker."""
+    def _lines(self, batches: list[MicroBatch], found: list[Unread | None], global_rows: int, flags: Flags) -> list[Row]:
+        """What this rank's logical workers have to say; waits for the device."""
+        told = read(self._task, found)
+        return [line(batch, sums, sums.loss / global_rows, flags) for batch, sums in zip(batches, told, strict=True)]
+
+    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Unread | None:
+        """Forward and backward of one logical worker, of which nothing is waited for."""
         if not batch.rows:
             self._exchange.skip(batch.logical_worker)
-            return NOTHING
+            return None
         losses = self._losses(cursor, batch, self._state.model)
         scale = self._scale.value if self._scale is not None else 1.0
         self._exchange.backward(losses.values, self._weights(batch.rows, global_rows, scale), batch.logical_worker)
-        return summed(self._task, losses)
+        return sums_of(losses)
 
     def _weights(self, rows: int, over: float, scale: float) -> Tensor:
         """One over what the mean is over, scaled, for every row of a micro-batch, shape (rows,)."""

@@ -15,10 +15,10 @@ from ray_app.exchange.fsdp import FullySharded
 from ray_app.exchange.fsdp_exact import ExactlySharded
 from ray_app.plan.assign import micro_batches
 from ray_app.plan.cursor import Cursor
-from ray_app.task.losses import NOTHING, Losses, Sums
+from ray_app.task.losses import Losses, Unread
 from ray_app.train.group.messages import Flags
 from ray_app.train.step.step import Step
-from ray_app.train.step.table import StepResult
+from ray_app.train.step.table import Row, StepResult
 
 
 class ShardedStep(Step):
@@ -40,22 +40,24 @@ class ShardedStep(Step):
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """See `Step.run`."""
-        self._bad = set()
         self._before = next((batch for batch in batches if batch.rows), self._before) or _blank(batches[0])
         return super().run(cursor, batches, global_rows, flags)
 
-    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Sums:
+    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Unread | None:
+        sums = None
         if batch.rows:
             sums = super()._play(cursor, batch, global_rows)
         else:
-            sums = NOTHING
             self._pass_idly(cursor)
-        if not math.isfinite(sums.loss):
-            self._bad.add(batch.logical_worker)
         if batch.logical_worker == self._world.played[-1]:
             for _ in range(self._missing):
                 self._pass_idly(cursor)
         return sums
+
+    def _lines(self, batches: list[MicroBatch], found: list[Unread | None], global_rows: int, flags: Flags) -> list[Row]:
+        lines = super()._lines(batches, found, global_rows, flags)
+        self._bad = {row.logical_worker for row in lines if not math.isfinite(row.loss)}
+        return lines
 
     def _pass_idly(self, cursor: Cursor) -> None:
         batch, buffers = self._before, list(self._state.model.buffers())
