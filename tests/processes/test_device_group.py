@@ -230,3 +230,28 @@ def test_what_is_broken_on_a_device_alone_is_in_no_step(
     assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected
     assert not read_events(job.paths, "states_differed"), "nobody had garbage, not for a step either"
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("strategy", "exchange"), [("central_storage", 1), ("central_storage", 9), *(("local_sgd", exchange) for exchange in (1, 5, 7, 8))]
+)
+def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str, exchange: int, rank: int) -> None:
+    """A worker is lost after two steps; the eighth exchange of `local_sgd` is the last of an average.
+
+    `fsdp` gathers whole parameters by functional collectives, which call no group that is made in Python.
+    """
+    data = write_images(tmp_path / "data", [[20, 13]])
+    more = {"train__local_steps": 2} if strategy == "local_sgd" else {"train__second_copy": True}
+    fields = {"train__strategy": strategy, "train__epochs": 2, **more}
+    job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), **fields)
+    expected = pool.trained(job, 2, cached).commit.params_digest
+    proof = tmp_path / "proof"
+    stay = [each for each in (0, 1, 2) if each != rank]
+    outcomes = train_shifting(pool, job, [[0, 1, 2], stay], [], Hooks(at=DiesAt(proof, rank, 2, exchange)), backend=BACKEND)
+    assert proof.exists()
+    assert isinstance(outcomes[rank].error, KilledError)
+    assert [outcomes[each].value for each in stay] == ["done", "done"], [each.trace for each in outcomes]
+    assert result_of(job).commit.params_digest == expected
+    assert not read_events(job.paths, "states_differed")

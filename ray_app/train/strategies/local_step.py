@@ -179,7 +179,6 @@ class LocalStep(Step):
                 held["state"].setdefault(i, {}).update(rest)
         change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
-        settled(self._world)
         state.take_round(change, held, first, self._done)
         self._begin_round()
 
@@ -202,6 +201,7 @@ class LocalStep(Step):
                         mine.copy_(theirs)
             self._buffers.launch()
             self._buffers.finish()
+            settled(self._world)  # and so has all else of the round
         except PeerLostError:
             self._buffers.roll_back()
             raise
