@@ -70,9 +70,9 @@ class Buffers:
         self._copy([part.clone().view(b.dtype).view_as(b) for part, b in zip(self._flat.split(sizes), self._buffers, strict=True)])
 
     def _copy(self, values: list[Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, value in zip(self._buffers, values, strict=True):
-                buffer.copy_(value)
+        if self._buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, values)
 
 
 @contextmanager
