@@ -99,12 +99,10 @@ def s3_folder(s3_server: S3Server) -> Iterator[S3Path]:
     s3_server.reset()
 
 
-@pytest.fixture
-def same_threads() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
     """Gives this process its settings back after a worker's code ran in it."""
-    import torch
+    from ray_app.task.environment import given_back
 
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
+    with given_back():
+        yield

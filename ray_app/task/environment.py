@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -50,6 +51,17 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
     else:
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(mode))
         torch.set_deterministic_debug_mode(("error" if refuses else "warn") if mode else "default")
+
+
+@contextmanager
+def given_back() -> Iterator[None]:
+    """Gives a process that is not only a worker's its threads and its choice of kernels back."""
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        use_deterministic_algorithms(mode > 0, refuses=mode > 1)
 
 
 def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:

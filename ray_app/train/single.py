@@ -10,7 +10,7 @@ from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.threads import by_threads
 from ray_app.data.read.whole import load_all
 from ray_app.plan.cursor import Cursor
-from ray_app.task.environment import use_deterministic_algorithms
+from ray_app.task.environment import given_back
 from ray_app.train.group.alone import Alone
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
@@ -26,14 +26,10 @@ def train_here(job: Job, membership: Alone, hooks: Hooks) -> None:
         hooks: For fault tests.
     """
     device = torch.device("cuda", 0) if job.config.scaling.gpus_per_worker else torch.device("cpu")
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
-    try:
+    with given_back():
         train(job, membership, _open_windows, device, hooks, load_evaluation=load)
-    finally:
-        torch.set_num_threads(threads)
-        use_deterministic_algorithms(deterministic)
 
 
 def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:

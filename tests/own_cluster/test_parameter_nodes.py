@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from ray_app.config.config import Config
 from ray_app.record.files import read_json
 from ray_app.record.paths import RunPaths
@@ -60,7 +58,6 @@ with local_nodes(3, evaluates=False) as nodes:
 """
 
 
-@pytest.mark.usefixtures("same_threads")
 def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_here(alone, Alone(4, lambda: False), Hooks())

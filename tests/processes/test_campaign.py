@@ -80,7 +80,6 @@ def test_whoever_is_killed_whenever_the_result_is_that_of_the_undisturbed_run(
 
 
 @pytest.mark.search
-@pytest.mark.usefixtures("same_threads")
 def test_whoever_is_lost_with_parameter_servers_the_result_is_that_of_the_undisturbed_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,7 +109,7 @@ def test_a_run_in_the_calling_process_starts_no_ray_and_goes_on_from_an_export(t
 
 
 def test_an_export_predicts_and_trains_on_without_ray_and_mlflow(
-    trained: tuple[Path, dict[str, Any]], digits: Path, tmp_path: Path, same_threads: None
+    trained: tuple[Path, dict[str, Any]], digits: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "digits").symlink_to(digits)

@@ -221,7 +221,6 @@ def test_each_worker_holds_its_share(pool: Pool, data: Path, tmp_path: Path) -> 
         assert max(share[kind] for share in shares) < 0.3 * held, kind
 
 
-@pytest.mark.usefixtures("same_threads")
 def test_offloaded_shards_are_in_host_memory_and_the_device_computes(data: Path, tmp_path: Path) -> None:
     """Without a GPU the device is the CPU, too: then it is tested that offloading computes the same."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU

@@ -18,7 +18,6 @@ from ray_app.train.state.state import TrainingState
 from tests.support import server_world
 from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
 
-pytestmark = pytest.mark.usefixtures("same_threads")
 ROWS = [[50, 1], [46]]
 GROUPS = [{"norms_and_biases": True, "weight_decay": 0.0}, {"names": ["9.*"], "lr": 0.05}]
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": [0.02, 0.02, 0.1]}}

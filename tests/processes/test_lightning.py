@@ -26,7 +26,6 @@ from tests.support.local_world import CPU, DieAfter, KilledError, Pool, cached, 
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.usefixtures("same_threads")
 MODULES = "tests.support.lightning_modules."
 OWN: dict[str, Any] = {"optimizer": {"class_path": OWN_OPTIMIZER}}
 

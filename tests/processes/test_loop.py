@@ -24,7 +24,6 @@ from tests.support.local_world import DieAfter, KilledError, Pool, cached, make_
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.usefixtures("same_threads")
 SCRIPTS = "tests.support.loop_scripts."
 
 

@@ -33,7 +33,6 @@ from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, Trained, 
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.usefixtures("same_threads")
 ROWS = [[50, 1], [46]]
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
 

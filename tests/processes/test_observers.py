@@ -25,7 +25,6 @@ from tests.support.local_world import Pool, cached, make_job, result_of, write_i
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.usefixtures("same_threads")
 PAGE = next(block.text for block in blocks(ROOT / "docs" / "runs.md") if "class Webhook" in block.text)
 exec(PAGE, globals())
 TOLD: list[tuple[Any, ...]] = []

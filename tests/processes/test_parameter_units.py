@@ -36,7 +36,6 @@ from ray_app.train.strategies.parameter_server.units import Units
 from tests.support.local_world import CLASSES, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images
 from tests.support.server_world import World
 
-pytestmark = pytest.mark.usefixtures("same_threads")
 ROWS = [[50, 1], [46]]
 CLIPPED = {"train__grad_clip_norm": 0.5}
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}

@@ -80,7 +80,6 @@ def test_a_run_goes_on_from_some_steps(pool: Pool, tmp_path: Path, strategy: str
     assert restored_at_every_step(pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
 
 
-@pytest.mark.usefixtures("same_threads")
 def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, decode, readers = write_images(tmp_path / "data", [[50, 1], [46], [200]]), TinyImages.decode, set[str]()
 

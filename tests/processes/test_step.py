@@ -193,7 +193,6 @@ def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float
     return result.grad_norm, math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(after, before, strict=True)))
 
 
-@pytest.mark.usefixtures("same_threads")
 def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     """With dropout off and no batch-norm, logical workers give the mean gradient of the global batch."""
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}

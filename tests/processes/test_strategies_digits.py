@@ -46,7 +46,6 @@ def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, fields:
     assert accuracy_of(job, digits) >= 0.97
 
 
-@pytest.mark.usefixtures("same_threads")
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.rest
 def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Path, staleness: int) -> None:
@@ -64,7 +63,6 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
     assert accuracy_of(job, digits) >= 0.97
 
 
-@pytest.mark.usefixtures("same_threads")
 @pytest.mark.rest
 def test_the_digits_are_learnt_in_the_calling_process(digits: Path, tmp_path: Path) -> None:
     job = digits_job(tmp_path, digits, {"train__strategy": "single"})

@@ -95,7 +95,7 @@ def test_they_hold_the_points_that_mlflow_gets_and_no_secret(tmp_path: Path) -> 
 
 
 @pytest.mark.rest
-def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..., Config], tmp_path: Path, same_threads: None) -> None:
+def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..., Config], tmp_path: Path) -> None:
     fields = {"train__strategy": "single", "scaling__min_workers": 1, "scaling__max_workers": 1}
     config = short_run(tracking__tensorboard=True, tracking__every_steps=5, **fields)
     (tmp_path / "config.yaml").write_text(config.to_yaml())

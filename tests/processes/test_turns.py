@@ -24,7 +24,6 @@ from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, m
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.usefixtures("same_threads")
 ON_PAGE = {block.language: block.text for block in blocks(ROOT / "docs" / "own-task.md") if "critic" in block.text}
 exec(ON_PAGE["python"], globals())
 OPTIMIZERS = yaml.safe_load(ON_PAGE["yaml"])["optimizers"]

@@ -126,7 +126,7 @@ def test_a_run_goes_on_to_the_same_bits(run: RunPaths, pool: Pool) -> None:
     assert again.params_digest == DIGEST
 
 
-def test_an_export(written: Path, same_threads: None) -> None:
+def test_an_export(written: Path) -> None:
     torch.set_num_threads(1)
     task, model = load_for_training("export")
     assert params_digest(model.state_dict()) == DIGEST == read_export("export").params_digest

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,7 +47,6 @@ def scored() -> dict[str, Any]:
     return {**found.values, **found.tables}
 
 
-@pytest.mark.usefixtures("same_threads")
 def test_counts_are_the_same_and_need_no_table_of_rows_and_bins() -> None:
     free = scored()
     use_deterministic_algorithms(True)

@@ -26,7 +26,6 @@ def test_a_worker_computes_on_the_gpu_that_ray_gave_it(ids: list[int | str], vis
     assert gpu_of(ids, visible) == torch.device("cuda", index)
 
 
-@pytest.mark.usefixtures("same_threads")
 @pytest.mark.parametrize(("deterministic", "refuses", "mode"), [(True, True, 2), (True, False, 1), (False, True, 0)])
 def test_kernels_are_asked_for_refused_or_warned_of(deterministic: bool, refuses: bool, mode: int) -> None:
     torch.set_deterministic_debug_mode("default")

@@ -128,6 +128,7 @@ LAYERS = {
     "median with indices": lambda: Called(lambda x: x.median(-1, keepdim=True).values),
     "grid_sample, backward": lambda: Called(sampled),
     "nothing": nn.Identity,
+    "put": lambda: Called(lambda x: x * torch.zeros(1).put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))),
     "pooled to one": lambda: nn.AdaptiveAvgPool2d(1),
     "fixed pooling": lambda: nn.AvgPool2d(2),
     "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
@@ -143,7 +144,15 @@ def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
     rehearse(job, row, None)
 
 
-@pytest.mark.parametrize("last", [name for name in LAYERS if name not in FINE])
+def test_what_no_device_has_a_deterministic_kernel_for_is_refused_and_the_mode_of_the_process_stays(tmp_path: Path) -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(ConfigError, match="put_ does not have a deterministic implementation"):
+        pooled(tmp_path, "put")
+    assert not torch.are_deterministic_algorithms_enabled()
+    pooled(tmp_path / "overlapped", "put", train__reduction="overlapped")
+
+
+@pytest.mark.parametrize("last", [name for name in LAYERS if name not in (*FINE, "put")])
 def test_what_a_gpu_has_no_deterministic_kernel_for_is_named_before_the_start(tmp_path: Path, last: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(last)) as caught:
         pooled(tmp_path, last, scaling__gpus_per_worker=1)

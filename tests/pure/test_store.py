@@ -535,7 +535,7 @@ def job(tmp_path: Path) -> Job:
     return make_job(tmp_path / "run", data, logical_workers=2, batch=4, checkpoint__every_steps=1, checkpoint__keep_last=10)
 
 
-@pytest.mark.usefixtures("short_pauses", "same_threads")
+@pytest.mark.usefixtures("short_pauses")
 def test_a_full_disk_never_stops_training(job: Job) -> None:
     expected = run_alone(replace(job, run_root=f"{job.run_root}-undisturbed"))
     disk = FailingDisk({1: 2, 2: -1, 6: 5})
@@ -548,7 +548,7 @@ def test_a_full_disk_never_stops_training(job: Job) -> None:
     assert disk.raised == 2 + 6 + 5
 
 
-@pytest.mark.usefixtures("short_pauses", "same_threads")
+@pytest.mark.usefixtures("short_pauses")
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(job: Job) -> None:
     with pytest.raises(CheckpointError, match="disk full"):
         run_alone(job, before_commit=FailingDisk({6: -1}))
@@ -557,7 +557,6 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(job: Job) -> None:
     assert run_alone(job).commit.step == 6, "starting again goes on"
 
 
-@pytest.mark.usefixtures("same_threads")
 @pytest.mark.parametrize("damage", ["model flipped", "training missing", "commit cut"])
 @pytest.mark.parametrize("new_fence", [False, True])
 def test_a_run_falls_back_and_ends_with_the_same_bits(job: Job, damage: str, new_fence: bool) -> None:

@@ -102,7 +102,7 @@ def test_the_champion_predicts_every_row_once_in_order(
 
 
 def test_a_run_predicts_what_has_no_labels_and_an_export_with_the_same_bits_on_a_cluster_and_without(
-    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path, same_threads: None
+    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path
 ) -> None:
     table = pq.read_table(digits / "eval" / "part-00000.parquet")
     data = tmp_path / "unlabelled"

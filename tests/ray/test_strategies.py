@@ -66,7 +66,6 @@ def test_a_run_of_workers_is_continued_in_the_calling_process(short_run: Callabl
     assert run_training(config).summary["params_digest"] == reference["params_digest"]
 
 
-@pytest.mark.usefixtures("same_threads")
 def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Config], tmp_path: Path) -> None:
     """The others go back to the last average, also behind windows that they left, and take over its logical workers; the bits are those of
     a run in one process."""

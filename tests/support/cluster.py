@@ -81,7 +81,7 @@ def undisturbed() -> dict[str, Any]:
 
 
 @pytest.fixture
-def reference(short_run: Callable[..., Config], undisturbed: dict[str, Any], same_threads: None) -> dict[str, Any]:
+def reference(short_run: Callable[..., Config], undisturbed: dict[str, Any]) -> dict[str, Any]:
     """What the short run gives in one process, without Ray."""
     if not undisturbed:
         result = run_training(short_run(run__name="reference", train__strategy="single", scaling__max_workers=1))

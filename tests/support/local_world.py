@@ -52,7 +52,7 @@ from ray_app.train.loop import train
 
 CPU = torch.device("cpu")
 CLASSES = 5
-_ANSWER_S, _EXCHANGE_S = 240.0, 120.0
+_ANSWER_S, _EXCHANGE_S = 240.0, 60.0
 
 
 def write_images(folder: Path, files: list[list[int]], classes: int = CLASSES) -> Path:

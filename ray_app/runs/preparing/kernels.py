@@ -1,7 +1,7 @@
 """Operations that have no deterministic kernel on a GPU, found while a task is tried on a CPU, where all of them have one.
 
 They are those that `torch.use_deterministic_algorithms` lists as refused for CUDA tensors (torch 2.15). What PyTorch itself replaces in
-that mode, as bilinear interpolation by `torch.nn.functional.interpolate`, is not among them.
+that mode, as bilinear interpolation by `torch.nn.functional.interpolate`, is not among them, nor what it refuses on CPUs, too, as `put_`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ _REFUSED: Mapping[str, _Refused] = {
     "_embedding_bag_dense_backward": _Refused(
         "EmbeddingBag with mode max, backward", "mode sum or mean", lambda *args, **options: 2 in (args[7:8] or (options.get("mode"),))
     ),
-    "put_": _Refused("Tensor.put_", "Tensor.index_put"),
     "histc": _Refused("histc", "bincount of integers"),
     "bincount": _Refused("bincount with weights", "index_add", lambda *args, **options: bool(args[1:2]) or "weights" in options),
     "median": _Refused("median with indices", "sort, and the middle", lambda *args, **options: len(args) > 1 or "dim" in options),

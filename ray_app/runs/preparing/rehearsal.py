@@ -18,6 +18,7 @@ from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
 from ray_app.runs.preparing.kernels import Kernels
 from ray_app.task.base import Task
+from ray_app.task.environment import given_back, pin
 from ray_app.task.losses import of_rows, summed
 from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, to_batch, twice
@@ -45,7 +46,8 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
     """
     config, task = job.config, job.task
     try:
-        with torch.random.fork_rng(devices=[]), own_code(lambda: "making model, optimizer and schedule"):
+        with torch.random.fork_rng(devices=[]), given_back(), own_code(lambda: "making model, optimizer and schedule"):
+            pin(torch.get_num_threads(), config.train.reduction == "exact")
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
                 state.begin(initial)
