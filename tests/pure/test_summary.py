@@ -43,11 +43,14 @@ def test_world_sizes_are_stretches() -> None:
 
 
 def test_a_start_is_told_by_phase() -> None:
-    """Of the start that made the first step, the one before having ended without any."""
+    """Of the newest start that made a step."""
     phases = {"command": 3.0, "preparation": 0.5, "cluster": 2.0}
     events = [event("started", 1.0), event("workers", 4.0), event("started", 10.0, phases=phases), event("workers", 15.0)]
     events += [event("formed", 16.5), event("formed", 30.0), event("workers", 40.0)]
     assert start(events, [record(1, 17.0), record(2, 31.0)]) == {**phases, "workers": 5.0, "forming": 1.5, "first step": 0.5}
+    again = [event("started", 50.0), event("workers", 54.0), event("formed", 55.0), event("started", 70.0)]
+    records = [record(1, 17.0), record(2, 31.0), record(3, 57.0)]
+    assert start(events + again, records) == {"workers": 4.0, "forming": 1.0, "first step": 2.0}, "the last of all made none"
     assert start(events, []) == {}
     assert start([event("started", 1.0), event("formed", 1.0)], [record(1, 2.0)]) == {"forming": 0.0, "first step": 1.0}
 

@@ -39,18 +39,20 @@ def restarts(events: list[Event]) -> dict[str, int]:
 
 
 def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float]:
-    """Seconds of each phase before the run's first step, in their order: from the command, where there was one, to the end of that step."""
-    before = [event for event in events if records and event.time_s <= records[0].time_s]
-    begun = next((event for event in reversed(before) if event.kind == "started"), None)
+    """Seconds of each phase of the newest start that made a step, in their order: from the command, where there was one."""
+    newest = max((record.time_s for record in records), default=0.0)
+    begun = next((event for event in reversed(events) if event.kind == "started" and event.time_s <= newest), None)
     if begun is None:
         return {}
+    first_s = min(record.time_s for record in records if record.time_s >= begun.time_s)
+    before = [event for event in events if begun.time_s <= event.time_s <= first_s]
     phases, since = dict(begun.details.get("phases", {})), begun.time_s
     for kind, phase in (("workers", "workers"), ("formed", "forming")):
         for event in before:
             if event.kind == kind and event.time_s >= since:
                 phases[phase], since = event.time_s - since, event.time_s
                 break
-    phases["first step"] = records[0].time_s - since
+    phases["first step"] = first_s - since
     return {phase: round(seconds, 3) for phase, seconds in phases.items()}
 
 
