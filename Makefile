@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup train test test-rest test-again test-campaigns test-search test-all lint notebooks docs picture pictures clean
 

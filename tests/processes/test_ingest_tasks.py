@@ -271,9 +271,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {  # wha
     "webdataset, star": (write_tars, "in/*.tar*", {}),
     "webdataset, braces": (write_tars, "in/{1.tar.gz,0.tar}", {}),
 }
+QUICK = ("images", "hf", "webdataset, braces")
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in SOURCES])
 def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, name: str) -> None:
     source: Any = name.partition(",")[0]
     write, given, more = SOURCES[name]

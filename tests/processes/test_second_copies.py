@@ -47,7 +47,7 @@ def others(lost: int) -> list[int]:
     ("strategy", "lost", "step"),
     [
         ("fsdp", 1, 8),
-        ("central_storage", 0, 8),
+        pytest.param("central_storage", 0, 8, marks=pytest.mark.rest),
         pytest.param("fsdp", 0, 1, marks=pytest.mark.rest),
         pytest.param("fsdp", 2, 8, marks=pytest.mark.rest),
         pytest.param("central_storage", 1, 8, marks=pytest.mark.rest),

@@ -103,7 +103,7 @@ def plain_digest(pool: Pool, data: Path, tmp_path_factory: pytest.TempPathFactor
     return pool.trained(job, 2, cached).commit.params_digest
 
 
-QUICK = ("plain", "fp16", "both", "own step")
+QUICK = ("fp16", "both", "own step")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in FEATURES])

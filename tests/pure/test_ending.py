@@ -131,7 +131,7 @@ def test_a_task_that_cannot_be_made_does_not_tell_its_secret(
     assert secret not in said
 
 
-@pytest.mark.parametrize("main", [train, retrain, submit])
+@pytest.mark.parametrize("main", [train, *(pytest.param(main, marks=pytest.mark.rest) for main in (retrain, submit))])
 def test_a_mistyped_value_does_not_tell_the_secret_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int]
 ) -> None:

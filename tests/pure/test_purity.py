@@ -29,7 +29,11 @@ def line(code: str) -> str:
     [
         ("decode", f"decode draws from Python's generator (random) {line('random.random() <')}decode). Its result may be cached"),
         pytest.param("batch", "decode makes another 'image' of a row by itself", marks=pytest.mark.rest),
-        ("numpy", f"augment draws from NumPy's generator (numpy.random) {line('np.random.rand()')}augment). Draw from the keys"),
+        pytest.param(
+            "numpy",
+            f"augment draws from NumPy's generator (numpy.random) {line('np.random.rand()')}augment). Draw from the keys",
+            marks=pytest.mark.rest,
+        ),
         pytest.param(
             "unseeded",
             f"augment draws from a generator made without a seed (numpy.random.default_rng) {line('default_rng().random')}augment)",

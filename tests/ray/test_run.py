@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +15,13 @@ from ray_app import run_training
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.feed.disk_cache import SUMS
-from ray_app.errors import BudgetSpentError, ConfigError, NonFiniteError, RunExistsError
+from ray_app.errors import BudgetSpentError, ConfigError, RunExistsError
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import read_events
 from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from tests.support.cluster import record_of
-from tests.support.injector import Break, Kill, KillEvaluator
+from tests.support.injector import Kill, KillEvaluator
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
@@ -81,33 +80,6 @@ def test_a_killed_worker_changes_nothing(short_run: ShortRun, reference: dict[st
     assert [0 < recovery_s < 60 for recovery_s in summary["recovery_s"]] == [True]
     assert summary["params_digest"] == reference["params_digest"]
     assert record_of(tmp_path / "runs" / "run") == reference["record"]
-
-
-@pytest.mark.guarantee
-def test_a_damaged_checkpoint_is_passed_over_and_the_result_is_the_same(
-    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
-) -> None:
-    stop = Break(str(tmp_path / "stopped"), step=20)
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
-    with pytest.raises(NonFiniteError, match="injected"):
-        run_training(config, faults=Faults(train=Hooks(after_step=stop)))
-    assert stop.happened == 2
-    paths = RunPaths(tmp_path / "runs" / "run")
-    assert json.loads(paths.summary.read_text())["status"] == "failed"
-    newest = paths.checkpoint(16, 1) / "model.safetensors"
-    data = bytearray(newest.read_bytes())
-    data[len(data) // 2] ^= 1
-    newest.write_bytes(data)
-    summary = run_training(short_run(scaling__min_workers=1, scaling__max_workers=3)).summary
-    [fallback] = read_events(paths, "fallback")
-    assert fallback.details["checkpoint"] == "step-00000016-0001"
-    assert "differs" in fallback.details["reason"]
-    [resumed] = read_events(paths, "resumed")
-    assert resumed.details["step"] == 8
-    assert summary["checkpoints"]["fallbacks"] == 1
-    assert summary["restarts"]["driver"] == 1
-    assert summary["params_digest"] == reference["params_digest"]
-    assert record_of(paths.root) == reference["record"]
 
 
 def test_a_damaged_last_checkpoint_is_made_again_by_starting_the_finished_run(short_run: ShortRun) -> None:

@@ -40,8 +40,7 @@ ShortRun = Callable[..., Config]
 def test_a_run_on_s3_is_the_same(
     short_run: ShortRun, reference: dict[str, Any], digits: Path, s3_folder: S3Path, s3_server: S3Server, tmp_path: Path
 ) -> None:
-    """With its data there, an end in the middle, a damaged newest checkpoint, an evaluator, MLflow, and a server that fails at times."""
-    workers = {"scaling__min_workers": 2, "scaling__max_workers": 2}
+    """With its data there, an end, a damaged newest checkpoint, other workers afterwards, an evaluator, and a server that fails."""
     for name, file in listing(digits).items():
         put_atomic(s3_folder / "digits" / name, file.read_bytes())
     config = short_run(
@@ -50,24 +49,29 @@ def test_a_run_on_s3_is_the_same(
         data__eval_path=str(s3_folder / "digits" / "eval"),
         tracking__enabled=True,
         tracking__uri=database(tmp_path / "mlflow.db"),
-        **workers,
+        scaling__min_workers=2,
+        scaling__max_workers=2,
     )
     stop = Break(str(tmp_path / "stopped"), step=20)
     with pytest.raises(NonFiniteError, match="injected"):
         run_training(config, faults=Faults(train=Hooks(after_step=stop)))
     paths = RunPaths(s3_folder / "run")
+    assert stop.happened == 2
     assert read_json(paths.summary)["status"] == "failed"
     place = paths.checkpoint(16, 1) / "model.safetensors"
     data = bytearray(place.read_bytes())
     data[-1] ^= 1
     place.put(bytes(data), if_absent=False)
     s3_server.fail("(PUT|POST|GET) .*/checkpoints/", times=2)
-    result = run_training(config)
+    result = run_training(config.replace(scaling__min_workers=1, scaling__max_workers=3))
     summary = result.summary
     assert summary == read_json(paths.summary)
     assert summary["status"] == "finished"
     assert summary["params_digest"] == reference["params_digest"]
     assert summary["checkpoints"]["fallbacks"] == 1
+    [fallback] = read_events(paths, "fallback")
+    assert fallback.details["checkpoint"] == "step-00000016-0001"
+    assert "differs" in fallback.details["reason"]
     assert summary["restarts"]["driver"] == 1
     assert [e.details["step"] for e in read_events(paths, "resumed")] == [8]
     assert Counter(e.step for e in result.evaluations()) == Counter([8, 16, 24, 30])
