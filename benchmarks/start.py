@@ -61,7 +61,7 @@ class Sample(NamedTuple):
 def timed(command: list[str], first: Callable[[str], float]) -> Sample:
     """Runs a command; `first` tells of its output when the first step was done."""
     began, before = time.time(), getrusage(RUSAGE_CHILDREN)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}  # compiled before, as what pip installs is
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     ended, after = time.time(), getrusage(RUSAGE_CHILDREN)
     if done.returncode:
