@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train a configuration; the number of workers does not change the result",
     "submit": "submit a run to a Ray cluster, after checks that find what would stop it there",
     "evaluate": "evaluate the checkpoints of a run, also while it trains",
+    "watch": "show runs as they are now, on the terminal and as a page",
     "report": "make the page about a run, whatever state it is in",
     "predict": "predict a data set with a trained model",
     "export": "write the model of a run to a folder, for machines without Ray",

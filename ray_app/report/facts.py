@@ -20,9 +20,9 @@ from ray_app.record.files import read_json
 from ray_app.record.lease import is_held
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.history import goodput, world_sizes
-from ray_app.record.progress.journal import Event, read_events
+from ray_app.record.progress.journal import Event, EventsReader
 from ray_app.record.progress.segments import StepRecord
-from ray_app.record.progress.steps import Course, read_steps
+from ray_app.record.progress.steps import Course, StepsReader
 from ray_app.record.redact import redacted
 from ray_app.record.stored_config import read_config
 from ray_app.report.rows import BadRows, read_bad_rows
@@ -180,19 +180,35 @@ class Facts:
         return world_sizes(self.records)
 
 
-def read_facts(paths: RunPaths, with_earlier: bool = True) -> Facts:
+class FactsReader:
+    """Reads a run again and again: steps and events that were read once are not read again.
+
+    Args:
+        paths: The run.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths, self.events, self.steps = paths, EventsReader(paths), StepsReader(paths)
+
+    def read(self) -> Facts:
+        """See `read_facts`."""
+        return read_facts(self.paths, with_earlier=False, reader=self)
+
+
+def read_facts(paths: RunPaths, with_earlier: bool = True, reader: FactsReader | None = None) -> Facts:
     """Reads a run.
 
     Args:
         paths: The run.
         with_earlier: Look also at the runs beside it, for the best that ended before it began.
+        reader: What has read it before.
 
     Raises:
         ConfigError: It is no run, or not one of this version.
         OSError: The storage does not answer.
     """
-    config = read_config(paths, with_defaults=True)
-    events, evaluations = read_events(paths), read_evaluations(paths)
+    config, reader = read_config(paths, with_defaults=True), reader or FactsReader(paths)
+    events, evaluations = reader.events.read(), read_evaluations(paths)
     commits = CheckpointStore(paths).commits()
     metric = config.evaluate.metric or _detail(events, "metric") or "loss"
     mode = config.evaluate.mode or _detail(events, "mode") or ("min" if metric == "loss" else "max")
@@ -201,7 +217,7 @@ def read_facts(paths: RunPaths, with_earlier: bool = True) -> Facts:
         paths,
         config,
         status,
-        read_steps(paths),
+        reader.steps.read(),
         events,
         evaluations,
         {name: read_evaluations(paths, name) for name in evaluator_names(paths)},

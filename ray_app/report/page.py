@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -39,13 +40,31 @@ def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
     return paths.report
 
 
-def render(facts: Facts) -> str:
-    """The page, with everything that it needs inside and without secrets: it fetches nothing and runs no script."""
+@dataclass(frozen=True)
+class Live:
+    """What makes the page one that follows its run.
+
+    Args:
+        script: Address of the script that does.
+        number: Which of the runs it shows.
+        runs: Name and status of each run that there is a page of.
+        error: Why the run could not be read last; None if it could.
+    """
+
+    script: str
+    number: int
+    runs: Sequence[tuple[str, str]]
+    error: str | None = None
+
+
+def render(facts: Facts, live: Live | None = None) -> str:
+    """The page, with everything that it needs inside and without secrets: it fetches nothing and runs no script, unless it is `live`."""
     return redact(
         environment()
         .get_template("report.html.j2")
         .render(
             facts=facts,
+            live=live,
             tone=TONES[facts.status],
             cards=cards_of(facts),
             learning=learning_figures(facts),

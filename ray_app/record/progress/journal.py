@@ -192,15 +192,34 @@ def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
         return False
 
 
-def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
-    """The run's events in the order of time, all or those of some kinds.
+class EventsReader:
+    """Reads a run's events, also while they are written: each file once.
 
-    Raises:
-        ConfigError: One is damaged, or of a newer version.
-        OSError: The storage does not answer.
+    Args:
+        paths: The run.
     """
-    wanted = [file for name, file in listing(paths.events).items() if not kinds or name.split("-")[1] in kinds]
-    return [_event(file, value) for file, value in zip(wanted, read_all_json(wanted), strict=True)]
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._known: dict[str, Event] = {}
+
+    def read(self, *kinds: str) -> list[Event]:
+        """All events in the order of time, or those of some kinds.
+
+        Raises:
+            ConfigError: One is damaged, or of a newer version.
+            OSError: The storage does not answer.
+        """
+        there = {name: file for name, file in listing(self._paths.events).items() if not kinds or name.split("-")[1] in kinds}
+        new = [(name, file) for name, file in there.items() if name not in self._known]
+        for (name, file), value in zip(new, read_all_json(file for _, file in new), strict=True):
+            self._known[name] = _event(file, value)
+        return [self._known[name] for name in there]
+
+
+def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
+    """See `EventsReader`."""
+    return EventsReader(paths).read(*kinds)
 
 
 def _event(file: Location, value: Any) -> Event:

@@ -113,35 +113,52 @@ class Course:
     skipped: int = 0
 
 
-def read_steps(paths: RunPaths, last_step: int | None = None) -> Course:
-    """Reads the steps of a run.
+class StepsReader:
+    """Reads the steps of a run, also while they are written: each segment once.
 
     Args:
         paths: The run.
         last_step: Of first records only those up to here; not given: all.
-
-    Raises:
-        ConfigError: A segment is damaged, or of a newer version.
-        OSError: The storage does not answer.
     """
-    columns, place, again = _Columns(), array("q"), dict[tuple[int, str], int]()
-    rows, skipped = list[int](), 0
-    for record in chain.from_iterable(Segments(paths).unread()):
+
+    def __init__(self, paths: RunPaths, last_step: int | None = None) -> None:
+        self._segments, self._last = Segments(paths), last_step
+        self._columns, self._place = _Columns(), array("q")
+        self._again: dict[tuple[int, str], int] = {}
+        self._rows, self._skipped = list[int](), 0
+
+    def read(self) -> Course:
+        """All that was written so far.
+
+        Raises:
+            ConfigError: A segment is damaged, or of a newer version.
+            OSError: The storage does not answer.
+        """
+        for record in chain.from_iterable(self._segments.unread()):
+            self._add(record)
+        columns, end = self._columns, None if self._last is None else self._last + 1
+        first, again = array("q", (row for row in self._place[:end] if row >= 0)), array("q", self._again.values())
+        times = columns.real["time_s"]
+        in_time = array("q", sorted(range(len(times)), key=times.__getitem__))
+        return Course(Steps(columns, first), Steps(columns, again), Steps(columns, in_time), list(self._rows), self._skipped)
+
+    def _add(self, record: StepRecord) -> None:
+        columns, place = self._columns, self._place
         if record.step >= len(place):
             place.extend([-1] * (record.step + 1 - len(place)))
-        known = place[record.step]
-        if known < 0:
-            place[record.step] = columns.add(record)
-            if last_step is None or record.step <= last_step:
-                rows.extend([0] * (len(record.rows) - len(rows)))
-                for v, each in enumerate(record.rows):
-                    rows[v] += each
-                skipped += record.skipped
-        elif columns.names[columns.generation[known]] != record.generation and (record.step, record.generation) not in again:
-            again[record.step, record.generation] = columns.add(record)
-    first = array("q", (row for row in place if row >= 0))
-    times = columns.real["time_s"]
-    in_time = array("q", sorted(range(len(times)), key=times.__getitem__))
-    if last_step is not None:
-        first = array("q", (row for row in place[: last_step + 1] if row >= 0))
-    return Course(Steps(columns, first), Steps(columns, array("q", again.values())), Steps(columns, in_time), rows, skipped)
+        known, this = place[record.step], (record.step, record.generation)
+        if known >= 0:
+            if columns.names[columns.generation[known]] != record.generation and this not in self._again:
+                self._again[this] = columns.add(record)
+            return
+        place[record.step] = columns.add(record)
+        if self._last is None or record.step <= self._last:
+            self._rows.extend([0] * (len(record.rows) - len(self._rows)))
+            for v, each in enumerate(record.rows):
+                self._rows[v] += each
+            self._skipped += record.skipped
+
+
+def read_steps(paths: RunPaths, last_step: int | None = None) -> Course:
+    """See `StepsReader`."""
+    return StepsReader(paths, last_step).read()

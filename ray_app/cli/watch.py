@@ -1,0 +1,62 @@
+"""The command `ray-app watch`: runs as they are now, on the terminal and as a page."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from functools import partial
+
+from rich.console import Console
+from rich.live import Live
+
+from ray_app.cli.ending import exit_code
+from ray_app.record.files import location
+from ray_app.record.paths import RunPaths
+from ray_app.watch.looking import Looking
+from ray_app.watch.screen import can_show, is_over, line, screen
+from ray_app.watch.server import PageServer
+
+
+def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int:
+    """The command `ray-app watch`.
+
+    Returns:
+        Exit code: see `exit_code`.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Shows runs as they are now, on a disk or S3, also after their end. It reads their files and costs them nothing.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run, <run.storage_path>/<run.name>, on a disk or s3://")
+    parser.add_argument("--port", type=int, help="serve a page there, too, until Ctrl-C; 0: any port that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="where the page listens; by default this machine alone")
+    options = parser.parse_args(arguments)
+    return exit_code(partial(_watch, options), "The runs could not be watched")
+
+
+def _watch(options: argparse.Namespace) -> None:
+    console = Console()
+    with ExitStack() as stack:
+        looking = stack.enter_context(Looking([RunPaths(location(run)) for run in options.runs]))
+        if options.port is not None:
+            server = stack.enter_context(PageServer(looking, options.host, options.port))
+            console.print(f"The page: {server.url}", markup=False, highlight=False, soft_wrap=True)
+        _show(console, looking, for_ever=options.port is not None)
+
+
+def _show(console: Console, looking: Looking, for_ever: bool) -> None:
+    """Shows them until all are over, or for ever."""
+    told: list[str] = []
+    with ExitStack() as stack:
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if can_show(console) else None
+        while True:
+            with looking.changed:
+                sights = looking.sights
+                if live is not None:
+                    live.update(screen(sights), refresh=True)
+                elif (lines := [line(sight) for sight in sights]) != told:
+                    told = lines
+                    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+                if not for_ever and all(sight.facts is not None and is_over(sight.facts) for sight in sights):
+                    return
+                looking.changed.wait(1.0)
