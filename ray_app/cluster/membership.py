@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import select
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,18 +23,22 @@ import ray
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ray_app.cluster.lines import orders_of, packed
 from ray_app.exchange.exchange import World, collective
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import put_event
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.membership import LeavingError
-from ray_app.train.group.messages import Beat, Flags, Formed, Orders, Phase
+from ray_app.train.group.messages import BEAT_S, Beat, Flags, Formed, Orders, Phase
 from ray_app.train.group.process_group import ProcessGroup, use_interface_of
 
 logger = logging.getLogger(__name__)
 
-_BEAT_S = 0.25
-_LOOK_S, _STACKS_S = 0.1, 2.0
+_ANSWER_S, _STACKS_S = 5.0, 2.0
+_UNHEARD_MS = 20_000
+"""After which a connection is made anew: what was cut off is sent again more and more rarely."""
+_EARLIEST = 0.75
+"""The least part of the time until the next sign of life is due: all that were called at once do not come at once ever after."""
 
 
 class RayMembership:
@@ -70,8 +77,13 @@ class RayMembership:
         self._phase: Phase = "starting"
         self._orders = Orders()
         self._group: ProcessGroup | None = None
+        self._waits, self._lost, self._formed = 0, False, Formed(0, 0, 0, "", 0)
+        self._tickets = 0
         self._line: socket.socket | None = None
-        self._closed = threading.Event()
+        self._rest = b""
+        self._heard, self._closed = threading.Condition(), threading.Event()
+        self._bell, self._ringer = socket.socketpair()
+        self._random = random.Random()
         self._beats = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._beats.start()
 
@@ -85,7 +97,6 @@ class RayMembership:
         """
         self._step, self._phase = step, "waiting"
         formed = self._join(lost)
-        self._generation, self._rank = formed.number, formed.rank
         world = World(formed.rank, formed.size, self._logical_workers)
         if formed.size == 1:
             yield world, formed
@@ -93,6 +104,7 @@ class RayMembership:
         group = self._group = ProcessGroup()
         broken = True
         try:
+            self._break()  # it may have been said before there was a group
             with collective():
                 group.open(formed, self._device, self._backend)
             yield replace(world, hosts=formed.hosts, groups=group.groups, settle=group.settle), formed
@@ -104,30 +116,40 @@ class RayMembership:
     def need_no_group(self) -> None:
         """This worker works on its own, without generations; it is known from now on, and whether it gets on is watched."""
         self._generation = 1
-        self._obey(ray.get(self._rendezvous.beat.remote(self._beat())))
+        with self._heard:
+            self._ring()
+            self._heard.wait_for(lambda: self._orders.generation == 1)
 
     def _join(self, lost: bool) -> Formed:
-        while True:
-            waiting = self._rendezvous.join.remote(self._beat(), lost)
-            try:
-                while not ray.wait([waiting], timeout=_LOOK_S)[0]:
-                    if self._orders.leave and self._orders.waits:
-                        raise LeavingError
-                return ray.get(waiting)
-            except (ConnectionError, ray.exceptions.RayActorError) as error:
-                logger.warning("Joining again: %s", error)
+        with self._heard:
+            self._tickets += 1
+            self._waits, self._lost = self._tickets, lost
+            self._ring()
+            while self._waits:
+                self._heard.wait()
+                if self._orders.leave and self._orders.waits:
+                    self._waits = 0
+                    raise LeavingError
+            return self._formed
+
+    def _ring(self) -> None:
+        """Has the next sign of life given now."""
+        self._ringer.send(b"!")
 
     def _beat(self) -> Beat:
-        return replace(
-            self._me,
-            generation=self._generation,
-            rank=self._rank,
-            step=self._step,
-            phase=self._phase,
-            record=self._record,
-            recorded=self._recorded,
-            moves=self._moves,
-        )
+        with self._heard:
+            return replace(
+                self._me,
+                generation=self._generation,
+                rank=self._rank,
+                step=self._step,
+                phase=self._phase,
+                record=self._record,
+                recorded=self._recorded,
+                moves=self._moves,
+                waits=self._waits,
+                lost=self._lost,
+            )
 
     def flags(self) -> Flags:
         """See `Membership.flags`."""
@@ -173,35 +195,64 @@ class RayMembership:
             over: Whether the run has ended with this worker.
         """
         self._closed.set()
+        self._ring()
         self._beats.join()
         with suppress(ray.exceptions.RayError):
-            ray.get([self._rendezvous.beat.remote(self._beat()), self._rendezvous.leave.remote(self._me.worker, over)], timeout=5)
+            ray.get(self._rendezvous.leave.remote(self._beat(), over), timeout=_ANSWER_S)
 
     def _run(self) -> None:
-        while not self._closed.wait(_BEAT_S):
+        while not self._closed.is_set():
             try:
-                self._keep_line()
-                self._obey(ray.get(self._rendezvous.beat.remote(self._beat())))
+                line = self._line or self._connect()
+                line.sendall(packed(self._beat()))
+                self._listen(line)
             except Exception as error:  # without signs of life this worker would be given up
                 logger.warning("No sign of life went through, will try again: %s: %s", type(error).__name__, error)
+                self._hang_up()
+                self._closed.wait(BEAT_S)
 
-    def _keep_line(self) -> None:
-        """Keeps a connection to the rendezvous, whose end says that this process has ended."""
+    def _connect(self) -> socket.socket:
+        """A connection to the rendezvous, whose end says that this process has ended."""
+        address, secret = ray.get(self._rendezvous.lifeline.remote())
+        line = socket.create_connection(address, timeout=_ANSWER_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
+        line.sendall(f"{secret}\n".encode())
+        self._line, self._rest = line, b""
+        return line
+
+    def _hang_up(self) -> None:
         if self._line is not None:
-            try:
-                if self._line.recv(1):
-                    return
-            except BlockingIOError:
-                return
             self._line.close()
             self._line = None
-        line = socket.create_connection(ray.get(self._rendezvous.lifeline.remote()), timeout=5)
-        line.sendall(self._me.worker.encode())
-        line.setblocking(False)
-        self._line = line
+
+    def _listen(self, line: socket.socket) -> None:
+        """Obeys what comes until the next sign of life is due or asked for; returns at the end of the connection, too."""
+        came = select.poll()
+        for heard in (line, self._bell):
+            came.register(heard, select.POLLIN)
+        sent_s = time.monotonic()
+        part = self._random.uniform(_EARLIEST, 1.0)
+        while (left_s := sent_s + part * self._orders.period_s - time.monotonic()) > 0:
+            ready = [number for number, _ in came.poll(1e3 * left_s)]
+            if line.fileno() in ready:
+                data = line.recv(1 << 16)
+                if not data:
+                    return self._hang_up()
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for each in lines:
+                    self._obey(orders_of(each))
+            if self._bell.fileno() in ready:
+                self._bell.recv(64)
+                return None
+        return None
 
     def _obey(self, orders: Orders) -> None:
-        self._orders = orders
+        with self._heard:
+            self._orders = orders
+            if orders.formed is not None and self._waits and orders.formed.number > self._generation:
+                self._formed, self._waits = orders.formed, 0
+                self._generation, self._rank = orders.formed.number, orders.formed.rank
+            self._heard.notify_all()
         if orders.dump:
             details = {"rank": self._rank, "step": self._step, "doing": self._phase, "stacks": _stacks()}
             writer = threading.Thread(target=put_event, args=(self._paths, "stacks", self._fence), kwargs=details, daemon=True)
@@ -210,7 +261,11 @@ class RayMembership:
         if orders.exit:
             logger.error("The rendezvous ends this process: it holds the others up, or was given up")
             os._exit(1)
-        group = self._group
+        self._break()
+
+    def _break(self) -> None:
+        """Breaks the generation if the newest orders say so."""
+        group, orders = self._group, self._orders
         if orders.abort and group is not None and orders.generation == self._generation:
             group.abort()
 

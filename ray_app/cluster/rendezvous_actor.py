@@ -1,17 +1,16 @@
-"""The rendezvous as an actor of Ray: connections that tell when a process ends, calls that wait, and its own restart."""
+"""The rendezvous as an actor of Ray: where workers connect to, its looks, and its own restart."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import warnings
-from contextlib import suppress
 from typing import Any
 
 import ray
 
+from ray_app.cluster.lines import Lines
 from ray_app.cluster.rendezvous import Rendezvous
-from ray_app.train.group.messages import Beat, Formed, Orders
 
 _LOOK_S = 0.2
 
@@ -24,44 +23,23 @@ class _Actor(Rendezvous):
             warnings.simplefilter("ignore")  # Ray's property asks another one of Ray's that is deprecated
             again = ray.get_runtime_context().was_current_actor_reconstructed
         super().__init__(silence_s, step_timeout_s, first=time.time_ns() // 10**6 if again else 1)
-        self._server: asyncio.Task[asyncio.Server] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._lines = Lines(self)
+        self._listening: asyncio.Task[tuple[str, int]] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
-    async def lifeline(self) -> tuple[str, int]:
-        """Where workers keep a connection open, so that the end of a process is known at once."""
-        if self._server is None:
-            self._server = asyncio.create_task(asyncio.start_server(self._attend, ray.util.get_node_ip_address(), 0))
-            self._tasks.add(asyncio.create_task(self._watch()))
-        return (await self._server).sockets[0].getsockname()[:2]
+    async def lifeline(self) -> tuple[tuple[str, int], str]:
+        """Where workers connect to, and what they show there, see `cluster.lines`."""
+        if self._listening is None:
+            self._listening = asyncio.create_task(self._lines.listen(ray.util.get_node_ip_address()))
+            self._watching = asyncio.create_task(self._watch())
+        return await self._listening, self._lines.secret
 
     async def close(self) -> None:
         """Stops watching and listening, before the actor is ended: asyncio complains of what it finds going on then."""
-        if self._server is not None:
-            (await self._server).close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def beat(self, beat: Beat) -> Orders:
-        """See `Rendezvous.answer`."""
-        return self.answer(beat)
-
-    async def join(self, beat: Beat, lost: bool) -> Formed:
-        """See `Rendezvous.enter`; waits for the next generation."""
-        return await asyncio.shield(asyncio.wrap_future(self.enter(beat, lost)))
-
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            worker = (await reader.read(64)).decode()
-            with suppress(OSError):
-                await reader.read()
-            self.lose(worker)
-        finally:
-            writer.close()
-            self._tasks.discard(task)
+        self._lines.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
 
     async def _watch(self) -> None:
         while True:

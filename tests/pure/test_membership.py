@@ -11,13 +11,14 @@ from ray_app.cluster.membership import RayMembership
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError("a message that nobody expects"), MemoryError()])
 def test_signs_of_life_go_on_after_any_error(error: Exception) -> None:
-    waits = iter([False, False, True])
+    over = iter([False, False, True])
     tried = []
 
-    def keep_line() -> None:
+    def connect() -> None:
         tried.append(error)
         raise error
 
-    worker = SimpleNamespace(_closed=SimpleNamespace(wait=lambda seconds: next(waits)), _keep_line=keep_line)
+    closed = SimpleNamespace(is_set=lambda: next(over), wait=lambda seconds: None)
+    worker = SimpleNamespace(_closed=closed, _line=None, _connect=connect, _hang_up=lambda: None)
     RayMembership._run(worker)  # type: ignore[arg-type]
     assert tried == [error, error]

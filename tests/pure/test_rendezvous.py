@@ -39,13 +39,7 @@ def worker(name: str, **fields: Any) -> Beat:
 
 
 def in_generation(beat: Beat, formed: Formed, step: int) -> Beat:
-    return replace(beat, generation=formed.number, rank=formed.rank, step=step, phase="compute")
-
-
-async def settle() -> None:
-    """Lets everything run that can."""
-    for _ in range(5):
-        await asyncio.sleep(0)
+    return replace(beat, generation=formed.number, rank=formed.rank, step=step, phase="compute", waits=0)
 
 
 class Group:
@@ -54,23 +48,26 @@ class Group:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
         self.beats: dict[str, Beat] = {}
-        self.waiting: dict[str, asyncio.Future[Formed]] = {}
+        self.tickets = 1
+        self.waiting: list[str] = []
 
     async def join(self, names: str, lost: bool = False) -> None:
         for name in names:
             beat = self.beats.setdefault(name, worker(name))
-            self.waiting[name] = asyncio.wrap_future(self.rendezvous.enter(beat, lost))
-            await settle()
+            self.beats[name] = replace(beat, waits=self.tickets, lost=lost)
+            self.tickets += 1
+            await self.beat(name)
+            self.waiting = [*(other for other in self.waiting if other != name), name]
 
     def formed(self, step: int = 0) -> dict[str, tuple[int, int, int]]:
         """(generation, rank, size) of those who are through."""
         found = {}
-        for name, task in list(self.waiting.items()):
-            if task.done() and not task.exception():
-                result = task.result()
+        for name in list(self.waiting):
+            result = self.rendezvous.orders(name).formed
+            if result is not None:
                 self.beats[name] = in_generation(self.beats[name], result, step)
                 found[name] = (result.number, result.rank, result.size)
-                del self.waiting[name]
+                self.waiting.remove(name)
         return found
 
     async def beat(self, name: str) -> module.Orders:
@@ -87,7 +84,6 @@ def play(story: Callable[[Group], Coroutine[Any, Any, None]], step_timeout_s: fl
 async def start(group: Group, names: str, clock: Clock, step: int = 0) -> None:
     await group.rendezvous.expect(len(names))
     await group.join(names)
-    await settle()
     assert len(group.formed(step)) == len(names)
     clock.now += 2 * SILENCE_S
     for name in names:
@@ -101,7 +97,6 @@ def test_the_first_generation_waits_for_everybody(clock: Clock) -> None:
         clock.now += 100
         assert group.formed() == {}
         await group.join("c")
-        await settle()
         assert group.formed() == {"a": (1, 0, 3), "b": (1, 1, 3), "c": (1, 2, 3)}
 
     play(story)
@@ -114,7 +109,6 @@ def test_it_tells_who_steps_now_by_rank(clock: Clock) -> None:
         await group.rendezvous.dismiss({"a"})
         assert [(beat.worker, beat.rank) for beat in await group.rendezvous.workers()] == [("b", 1), ("c", 2)]
         await group.join("cb", lost=True)
-        await settle()
         group.formed()
         assert [(beat.worker, beat.rank) for beat in await group.rendezvous.workers()] == [("b", 0), ("c", 1)]
 
@@ -130,7 +124,6 @@ def test_survivors_form_the_next_at_once_and_keep_their_order(clock: Clock) -> N
         await group.join("c", lost=True)
         assert group.formed() == {}
         await group.join("b", lost=True)
-        await settle()
         assert group.formed() == {"b": (2, 0, 2), "c": (2, 1, 2)}
         assert not (await group.beat("b")).abort
 
@@ -146,7 +139,6 @@ def test_a_newcomer_joins_at_a_step_boundary_with_the_flag(clock: Clock) -> None
         orders = await group.beat("a")
         assert (orders.flags, orders.abort, orders.generation) == (Flags.REFORM, False, 1)
         await group.join("ba")
-        await settle()
         assert group.formed() == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
         assert (await group.beat("a")).flags == Flags(0)
 
@@ -160,11 +152,9 @@ def test_a_newcomer_does_not_wait_for_those_who_have_finished_the_run(clock: Clo
         await start(group, "ab", clock, step=7)
         await group.rendezvous.expect(3)
         await group.join("c")
-        await group.rendezvous.leave("a", over=True)
-        await settle()
+        await group.rendezvous.leave(group.beats["a"], over=True)
         assert group.formed() == {}, "another one has not finished yet"
-        await group.rendezvous.leave("b", over=True)
-        await settle()
+        await group.rendezvous.leave(group.beats["b"], over=True)
         assert group.formed() == {"c": (2, 0, 1)}
 
     play(story)
@@ -191,9 +181,8 @@ def test_who_is_on_a_draining_node_leaves_and_the_others_go_on(clock: Clock) -> 
         assert (second.flags, second.leave) == (Flags.REFORM, False)
         status = await group.rendezvous.status()
         assert (status.live, status.leaving) == ({"b"}, {"a"})
-        await group.rendezvous.leave("a")
+        await group.rendezvous.leave(group.beats["a"])
         await group.join("b")
-        await settle()
         assert group.formed() == {"b": (2, 0, 1)}
         await group.rendezvous.drain({"node-a", "node-b"})
         assert (await group.beat("b")).flags == Flags.REFORM | Flags.SAVE, "the state has to be saved, nobody stays"
@@ -210,12 +199,10 @@ def test_a_newcomer_without_a_state_is_nobody_who_keeps_it(clock: Clock) -> None
         await group.join("c")
         await group.rendezvous.drain({"node-a", "node-b"})
         assert (await group.beat("a")).flags == Flags.REFORM | Flags.SAVE
-        await group.rendezvous.leave("b")
+        await group.rendezvous.leave(group.beats["b"])
         await group.rendezvous.expect(1)
-        await settle()
         assert group.formed() == {}, "a has not saved it yet"
-        await group.rendezvous.leave("a")
-        await settle()
+        await group.rendezvous.leave(group.beats["a"])
         assert group.formed() == {"c": (2, 0, 1)}
 
     play(story)
@@ -233,7 +220,6 @@ def test_who_leaves_brings_a_step_that_nobody_else_has_finished_first(clock: Clo
         assert group.formed() == {}, "b may have finished the step"
         group.beats["b"] = replace(group.beats["b"], step=7)
         await group.join("b", lost=True)
-        await settle()
         assert group.formed(step=7) == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
         orders = await group.beat("b")
         assert (orders.leave, orders.flags) == (True, Flags.REFORM), "it leaves after the next step"
@@ -250,7 +236,6 @@ def test_who_leaves_with_what_the_others_have_leaves_at_once(clock: Clock) -> No
         orders = await group.beat("b")
         assert (orders.leave, orders.waits) == (True, True)
         await group.join("a", lost=True)
-        await settle()
         assert group.formed() == {"a": (2, 0, 1)}
 
     play(story)
@@ -264,7 +249,6 @@ def test_a_sign_of_life_from_before_its_generation_takes_nobody_out_of_it(clock:
         await group.join("a")
         await group.beat("a")
         await group.join("b")
-        await settle()
         assert group.formed() == {"a": (1, 0, 1)}
 
     play(story)
@@ -273,7 +257,9 @@ def test_a_sign_of_life_from_before_its_generation_takes_nobody_out_of_it(clock:
 def test_a_new_instance_gives_no_number_again() -> None:
     rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, first=5000)
     asyncio.run(rendezvous.expect(1))
-    assert rendezvous.enter(worker("a"), False).result().number == 5000
+    formed = rendezvous.answer(worker("a", waits=1)).formed
+    assert formed is not None
+    assert formed.number == 5000
 
 
 def test_below_the_minimum_all_wait_until_told_otherwise(clock: Clock) -> None:
@@ -286,7 +272,6 @@ def test_below_the_minimum_all_wait_until_told_otherwise(clock: Clock) -> None:
         assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers"
         await group.rendezvous.raise_flags(Flags.STOP)
         await group.rendezvous.expect(1, "1 of at least 2 workers")
-        await settle()
         assert group.formed() == {"a": (2, 0, 1)}, "a stop needs no minimum"
 
     play(story)
@@ -302,13 +287,11 @@ def test_silence_is_a_loss_and_the_silent_one_may_come_back(clock: Clock) -> Non
         group.rendezvous.look(clock.now)
         assert list((await group.rendezvous.status()).silent) == ["b"]
         await group.join("a", lost=True)
-        await settle()
         assert group.formed() == {"a": (2, 0, 1)}
         assert (await group.beat("b")).abort, "its generation is over"
         await group.join("b", lost=True)
         assert (await group.beat("a")).flags == Flags.REFORM
         await group.join("a")
-        await settle()
         assert group.formed() == {"a": (3, 0, 2), "b": (3, 1, 2)}
 
     play(story)
@@ -323,7 +306,6 @@ def test_a_new_instance_learns_from_heartbeats_who_is_there(clock: Clock) -> Non
         await group.join("b", lost=True)
         assert (await group.beat("a")).abort
         await group.join("a", lost=True)
-        await settle()
         assert group.formed() == {"a": (2, 0, 2), "b": (2, 1, 2)}
 
     play(story)

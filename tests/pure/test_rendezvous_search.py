@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ray_app.cluster import rendezvous
+from ray_app.cluster import members, rendezvous
 from ray_app.train.group.messages import Beat
 from tests.support.rendezvous_world import BrokenPromiseError, World
 
@@ -52,7 +52,7 @@ def test_many_workers(workers: int) -> None:
 
 def test_a_newcomer_that_counted_as_one_who_keeps_the_state_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that this search was made for, put back."""
-    monkeypatch.setattr(rendezvous, "_has_state", lambda member: True)
+    monkeypatch.setattr(members, "_has_state", lambda beat: True)
     with pytest.raises(BrokenPromiseError, match=r"(?s)drain.*nobody else has it|begins with step"):
         search(0, 2000, 120)
 
@@ -63,7 +63,13 @@ def test_a_thousand_workers_form_their_next_generation_at_once() -> None:
     meeting._expected = len(workers)
     began_s = time.process_time()
     for generation in (0, 1):
-        beats = [Beat(f"w{i}", "node", "host", 1, generation=generation, rank=i, step=generation) for i in workers]
-        formed = [meeting.enter(beat, bool(generation)) for beat in beats]
-        assert {future.result(0).number for future in formed} == {generation + 1}
+        beats = [
+            Beat(f"w{i}", "node", "host", 1, generation=generation, rank=i, step=generation, waits=1 + generation, lost=bool(generation))
+            for i in workers
+        ]
+        for beat in beats:
+            meeting.answer(beat)
+        formed = [meeting.orders(beat.worker).formed for beat in beats]
+        assert {each.number for each in formed if each} == {generation + 1}
+        assert None not in formed
     assert time.process_time() - began_s < 5

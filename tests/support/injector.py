@@ -214,7 +214,7 @@ class AwaitNewcomer:
 
 
 def _has_newcomer(rendezvous: Any) -> bool:
-    return any(member.joined_s is not None and not member.beat.generation for member in rendezvous._members.values())
+    return any(member.joined_s is not None and not member.beat.generation for member in rendezvous._members)
 
 
 @dataclass(frozen=True)

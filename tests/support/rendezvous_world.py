@@ -9,13 +9,14 @@ gives the same story.
 from __future__ import annotations
 
 import random
-from concurrent.futures import Future
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray_app.cluster.membership import RayMembership
 from ray_app.cluster.rendezvous import Rendezvous
-from ray_app.train.group.messages import Beat, Flags, Formed, Orders
+from ray_app.train.group.messages import Beat, Flags, Orders
 from ray_app.train.loop import saves_at_leave
 
 TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
@@ -48,8 +49,11 @@ class Worker:
     _generation: int = 0
     rank: int = 0
     _orders: Orders = Orders()
-    waits: Future[Formed] | None = None
+    waits: int = 0
+    tickets: int = 0
     lost: bool = False
+    beat_s: float = 0.0  # when the next sign of life is due
+    beat_sent_s: float = 0.0
     group: Generation | None = None
     state: str = "starting"
     until_s: float = 0.0  # of being frozen
@@ -61,7 +65,14 @@ class Worker:
     @property
     def beat(self) -> Beat:
         phase: Any = {"saving": "saving", "left": "done"}.get(self.state, "compute" if self.group else "waiting")
-        return Beat(self.name, self.node, "host", 1, 1, self._generation, self.rank, self.step, phase)
+        told = {"generation": self._generation, "rank": self.rank, "step": self.step, "waits": self.waits, "lost": self.lost}
+        return Beat(self.name, self.node, "host", 1, 1, phase=phase, **told)
+
+
+def _now(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Lets something that waits for nothing happen."""
+    with suppress(StopIteration):
+        coroutine.send(None)
 
 
 class World:
@@ -78,9 +89,10 @@ class World:
         self.random, self.steps, self.now = random.Random(seed), steps, 100.0
         self.story = [f"seed {seed}: {workers} workers, {steps} steps"]
         self.actors, self.died_s = -1, 0.0
+        self.beats_per_s, self.calls = workers * self.random.choice((4.0, 1.0, 0.4)), self.random.random() < 0.8
+        self.live: list[Worker] = []
         self.actor: Rendezvous | None = self._new_actor()
         self.back_s = self.storage_s = 0.0
-        self.live: list[Worker] = []
         self.controlled: list[Worker] = []
         self.draining: set[str] = set()
         self.groups: dict[int, Generation] = {}
@@ -92,7 +104,15 @@ class World:
 
     def _new_actor(self) -> Rendezvous:
         self.actors += 1
-        return Rendezvous(SILENCE_S, 1e6, lambda: self.now, first=1 + 1000 * self.actors)
+        made = Rendezvous(SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.beats_per_s)
+        made.call = lambda: self._call(made)
+        return made
+
+    def _call(self, actor: Rendezvous) -> None:
+        """Tells all what has changed; who is not reachable hears of it with its next sign of life."""
+        for w in self.live:
+            if self.now >= max(w.until_s, w.cut_until_s) and w.state != "dead" and actor._members.get(w.name) and self.calls:
+                self._obey(w, actor.orders(w.name))
 
     def _say(self, text: str) -> None:
         self.story.append(f"{self.now - 100:7.2f} s  {text}")
@@ -147,11 +167,12 @@ class World:
 
     # What workers do.
 
-    def _act(self, w: Worker) -> None:  # noqa: PLR0911
+    def _act(self, w: Worker) -> None:
         if self.now < w.until_s or w.state == "dead":
             return None
-        if self.actor and self.now >= w.cut_until_s:
-            w._orders = self.actor.answer(w.beat)
+        if self.actor and self.now >= max(w.cut_until_s, w.beat_s):
+            w.beat_sent_s = self.now
+            self._obey(w, self.actor.answer(w.beat))
             if w._orders.exit:
                 self._say(f"{w.name} is told to end")
                 return self._die(w)
@@ -166,23 +187,18 @@ class World:
             return self._leave_for_good(w)
         if w.group is not None:
             return self._break_up(w) if w.group.broken else None
-        if w.waits is None:
-            if not self.actor or self.now < w.cut_until_s:
-                return None
-            w.waits = self.actor.enter(w.beat, w.lost)
-        return self._wait(w)
+        if not w.waits:
+            w.tickets += 1
+            w.waits, w.beat_s = w.tickets, 0.0
+        elif w._orders.leave and w._orders.waits:
+            self._leave(w, saves_at_leave(Flags(0), RayMembership.flags(w), w.rank))  # type: ignore[arg-type]
+        return None
 
-    def _wait(self, w: Worker) -> None:
-        assert w.waits is not None
-        if not w.waits.done():
-            if w._orders.leave and w._orders.waits:
-                self._leave(w, saves_at_leave(Flags(0), RayMembership.flags(w), w.rank))  # type: ignore[arg-type]
+    def _obey(self, w: Worker, orders: Orders) -> None:
+        w._orders, w.beat_s, formed = orders, w.beat_sent_s + orders.period_s, orders.formed
+        if formed is None or not w.waits or formed.number <= w._generation:
             return
-        found, w.waits = w.waits, None
-        if found.exception() is not None:
-            return
-        formed = found.result()
-        w._generation, w.rank, w.lost = formed.number, formed.rank, False
+        w._generation, w.rank, w.lost, w.waits = formed.number, formed.rank, False, 0
         group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
         if formed.rank in group.members or formed.size != group.size:
             self._fail(f"generation {formed.number} was formed twice: rank {formed.rank} is {w.name}, too")
@@ -193,10 +209,10 @@ class World:
 
     def _break_up(self, w: Worker) -> None:
         self._say(f"{w.name} lost a peer of generation {w._generation} at step {w.step}")
-        w.group, w.lost, w.waits = None, True, None
+        w.group, w.lost, w.waits = None, True, 0
 
     def _leave(self, w: Worker, saves: bool) -> None:
-        w.group = w.waits = None
+        w.group, w.waits = None, 0
         self._say(f"{w.name} leaves at step {w.step}{', saving' if saves and w.step >= 0 else ''}")
         w.state = "left"
         if saves and w.step >= 0:
@@ -209,11 +225,7 @@ class World:
     def _leave_for_good(self, w: Worker) -> None:
         if self.actor is None or self.now < w.cut_until_s:
             return
-        self.actor.answer(w.beat)
-        self.actor._gone.add(w.name)
-        self.actor._members.pop(w.name, None)
-        self.actor._over = self.actor._over or w.over
-        self.actor._try_form()
+        _now(self.actor.leave(w.beat, w.over))
         self.live.remove(w)
         w.state = "dead"
 
@@ -267,7 +279,8 @@ class World:
             if self.now < self.storage_s:
                 return
             newest = self.saved
-        for other in self.live:
+        hears = not any(self.now < m.cut_until_s for m in members)  # else it may be one that is over since
+        for other in self.live if hears else ():
             heard = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(other.until_s, other.cut_until_s)
             reachable = heard and not other._orders.exit and other in self.controlled
             if other.step > newest and other.group is not group and reachable:
@@ -287,17 +300,14 @@ class World:
         late = [w for w in self.controlled if w in self.live and w.name in silent and self.now < max(w.until_s, w.cut_until_s)]
         for w in gone + late:
             self.controlled.remove(w)
-            self.actor.lose(w.name)
-            self.actor._lost.pop(w.name, None)
-            self.actor._gone.add(w.name)
+            _now(self.actor.dismiss({w.name}))
             if w in late:
                 self._die(w)
         if not self.controlled:
             for _ in range(self.random.randint(1, 2)):
                 self._add()
-        self.actor._draining = set(self.draining)
-        self.actor._expected = len(self.controlled)
-        self.actor._try_form()
+        _now(self.actor.drain(self.draining))
+        _now(self.actor.expect(len(self.controlled)))
 
     def run(self) -> None:
         """Lets it happen until the run is over.
@@ -314,7 +324,7 @@ class World:
             if self.actor is None and self.now >= self.back_s:
                 self.actor = self._new_actor()
                 for w in self.live:
-                    w.waits = None
+                    w.beat_s = 0.0  # the end of its connection wakes it
             for worker in list(self.live):
                 self._act(worker)
             for number in sorted(self.groups):

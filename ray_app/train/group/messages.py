@@ -8,6 +8,9 @@ from typing import Literal
 
 from ray_app.record.progress.segments import StepRecord
 
+BEAT_S = 0.25
+"""Seconds between two signs of life of a worker, of few; of many see `Orders.period_s`."""
+
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
 """What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up; who is `saving`
 waits for the storage, which ending a worker would not make faster."""
@@ -41,6 +44,8 @@ class Beat:
         record: Rank 0: its newest finished step.
         recorded: Rank 0: the last step whose record is on storage.
         moves: How often it has moved on besides finishing steps.
+        waits: Which of its waits for a generation this is, from 1; 0: it does not wait.
+        lost: Whether its last generation broke, so that the others must be called.
     """
 
     worker: str
@@ -55,11 +60,13 @@ class Beat:
     record: StepRecord | None = None
     recorded: int = 0
     moves: int = 0
+    waits: int = 0
+    lost: bool = False
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The answer to a heartbeat.
+    """The answer to a heartbeat; said unasked, too, when it changes for all.
 
     Args:
         generation: The one that the worker was in when it asked; `REFORM` and `abort` are meant for that one only.
@@ -70,6 +77,8 @@ class Orders:
         exit: Whether it must end its process now; nobody counts on it any more.
         recorded: The last step whose record is on storage.
         waits: Whether it was known to wait for the next generation; what it was told before may not hold while it does.
+        formed: The generation that it waited for.
+        period_s: Seconds after which the next sign of life is due.
     """
 
     generation: int = 0
@@ -80,6 +89,8 @@ class Orders:
     exit: bool = False
     recorded: int = 0
     waits: bool = False
+    formed: Formed | None = None
+    period_s: float = BEAT_S
 
 
 @dataclass(frozen=True)
