@@ -1,8 +1,8 @@
-"""A small network, where every microsecond of a framework shows: time per step against a bare PyTorch loop and Keras.
+"""A small network, where every microsecond of a framework shows: a step of ours, of a bare loop, Lightning, Accelerate and Keras.
 
 One worker of one thread, the 784-256-256-10 network, batch 32, 50,000 MNIST-shaped rows from Parquet, fused Adam, tracking on.
 
-python benchmarks/small_step.py            # needs a quiet machine; about 6 minutes
+python benchmarks/small_step.py            # needs a quiet machine; about 8 minutes
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,8 +35,8 @@ def make_rows() -> tuple[np.ndarray, np.ndarray]:
     return pixels, labels
 
 
-def bare() -> None:
-    """A bare loop over presliced tensors: the base of all ratios."""
+def parts() -> tuple[Any, Any, list[Any]]:
+    """Model, optimizer and all batches, presliced, with one thread."""
     import torch
     from torch import nn
 
@@ -44,7 +45,72 @@ def bare() -> None:
     features = torch.from_numpy(pixels).reshape(ROWS, 784).float() / 255
     batches = list(zip(features.split(BATCH), torch.from_numpy(labels).split(BATCH), strict=True))
     model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), batches
+
+
+def accelerated() -> None:
+    """Accelerate's loop over the same tensors, with nothing recorded."""
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from torch import nn
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step = 0
+    while step < STEPS:
+        for x, y in batches:
+            if step == WARM_UP:
+                wall, cpu = time.perf_counter(), time.process_time()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            loss.item()
+            step += 1
+            if step == STEPS:
+                break
+    told(wall, cpu)
+
+
+def lightning() -> None:
+    """Lightning's `fit` over the same tensors, with neither logger, checkpoints nor bars."""
+    import pytorch_lightning as pl
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    made, optimizer, batches = parts()
+    began: list[float] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = made
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            if self.global_step == WARM_UP:
+                began.extend((time.perf_counter(), time.process_time()))
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return optimizer
+
+    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, **quiet)  # type: ignore[arg-type]
+    trainer.fit(Module(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    told(*began)
+
+
+def told(wall: float, cpu: float) -> None:
+    """Prints the milliseconds of a step since the warm-up."""
+    steps = STEPS - WARM_UP
+    print((time.perf_counter() - wall) / steps * 1e3, (time.process_time() - cpu) / steps * 1e3)
+
+
+def bare() -> None:
+    """A bare loop over presliced tensors: the base of all ratios."""
+    from torch import nn
+
+    model, optimizer, batches = parts()
     step = 0
     while step < STEPS:
         for x, y in batches:
@@ -58,8 +124,7 @@ def bare() -> None:
             step += 1
             if step == STEPS:
                 break
-    steps = STEPS - WARM_UP
-    print((time.perf_counter() - wall) / steps * 1e3, (time.process_time() - cpu) / steps * 1e3)
+    told(wall, cpu)
 
 
 def keras(distributed: bool = False) -> None:
@@ -153,12 +218,19 @@ def main() -> None:
     """Measures all sides."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--side", choices=["bare", "keras", "mirrored"])
+    alone = {
+        "bare": bare,
+        "lightning": lightning,
+        "accelerate": accelerated,
+        "keras": keras,
+        "mirrored": lambda: keras(distributed=True),
+    }
+    parser.add_argument("--side", choices=alone)
     options = parser.parse_args()
     if options.side:
-        {"bare": bare, "keras": keras, "mirrored": lambda: keras(distributed=True)}[options.side]()
+        alone[options.side]()
         return
-    report("Evaluation of 50,000 rows, batch 256", evaluations(options.rounds), {"evaluator": 1.25})
+    report("Evaluation of 50,000 rows, batch 256", evaluations(options.rounds), {"evaluator": 1.15})
     import logging
 
     import ray
@@ -170,6 +242,8 @@ def main() -> None:
             "bare loop": lambda: run_side([sys.executable, __file__, "--side", "bare"]),
             "cache: memory": lambda: ours.measure("memory"),
             "cache: none": lambda: ours.measure("none"),
+            "Lightning": lambda: run_side([sys.executable, __file__, "--side", "lightning"]),
+            "Accelerate": lambda: run_side([sys.executable, __file__, "--side", "accelerate"]),
         }
         if KERAS.exists():
             sides["Keras fit"] = lambda: run_side([str(KERAS), __file__, "--side", "keras"])
@@ -177,10 +251,10 @@ def main() -> None:
         else:
             print(f"Keras is left out: {KERAS} is not there, see benchmarks/requirements.txt", file=sys.stderr)
         found = alternate(sides, options.rounds)
-    report("Time per step, 784-256-256-10, batch 32, one thread", found, {"cache: memory": 1.25, "cache: none": 1.6})
-    if "Keras fit" in found:
-        for name in ("Keras fit", "Keras MirroredStrategy"):
-            report(f"Against {name}", {side: found[side] for side in (name, "cache: memory")}, {"cache: memory": 0.5})
+    report("Time per step, 784-256-256-10, batch 32, one thread", found, {"cache: memory": 1.15, "cache: none": 1.6})
+    for name, bar in {"Lightning": 0.55, "Accelerate": 0.9, "Keras fit": 0.5, "Keras MirroredStrategy": 0.5}.items():
+        if name in found:
+            report(f"Against {name}", {side: found[side] for side in (name, "cache: memory")}, {"cache: memory": bar})
     ray.shutdown()
 
 

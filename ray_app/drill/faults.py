@@ -9,16 +9,14 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch.distributed as dist
 from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
@@ -31,8 +29,6 @@ from ray_app.runs.in_process import run_training
 
 TOGETHER_S = 20.0
 """Longest that workers which are to die together wait for each other."""
-HELD_S = 120.0
-"""Longest that a worker waits at a step boundary for what is about to happen to its node or its driver."""
 _LOOK_S = 0.02
 
 
@@ -131,6 +127,28 @@ class KillAt:
             self.kill(rank, step)
 
 
+@dataclass
+class KillNewcomer:
+    """SIGKILL of a worker that forms its first generation after something has happened: it comes for somebody who is lost.
+
+    Args:
+        proofs: Where it is recorded.
+        name: Name of the proof.
+        after: Name of the proof of what has happened.
+    """
+
+    proofs: Proofs
+    name: str
+    after: str
+    _was_there: bool = False
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        """See `Hooks.at`."""
+        if not self._was_there and phase == "forming" and self.proofs.has(self.after) and self.proofs.claim([self.name], step=step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._was_there = True
+
+
 @dataclass(frozen=True)
 class KillOnCommit:
     """SIGKILL of the process that writes, or evaluates, the first checkpoint from a step on."""
@@ -146,33 +164,6 @@ class KillOnCommit:
 
 
 @dataclass(frozen=True)
-class Freeze:
-    """SIGSTOP of a rank after a step; it goes on later, whatever has become of the run by then.
-
-    Args:
-        proofs: Where it is recorded.
-        name: Name of the proof.
-        step: Finished steps at which it happens.
-        rank: To which rank.
-        seconds: Until it goes on.
-    """
-
-    proofs: Proofs
-    name: str
-    step: int
-    rank: int
-    seconds: float
-
-    def __call__(self, rank: int, step: int) -> None:
-        """See `Hooks.after_step`."""
-        if step == self.step and rank == self.rank and self.proofs.claim([self.name], rank=rank, step=step, seconds=self.seconds):
-            wake = f"sleep {self.seconds:g}; kill -CONT {os.getpid()}"
-            null = subprocess.DEVNULL
-            subprocess.Popen(["/bin/sh", "-c", wake], start_new_session=True, stdin=null, stdout=null, stderr=null)
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@dataclass(frozen=True)
 class Stop:
     """An error in every worker after a step, so that the run ends."""
 
@@ -185,65 +176,6 @@ class Stop:
         if step == self.step:
             self.proofs.put(self.name, rank=rank, step=step)
             raise DrillStopError(f"stopped by the drill at step {step}")
-
-
-@dataclass(frozen=True)
-class Hold:
-    """A rank that waits after a step, in which the others wait for it, until something happens outside.
-
-    Args:
-        proofs: Where it is recorded.
-        name: Name of the proof that it waits.
-        until: Name of the proof to wait for.
-        step: Finished steps at which it happens.
-        rank: Which rank.
-    """
-
-    proofs: Proofs
-    name: str
-    until: str
-    step: int
-    rank: int
-
-    def __call__(self, rank: int, step: int) -> None:
-        """See `Hooks.after_step`."""
-        if step == self.step and rank == self.rank and self.proofs.claim([self.name], rank=rank, step=step):
-            self.proofs.wait([self.until], HELD_S)
-
-
-@dataclass
-class Pace:
-    """Short pauses after steps, so that a worker that starts, which takes seconds, can join before the last step.
-
-    Args:
-        proofs: Where the pauses are recorded, by step; they are taken out of what the drill reports.
-        first: Finished steps at which it begins.
-        last: The last step with a pause.
-        sizes: Numbers of workers that are awaited; then it ends.
-        limit_s: Seconds of all pauses at most.
-        least_s: Seconds of all pauses at least.
-    """
-
-    proofs: Proofs
-    first: int
-    last: int
-    sizes: range
-    limit_s: float
-    least_s: float = 0.0
-    _pauses: dict[int, float] = field(default_factory=dict)
-
-    def __call__(self, rank: int, step: int) -> None:
-        """See `Hooks.after_step`."""
-        if rank != 0 or not self.first <= step <= self.last:
-            return
-        spent_s = sum(self._pauses.values())
-        size = dist.get_world_size() if dist.is_initialized() else 1
-        if size in self.sizes and spent_s >= self.least_s:
-            return
-        pause_s = max(0.0, self.limit_s - spent_s) / (self.last - step + 1)
-        time.sleep(pause_s)
-        self._pauses[step] = pause_s
-        put_json(location(self.proofs.folder) / f"paced-{self.first}-{os.getpid()}.json", {"pauses": self._pauses})
 
 
 def driver_command(file: Path, config: Config, faults: Faults) -> list[str]:

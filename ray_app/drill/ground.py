@@ -13,7 +13,8 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.drill.cluster import Nodes
-from ray_app.drill.faults import Pace, Proofs
+from ray_app.drill.delays import Pace
+from ray_app.drill.faults import Proofs
 from ray_app.record.files import location
 from ray_app.record.holder import Holder
 from ray_app.record.paths import RunPaths

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ray_app.drill.faults import Freeze, Kill, KillAt, KillOnCommit, Several
+import ray
+
+from ray_app.drill.delays import Freeze, Hold, Slow, SlowCommit
+from ray_app.drill.faults import Kill, KillAt, KillNewcomer, KillOnCommit, Several
 from ray_app.drill.ground import Disturbance, Ended, Ground, is_gone
 from ray_app.record.evaluations import read_evaluations
 from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
 
 
 def _died(names: list[str]) -> Callable[[Ended], list[str]]:
@@ -65,6 +69,36 @@ def kill_exchange(ground: Ground) -> Disturbance | str:
     return _killed(ground, ground.step(), [ground.rank()], lambda kill: Hooks(at=KillAt("exchange", kill)))
 
 
+def kill_forming(ground: Ground) -> Disturbance | str:
+    """A worker is killed, and another one as the rest form without it."""
+    if ground.workers < 3:
+        return f"it needs 3 workers so that one goes on, there are {ground.workers}"
+    step, (first, second) = ground.step(), ground.random.sample(range(ground.workers), 2)
+    one, other = Kill(ground.proofs, ["killed-0"], step, [first]), Kill(ground.proofs, ["killed-1"], step, [second])
+    hooks = Hooks(after_step=Several((one, ground.pace(step + 1))), at=KillAt("forming", other))
+    return Disturbance([step], ["killed-0", "killed-1"], _died(["killed-0", "killed-1"]), Faults(train=hooks))
+
+
+def kill_joining(ground: Ground) -> Disturbance | str:
+    """A worker is killed, and so is the one that comes for it, as it joins."""
+    step = ground.step()
+    one = Kill(ground.proofs, ["killed-0"], step, [ground.rank()])
+    pace = ground.pace(step + 1, sizes=range(ground.workers, ground.workers + 1))
+    hooks = Hooks(after_step=Several((one, pace)), at=KillNewcomer(ground.proofs, "killed-1", "killed-0"))
+    return Disturbance([step], ["killed-0", "killed-1"], _died(["killed-0", "killed-1"]), Faults(train=hooks))
+
+
+def kill_phases(ground: Ground) -> Disturbance | str:
+    """Rank 0 is killed three times: as it asks for data, as it computes, and as it exchanges gradients."""
+    phases = ("data", "compute", "exchange" if ground.workers > 1 else "compute")
+    steps = [int(part * ground.total_steps) for part in (0.25, 0.45, 0.65)]
+    names = [f"killed-{i}" for i in range(len(phases))]
+    kills = zip(phases, names, steps, strict=True)
+    at = Several(tuple(KillAt(phase, Kill(ground.proofs, [name], step, [0])) for phase, name, step in kills))
+    paces = [ground.pace(step + 1, until) for step, until in zip(steps, [step - 1 for step in steps[1:]] + [None], strict=True)]
+    return Disturbance(steps, names, _died(names), Faults(train=Hooks(after_step=Several(tuple(paces)), at=at)))
+
+
 def kill_saving(ground: Ground) -> Disturbance | str:
     """The worker that writes a checkpoint is killed before it has committed it."""
     step = ground.checkpoint()
@@ -105,3 +139,52 @@ def freeze(ground: Ground) -> Disturbance | str:
         return [] if silent else ["the run has no record of a worker that was silent"]
 
     return Disturbance([step], ["frozen"], confirm, Faults(train=Hooks(after_step=Several((hook, pace)))))
+
+
+def slow(ground: Ground) -> Disturbance | str:
+    """A worker takes three times as long as the others for a third of the steps."""
+    step = ground.step()
+    last = min(step + ground.total_steps // 3, ground.total_steps - 1)
+    hook = Slow(ground.proofs, "slow", step, last, ground.rank(), 3.0)
+
+    def confirm(run: Ended) -> list[str]:
+        blamed = [str(e.details["errors"]) for e in run.events("failed")]
+        wasted = [] if run.proofs["slow"]["seconds"] > 0 else ["no time was wasted"]
+        return [*wasted, *(f"a slow worker was taken for a lost one: {said}" for said in blamed)]
+
+    return Disturbance([step], ["slow"], confirm, Faults(train=Hooks(after_step=hook)))
+
+
+def slow_storage(ground: Ground) -> Disturbance | str:
+    """A checkpoint takes five seconds to be written."""
+    step, seconds = ground.checkpoint(), 5.0
+    hooks = Hooks(before_commit=SlowCommit(ground.proofs, "slow", step, seconds))
+
+    def confirm(run: Ended) -> list[str]:
+        took = [e.details["duration_s"] for e in run.events("checkpointed") if e.details["step"] == run.proofs["slow"]["step"]]
+        return [] if took and took[0] >= seconds else [f"no checkpoint took {seconds:g} s"]
+
+    return Disturbance([step], ["slow"], confirm, Faults(train=hooks))
+
+
+def rendezvous(ground: Ground) -> Disturbance | str:
+    """The rendezvous, which decides who steps with whom, is killed; a worker is killed right after it is back."""
+    step = ground.step()
+    hold = Hold(ground.proofs, "held", "rendezvous_killed", step, 0)
+    kill = Kill(ground.proofs, ["killed-0"], step + 1, [ground.rank()])
+
+    def observe(job: Job) -> None:
+        if ground.proofs.has("held") and not ground.proofs.has("rendezvous_killed"):
+            actor = ray.get_actor(job.rendezvous)
+            before = ray.get(actor.lifeline.remote())
+            ray.kill(actor, no_restart=False)
+            ground.proofs.put("rendezvous_killed", step=step, before=before, after=ray.get(actor.lifeline.remote()))
+
+    def confirm(run: Ended) -> list[str]:
+        killed = run.proofs["rendezvous_killed"]
+        same = ["the rendezvous listens where it did before"] if killed["before"] == killed["after"] else []
+        return same + _died(["killed-0"])(run)
+
+    hooks = Hooks(after_step=Several((hold, kill, ground.pace(step + 2))))
+    names, held = ["held", "rendezvous_killed", "killed-0"], {"held": "rendezvous_killed"}
+    return Disturbance([step], names, confirm, Faults(train=hooks), observe, held)

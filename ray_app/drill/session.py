@@ -19,13 +19,13 @@ from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, digest, flatten
+from ray_app.drill import processes
 from ray_app.drill.certificate import Start, Trace, conclusion, facts, judge, measures, proof_of, restart, start_since, table, trace_of
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Proofs, Several
 from ray_app.drill.ground import Disturbance, Ended, Ground, end_frozen
 from ray_app.drill.nodes import grow, node, node_rank0, shrink
-from ray_app.drill.processes import evaluator, freeze, kill, kill_all, kill_exchange, kill_saving, kill_twice, kill_two
-from ray_app.drill.restarts import damage, driver
+from ray_app.drill.restarts import damage, driver, evaluator_and_driver, torn_write
 from ray_app.errors import ConfigError, own_error
 from ray_app.record.files import Location, location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
@@ -36,7 +36,12 @@ from ray_app.runs.outcome.result import Result
 from ray_app.runs.preparing.prepare import prepare
 from ray_app.train.job import Job
 
-_MADE = kill, kill_twice, kill_two, kill_all, kill_exchange, kill_saving, evaluator, freeze, node, node_rank0, grow, shrink, damage, driver
+_MADE = (
+    *(processes.kill, processes.kill_twice, processes.kill_two, processes.kill_all, processes.kill_exchange, processes.kill_saving),
+    *(processes.kill_forming, processes.kill_joining, processes.kill_phases, processes.rendezvous, processes.evaluator),
+    *(processes.freeze, processes.slow, processes.slow_storage, node, node_rank0, grow, shrink),
+    *(damage, torn_write, driver, evaluator_and_driver),
+)
 SCENARIOS: dict[str, Callable[[Ground], Disturbance | str]] = {scenario.__name__: scenario for scenario in _MADE}
 
 

@@ -25,7 +25,8 @@ import signal, sys
 sys.path.insert(0, {root!r})
 from ray_app import run_training, start_training
 from ray_app.config.config import from_yaml
-from ray_app.drill.faults import Hold, Pace, Proofs, Several
+from ray_app.drill.delays import Hold, Pace
+from ray_app.drill.faults import Proofs, Several
 from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 

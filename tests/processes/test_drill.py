@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from io import StringIO
@@ -20,7 +23,8 @@ from ray_app.cli.drill import DrillSection, chosen, drilled, main
 from ray_app.config.config import Config
 from ray_app.drill import session
 from ray_app.drill.certificate import Start, Trace, conclusion, difference, judge, measures, restart, start_since, table, without
-from ray_app.drill.faults import Kill, Proofs
+from ray_app.drill.delays import Slow
+from ray_app.drill.faults import Kill, KillNewcomer, Proofs
 from ray_app.drill.ground import Disturbance, Ended, Ground
 from ray_app.drill.processes import evaluator, kill
 from ray_app.drill.session import SCENARIOS
@@ -157,6 +161,40 @@ def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
     assert {name: proof["rank"] for name, proof in proofs.all().items()} == {"a": 1, "b": 2}
     assert proofs.all()["a"]["process"] == asdict(Holder.here())
     Kill(proofs, ["a", "b"], step=3, ranks=[0])(0, 3)  # both have happened, so nobody is killed
+
+
+def test_only_who_comes_later_is_a_newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    struck: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: struck.append(number))
+    proofs = Proofs(str(tmp_path))
+    there, other = KillNewcomer(proofs, "killed-1", "killed-0"), KillNewcomer(proofs, "killed-1", "killed-0")
+    there("forming", 0, 0)
+    other("data", 1, 4)
+    proofs.put("killed-0", step=4)
+    for hook in (there, other):
+        hook("forming", 0, 4)
+    assert not struck
+    newcomer = KillNewcomer(proofs, "killed-1", "killed-0")
+    newcomer("forming", 0, 0)
+    assert struck == [signal.SIGKILL]
+    assert proofs.has("killed-1")
+    KillNewcomer(proofs, "killed-1", "killed-0")("forming", 0, 0)
+    assert struck == [signal.SIGKILL], "only one of them"
+
+
+def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
+    proofs = Proofs(str(tmp_path))
+    hook, other = Slow(proofs, "slow", 3, 5, 1, 3.0), Slow(proofs, "slow", 3, 5, 1, 3.0)
+    for step in range(1, 8):
+        other(0, step)
+        busy_s = time.monotonic() + 0.01
+        while time.monotonic() < busy_s:
+            pass
+        hook(1, step)
+    proof = proofs.get("slow")
+    assert proof is not None
+    assert (proof["rank"], proof["step"]) == (1, 3)
+    assert proof["seconds"] >= 2 * 2 * 0.01
 
 
 def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> None:
