@@ -22,7 +22,7 @@ from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-_PLACE_S = 5.0
+_PLACE_S, _PLACE_EACH_S = 5.0, 0.01  # Ray makes some hundred a second
 _START_S = 120.0
 
 
@@ -39,7 +39,7 @@ class _Slots(PlacementGroupHandle):
         """Reserves slots; those that are not there in time are given up. Returns how many there are."""
         options = {"strategy": self._strategy, "bundle_label_selector": self._selector}
         made = [placement_group([self._resources], **options) for _ in range(count)]
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s + count * _PLACE_EACH_S
         for group in made:
             if group.wait(max(0.0, deadline - time.monotonic())):
                 self.free.append(group)

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.segments import MOST_SMALL
-from ray_app.record.progress.system import Look, join_looks, put_look
+from ray_app.record.progress.system import Look, join_looks, put_look, together
 from ray_app.watch.probe import Probe
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class NodeSampler:
         found = {self._names[self._here]: self._own.measure()} if self._here in self._names else {}
         found |= self._ask(answer_s)
         if found:
-            self._unwritten.append(Look(self.step, time.time(), found))
+            self._unwritten.append(Look(self.step, time.time(), together(found)))
         while self._unwritten:
             put_look(self._paths, self._fence, self._number, self._unwritten[0])
             self._unwritten.popleft()

@@ -18,7 +18,7 @@ from ray_app.record.files import Location, names
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress import system
 from ray_app.record.progress.segments import MOST_SMALL
-from ray_app.record.progress.system import Look, join_looks, put_look, read_looks
+from ray_app.record.progress.system import Look, join_looks, put_look, read_looks, together
 from ray_app.track.points import Backlog, Sent
 from ray_app.watch.sampler import NodeSampler
 
@@ -178,3 +178,15 @@ def test_the_sampler_joins_what_it_writes(paths: RunPaths, monkeypatch: pytest.M
         sampler._look(0.0)
     assert len(names(paths.system)) <= MOST_SMALL + 1
     assert len(read_looks(paths, "")) == 309, "the first look only finds out which nodes there are"
+
+
+def test_of_many_nodes_there_are_as_many_values_as_of_three() -> None:
+    few = {f"n{i}": {"cpu_percent": float(i)} for i in range(16)}
+    assert together(few) == few
+    many = {f"n{i}": {"cpu_percent": float(i), "memory_gb": 2.0} for i in range(1001)} | {"gpu": {"gpu0_percent": 7.0}}
+    assert together(many) == {
+        "least": {"cpu_percent": 0.0, "memory_gb": 2.0, "gpu0_percent": 7.0},
+        "mean": {"cpu_percent": 500.0, "memory_gb": 2.0, "gpu0_percent": 7.0},
+        "most": {"cpu_percent": 1000.0, "memory_gb": 2.0, "gpu0_percent": 7.0},
+        "all": {"nodes": 1002},
+    }

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -15,26 +11,7 @@ from ray_app.cluster.lines import beat_of, orders_of, packed
 from ray_app.cluster.rendezvous import BEATS_PER_S, Rendezvous
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import BEAT_S, Beat, Flags, Formed, Orders
-
-
-def operations(act: Callable[[], Any]) -> int:
-    """The operations of Python that something takes, those in loops within an expression included."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        del argument
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        act()
-    finally:
-        sys.settrace(before)
-    return count
+from tests.support.operations import operations
 
 
 class Crowd:

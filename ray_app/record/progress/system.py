@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from statistics import fmean
 
 from ray_app.record.files import Location, names, put_atomic, put_json, read_all
 from ray_app.record.paths import RunPaths
@@ -26,12 +27,32 @@ class Look:
         step: Finished steps of the run at that time.
         time_s: When, seconds since 1970 (UTC).
         nodes: For each node that answered, the values by name: `cpu_percent`, `memory_percent`, `memory_gb`, `gpu0_percent`,
-            `gpu0_memory_gb`, ...
+            `gpu0_memory_gb`, ...; of more than 16 nodes see `together`.
     """
 
     step: int
     time_s: float
     nodes: dict[str, dict[str, float]]
+
+
+MOST_NODES = 16
+"""Nodes of which each has values of its own in a look; of more there is what they have together."""
+
+
+def together(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The values of many nodes as the `least`, the `mean` and the `most` of each; those of few nodes as they are."""
+    if len(nodes) <= MOST_NODES:
+        return nodes
+    columns: dict[str, list[float]] = {}
+    for values in nodes.values():
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value)
+    return {
+        "least": {name: min(column) for name, column in columns.items()},
+        "mean": {name: fmean(column) for name, column in columns.items()},
+        "most": {name: max(column) for name, column in columns.items()},
+        "all": {"nodes": len(nodes)},
+    }
 
 
 def put_look(paths: RunPaths, fence: int, number: int, look: Look) -> None:
