@@ -80,12 +80,13 @@ def kill_forming(ground: Ground) -> Disturbance | str:
 
 
 def kill_joining(ground: Ground) -> Disturbance | str:
-    """A worker is killed, and so is the one that comes for it, as it joins."""
-    step = ground.step()
-    one = Kill(ground.proofs, ["killed-0"], step, [ground.rank()])
-    pace = ground.pace(step + 1, sizes=range(ground.workers, ground.workers + 1))
-    hooks = Hooks(after_step=Several((one, pace)), at=KillNewcomer(ground.proofs, "killed-1", "killed-0"))
-    return Disturbance([step], ["killed-0", "killed-1"], _died(["killed-0", "killed-1"]), Faults(train=hooks))
+    """So many workers are killed that others come for them, and the first of these is killed as it joins."""
+    step, victims = ground.step(), ground.workers - ground.enough.start + 1
+    names = [f"killed-{i}" for i in range(victims)]
+    kill = Kill(ground.proofs, names, step, ground.random.sample(range(ground.workers), victims))
+    newcomer = KillNewcomer(ground.proofs, "newcomer", names[0])
+    hooks = Hooks(after_step=Several((kill, ground.pace(step + 1))), at=newcomer)
+    return Disturbance([step], [*names, "newcomer"], _died([*names, "newcomer"]), Faults(train=hooks))
 
 
 def kill_phases(ground: Ground) -> Disturbance | str:
