@@ -177,9 +177,10 @@ def rendezvous(ground: Ground) -> Disturbance | str:
     def observe(job: Job) -> None:
         if ground.proofs.has("held") and not ground.proofs.has("rendezvous_killed"):
             actor = ray.get_actor(job.rendezvous)
-            before = ray.get(actor.lifeline.remote())
+            before, _ = ray.get(actor.lifeline.remote())
             ray.kill(actor, no_restart=False)
-            ground.proofs.put("rendezvous_killed", step=step, before=before, after=ray.get(actor.lifeline.remote()))
+            after, _ = ray.get(actor.lifeline.remote())
+            ground.proofs.put("rendezvous_killed", step=step, before=before, after=after)
 
     def confirm(run: Ended) -> list[str]:
         killed = run.proofs["rendezvous_killed"]
