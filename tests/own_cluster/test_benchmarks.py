@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support.places import ROOT
 
@@ -44,3 +45,12 @@ def test_opening_many_files_is_measured() -> None:
     ways = re.findall(rf"^(\S.*?) +{NUMBER} s \({NUMBER}-{NUMBER}\), -?{NUMBER} MB; of 100,000 {NUMBER} s, ", found, re.MULTILINE)
     assert [way for way, *_ in ways] == ["footers, not in the page cache", "footers, in the page cache", "kept", "kept again"]
     assert all(float(seconds) > 0 for _, seconds, *_ in ways)
+
+
+def test_many_workers_are_simulated_and_drawn(tmp_path: Path) -> None:
+    found = printed("benchmarks/scale.py", "--workers", "10", "100", "--steps", "1000", "--picture", str(tmp_path / "a.svg"))
+    for name in ("rendezvous, % of a core", "forming, s of CPU", "objects written per s", "driver after 10^6 steps, MB"):
+        assert re.search(rf"^{re.escape(name)} +{NUMBER}\S* +{NUMBER}", found, re.MULTILINE)
+    assert re.findall(r"^table, messages one after the other +(\d+) +(\d+)", found, re.MULTILINE) == [("18", "8")]
+    assert re.findall(r"^messages per s +(\d+) +(\d+)", found, re.MULTILINE) == [("80", "800")], "four signs of life a second, and answers"
+    assert (tmp_path / "a.svg").read_text().count("<polyline") == 5

@@ -25,6 +25,10 @@ from ray_app.record.schema import known_fields, understood, versioned
 logger = logging.getLogger(__name__)
 
 
+FLUSH_S = 1.25
+"""Seconds between two segments at least: with their joining and looks at the nodes less than an object a second is written."""
+
+
 class MetricsWriter:
     """Collects step records and writes them in segments from a thread of its own, never on the step path.
 
@@ -35,7 +39,7 @@ class MetricsWriter:
     """
 
     def __init__(self, paths: RunPaths, fence: int, flush_s: float | None = None) -> None:
-        self._paths, self._fence, self._flush_s = paths, fence, flush_s or max(1.0, poll_s(paths.metrics))
+        self._paths, self._fence, self._flush_s = paths, fence, flush_s or max(FLUSH_S, poll_s(paths.metrics))
         self._pending: list[StepRecord] = []
         self.written_step = 0
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ import torch
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.exchange.exchange import World, gather
+from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.progress.journal import MetricsWriter, put_event
 from ray_app.record.progress.segments import StepRecord
@@ -27,6 +27,7 @@ from ray_app.train.group.messages import Phase
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.keep.saver import Saver
+from ray_app.train.keep.sharing import share_records
 from ray_app.train.keep.snapshots import SnapshotSender
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.table import StepResult
@@ -76,8 +77,7 @@ class Recorder:
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        merged = {r.step: r for kept in reversed(gather(list(self._kept), world)) for r in kept}
-        self._kept = deque((merged[step] for step in sorted(merged)), maxlen=_MOST_KEPT)
+        self._kept = deque(share_records(self._kept, world).values(), maxlen=_MOST_KEPT)
 
     def align(self, world: World, generation: int) -> None:
         """Begins a generation; a collective of all ranks. The new rank 0 writes what the old one may not have written.
@@ -86,13 +86,13 @@ class Recorder:
             PeerLostError: A peer left meanwhile.
         """
         self._forget()
-        merged = {r.step: r for kept in reversed(gather(list(self._kept), world)) for r in kept}
-        self._kept = deque((merged[step] for step in sorted(merged) if step <= self._state.step), maxlen=_MOST_KEPT)
+        merged = share_records(self._kept, world)
+        self._kept = deque((record for step, record in merged.items() if step <= self._state.step), maxlen=_MOST_KEPT)
         self._world, self._generation = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
         if world.rank == 0:
-            for step in sorted(merged):  # also of steps that are done again, or nobody would know that they are
-                self._write(merged[step])
+            for record in merged.values():  # also of steps that are done again, or nobody would know that they are
+                self._write(record)
         self._added_step = min(self._added_step, self._state.step)  # steps that are done again are recorded again
         if world.rank == 0:
             committed = self._committed()

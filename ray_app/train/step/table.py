@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ray_app.errors import ConfigError
-from ray_app.exchange.exchange import World, collective, gather
+from ray_app.exchange.doubling import summed
+from ray_app.exchange.exchange import World, gather
 from ray_app.train.group.messages import Flags
 
 _LINE = "<qQdqdqd"
@@ -110,8 +110,7 @@ class Table:
         for row in mine:
             line = self._line.pack(*row[1:-1], *(row.metrics.get(name, 0.0) for name in names))
             packed[row.logical_worker] = torch.frombuffer(bytearray(line), dtype=torch.int64)
-        with collective():
-            dist.all_reduce(packed)
+        packed = summed(packed, self._world)
         fixed = len(Row._fields) - 2
         lines = self._line.iter_unpack(packed.numpy().tobytes())
         return added([Row._make((v, *line[:fixed], dict(zip(names, line[fixed:], strict=True)))) for v, line in enumerate(lines)])

@@ -1,0 +1,265 @@
+"""What a run costs with 10 to 10,000 workers: the real rendezvous, plan, exchange plan, table, record and summary, in one process.
+
+Workers, their clock and their network are simulated: eight workers on a node, one logical worker each, a step for each segment of the
+record. CPU is this process's; messages and bytes are counted. `--actor` measures the rendezvous as an actor of Ray with real connections,
+too, beside Ray's calls.
+
+python benchmarks/scale.py --json build/scale.json --picture docs/pictures/scale.svg      # about 3 minutes
+python benchmarks/scale.py --workers 1000 --actor
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from benchmarks.scale_picture import draw
+from ray_app.cluster.lines import beat_of, orders_of, packed
+from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.exchange.doubling import RING_AT_MOST, rounds
+from ray_app.exchange.exchange import World
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Plan
+from ray_app.plan.route import route
+from ray_app.record.files import names
+from ray_app.record.paths import RunPaths
+from ray_app.record.progress import segments
+from ray_app.record.progress.journal import FLUSH_S
+from ray_app.record.progress.segments import MOST_SMALL, StepRecord
+from ray_app.record.progress.steps import _Columns
+from ray_app.train.group.messages import Beat
+from ray_app.train.step import table
+from ray_app.train.step.table import Row, Table
+
+SIZES = (10, 100, 1000, 3000, 10_000)
+EACH, LOOKS_PER_S = 8, 5
+LOOKS_S = (1 + 1 / MOST_SMALL) / 10
+"""Objects per second for how busy the nodes are."""
+BARS = {"rendezvous, % of a core": 10.0, "forming, s of CPU": 1.0, "driver after 10^6 steps, MB": 500.0, "objects written per s": 1.0}
+
+
+def cpu_s(act: Callable[[], Any], times: int = 1) -> float:
+    """CPU seconds that something takes, the mean of several times."""
+    began = time.process_time()
+    for _ in range(times):
+        act()
+    return (time.process_time() - began) / times
+
+
+class Meeting:
+    """The rendezvous and its simulated workers; each message is packed and read as on its way.
+
+    Args:
+        workers: How many.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.now_s, self.messages, self.bytes = 1000.0, 0, 0
+        self.rendezvous = Rendezvous(5.0, None, lambda: self.now_s)
+        asyncio.run(self.rendezvous.expect(workers))
+        hosts = [f"10.0.{node // 250}.{node % 250}" for node in range(-(-workers // EACH))]
+        self.beats = [Beat(f"{i:032x}", f"{i // EACH:056x}", hosts[i // EACH], 40000, i) for i in range(workers)]
+
+    def pass_on(self, line: bytes) -> bytes:
+        """A sign of life arrives and is answered."""
+        answer = packed(self.rendezvous.answer(beat_of(line)))
+        self.messages, self.bytes = self.messages + 2, self.bytes + len(line) + len(answer)
+        return answer
+
+    def form(self) -> float:
+        """All wait for a generation, and hear of it; CPU seconds of the rendezvous."""
+        lines = [packed(changed(beat, waits=1)) for beat in self.beats]
+        took = cpu_s(lambda: [self.pass_on(line) for line in lines])
+        told: list[bytes] = []
+        took += cpu_s(lambda: told.extend(packed(self.rendezvous.orders(beat.worker)) for beat in self.beats))
+        self.messages, self.bytes = self.messages + len(told), self.bytes + sum(map(len, told))
+        for i, line in enumerate(told):
+            formed = orders_of(line).formed
+            assert formed is not None
+            self.beats[i] = changed(self.beats[i], generation=1, rank=formed.rank, phase="compute")
+        return took
+
+    def second(self) -> tuple[float, float, float]:
+        """CPU seconds, messages and bytes of the rendezvous per second of a run in stride; nobody counts as silent."""
+        self.pass_on(packed(self.beats[0]))
+        period_s = self.rendezvous._period_s
+        before, seconds, spent, due = (self.messages, self.bytes), max(10, round(2 * period_s)), 0.0, 0.0
+        for tick in range(seconds * LOOKS_PER_S):
+            self.now_s += 1 / LOOKS_PER_S
+            due += len(self.beats) / period_s / LOOKS_PER_S
+            lines = [packed(self._next(tick)) for _ in range(int(due))]
+            due -= len(lines)
+            spent += cpu_s(lambda lines=lines: [self.pass_on(line) for line in lines])  # type: ignore[misc]
+            spent += cpu_s(lambda: self.rendezvous.look(self.now_s))
+        assert not self.rendezvous._lost
+        return spent / seconds, (self.messages - before[0]) / seconds, (self.bytes - before[1]) / seconds
+
+    def _next(self, tick: int) -> Beat:
+        self.beats.append(beat := changed(self.beats.pop(0), step=tick // LOOKS_PER_S))
+        return beat
+
+
+def changed(beat: Beat, **fields: Any) -> Beat:
+    """A sign of life with other fields."""
+    return Beat(**{**vars(beat), **fields})
+
+
+def planned(workers: int) -> dict[str, float]:
+    """The order of an epoch and the first window of a rank, and the exchange's stages."""
+    groups = 100 * workers
+    paths, number = tuple(f"part-{i:05d}.parquet" for i in range(workers)), np.arange(groups, dtype=np.int64)
+    manifest = Manifest(paths=paths, file_of=number // 100, index_in_file=number % 100, rows=np.full(groups, 1000, dtype=np.int64))
+    hosts = [f"10.0.0.{rank // EACH}" for rank in range(workers)]
+    stages: list[Any] = []
+
+    def rank() -> None:
+        plan = Plan(manifest, 1, workers, 32 * workers, 10_000)
+        order = plan.epoch(0)
+        order.stored_positions(workers // 2, 0)[order.window_order(workers // 2, 0)]
+
+    plan_s, route_s = cpu_s(rank), cpu_s(lambda: stages.extend(route(workers // 2, hosts, workers)))
+    doubling = max(len(rounds(rank, workers)) for rank in range(workers))
+    hops = doubling if workers > RING_AT_MOST else 2 * (workers - 1)
+    return {
+        "plan of an epoch, ms of a rank": 1e3 * plan_s,
+        "exchange plan, ms of a rank": 1e3 * route_s,
+        "peers of a rank per bucket": float(sum(len(stage.ranks) - 1 for stage in stages)),
+        "table, messages one after the other": float(hops),
+    }
+
+
+def tabled(workers: int) -> dict[str, float]:
+    """The table of a step, of which the network brings the others' rows."""
+    world = World(0, workers, workers)
+    rows = [Row(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, {"accuracy": 16.0}) for v in range(workers)]
+    step, sent = Table(world), dict[int, torch.Tensor]()
+    with patch.multiple(table, gather=lambda value, world: [value], summed=lambda mine, world: sent.setdefault(0, mine)):
+        step.exchange(rows)  # all rows once: what the network brings from then on
+        took = cpu_s(lambda: step.exchange(rows[:1]), max(3, 3000 // workers))
+    return {"table of a step, ms of a rank": 1e3 * took, "table of a step, kB": sent[0].nbytes / 1e3}
+
+
+def recorded(workers: int, folder: Path) -> dict[str, float]:
+    """An hour of records as the metrics' writer puts them, by a clock of its own; of many workers a part of it."""
+    now, counted = [1_700_000_000.0], {"put": 0, "bytes": 0, "listed": 0}
+    hour = round(3600 / FLUSH_S)
+    flushes = min(hour, max(2 * MOST_SMALL, 600_000 // workers))
+
+    def put(place: Any, data: bytes) -> None:
+        counted["put"], counted["bytes"] = counted["put"] + 1, counted["bytes"] + len(data)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Path(str(place)).write_bytes(data)
+
+    def listed(place: Any) -> list[str]:
+        counted["listed"] += 1
+        return names(place)
+
+    clock = SimpleNamespace(time_ns=lambda: int(now[0] * 1e9))
+    paths, rows, hashes = RunPaths(folder / f"run-{workers}"), [32] * workers, [2**63 + v for v in range(workers)]
+    began = time.process_time()
+    with patch.multiple(segments, put_atomic=put, names=listed, time=clock):
+        for step in range(1, flushes + 1):
+            now[0] += FLUSH_S
+            record = StepRecord(step, 0, now[0], 0.5, 0.1, 1.0, 1000.0, 1.0, workers, rows, hashes, "1.1")
+            segments.put_segment(paths, 1, [record])
+            if step % MOST_SMALL == 0:
+                segments.join(paths)
+    return {
+        "record, ms of rank 0 per step": 1e3 * (time.process_time() - began) / flushes,
+        "record, kB written per step": counted["bytes"] / flushes / 1e3,
+        "objects written per s": counted["put"] / flushes / FLUSH_S + LOOKS_S,
+        "objects there after an hour, at most": len(list((folder / f"run-{workers}").rglob("*.json"))) * hour / flushes,
+        "listings per hour": counted["listed"] * hour / flushes,
+    }
+
+
+def remembered(workers: int, steps: int) -> dict[str, float]:
+    """What the driver keeps of the steps, for the summary, and a rank of its world and of a step that is not on storage yet."""
+    record = StepRecord(1, 0, 1.0, 0.5, 0.1, 1.0, 1.0, 1.0, workers, [32] * workers, [2**63] * workers, "1.1", 0, None, {"accuracy": 0.5})
+    gc.collect()
+    tracemalloc.start()
+    columns = _Columns()
+    for _ in range(steps):
+        columns.add(record)
+    driver = tracemalloc.get_traced_memory()[0] / steps * 1e6
+    del columns
+    before = tracemalloc.get_traced_memory()[0]
+    hosts = [f"10.0.0.{rank // EACH}" for rank in range(workers)]
+    kept = [list(range(2**62, 2**62 + workers)), [1000 + v for v in range(workers)], hosts, route(0, hosts, workers)]
+    rank = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert kept
+    return {"driver after 10^6 steps, MB": driver / 1e6, "rank, kB of plan and record": rank / 1e3}
+
+
+def measured(workers: int, folder: Path, steps: int) -> dict[str, float]:
+    """All figures of a number of workers."""
+    meeting = Meeting(workers)
+    forming = meeting.form()
+    formed_bytes = meeting.bytes
+    spent, messages, sent = meeting.second()
+    return {
+        "forming, s of CPU": forming,
+        "forming, MB": formed_bytes / 1e6,
+        "rendezvous, % of a core": 100 * spent,
+        "rendezvous, us per sign of life": 2e6 * spent / messages,
+        "messages per s": messages,
+        "kB per s": sent / 1e3,
+        **planned(workers),
+        **tabled(workers),
+        **recorded(workers, folder),
+        **remembered(workers, steps),
+    }
+
+
+def show(found: dict[int, dict[str, float]]) -> None:
+    """Prints a line for each figure, a column for each number of workers."""
+    print(f"{'workers':<40}" + "".join(f"{workers:>12,}" for workers in found) + f"{'bar at 1,000':>14}")
+    for name in next(iter(found.values())):
+        bar = f"{BARS[name]:>14g}" if name in BARS else ""
+        print(f"{name:<40}" + "".join(f"{figures[name]:>12.4g}" for figures in found.values()) + bar)
+
+
+def main() -> int:
+    """Measures, prints, draws; returns 0 if all bars hold at 1,000 workers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--steps", type=int, default=20_000, help="steps that the driver remembers, taken times 10^6 / STEPS")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--actor", action="store_true", help="the rendezvous as an actor of Ray, with real connections")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {workers: measured(workers, Path(folder), options.steps) for workers in options.workers}
+    if options.actor:
+        from benchmarks.scale_actor import as_actor
+
+        found = {workers: figures | as_actor(workers) for workers, figures in found.items()}
+    show(found)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+    if options.picture is not None:
+        options.picture.write_text(draw(found))
+    return int(any(found[1000][name] > bar for name, bar in BARS.items())) if 1000 in found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
