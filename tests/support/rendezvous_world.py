@@ -303,7 +303,7 @@ class World:
             _now(self.actor.dismiss({w.name}))
             if w in late:
                 self._die(w)
-        if not self.controlled:
+        if not self.controlled and self.made < self.steps:
             for _ in range(self.random.randint(1, 2)):
                 self._add()
         _now(self.actor.drain(self.draining))
@@ -332,7 +332,7 @@ class World:
             self.groups = {n: g for n, g in self.groups.items() if not g.broken or any(m.group is g for m in g.members.values())}
             if self.actor:
                 self.actor.look(self.now)
-            if self.made < self.steps and ticks % CONTROL_TICKS == 0:
+            if ticks % CONTROL_TICKS == 0:
                 self._control()
             if ticks > 40 * self.steps + 400:
                 self._fail("it does not end")
