@@ -48,14 +48,10 @@ def parts() -> tuple[Any, Any, list[Any]]:
     return model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), batches
 
 
-def accelerated() -> None:
-    """Accelerate's loop over the same tensors, with nothing recorded."""
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+def train_plainly(model: Any, optimizer: Any, batches: list[Any], backward: Callable[[Any], None]) -> None:
+    """A bare loop over presliced tensors."""
     from torch import nn
 
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, batches = parts()
-    model, optimizer = accelerator.prepare(model, optimizer)
     step = 0
     while step < STEPS:
         for x, y in batches:
@@ -63,13 +59,30 @@ def accelerated() -> None:
                 wall, cpu = time.perf_counter(), time.process_time()
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
-            accelerator.backward(loss)
+            backward(loss)
             optimizer.step()
             loss.item()
             step += 1
             if step == STEPS:
                 break
     told(wall, cpu)
+
+
+def bare() -> None:
+    """The base of all ratios."""
+    from torch import Tensor
+
+    train_plainly(*parts(), Tensor.backward)
+
+
+def accelerated() -> None:
+    """Accelerate's loop over the same tensors, with nothing recorded."""
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    accelerator = Accelerator(cpu=True)
+    made, chosen, batches = parts()
+    model, optimizer = accelerator.prepare(made, chosen)
+    train_plainly(model, optimizer, batches, accelerator.backward)
 
 
 def lightning() -> None:
@@ -104,27 +117,6 @@ def told(wall: float, cpu: float) -> None:
     """Prints the milliseconds of a step since the warm-up."""
     steps = STEPS - WARM_UP
     print((time.perf_counter() - wall) / steps * 1e3, (time.process_time() - cpu) / steps * 1e3)
-
-
-def bare() -> None:
-    """A bare loop over presliced tensors: the base of all ratios."""
-    from torch import nn
-
-    model, optimizer, batches = parts()
-    step = 0
-    while step < STEPS:
-        for x, y in batches:
-            if step == WARM_UP:
-                wall, cpu = time.perf_counter(), time.process_time()
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            loss.item()
-            step += 1
-            if step == STEPS:
-                break
-    told(wall, cpu)
 
 
 def keras(distributed: bool = False) -> None:
