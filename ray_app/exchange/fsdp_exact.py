@@ -148,8 +148,10 @@ class ExactlySharded(FullySharded):
             p.grad = as_sharded(total.to(p.to_local().device), p)
             tree.clear()
 
-    def norms(self) -> list[float]:
+    def norms(self) -> Tensor:
         """The L2 norm of every trained parameter's gradient as `ddp` computes it, of the whole: each is put together on one rank.
+
+        Does not wait for the device.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -164,14 +166,14 @@ class ExactlySharded(FullySharded):
             dist.all_to_all_single(received, outgoing, [sum(of) for of in sizes], [sum(map(len, own[to::size])) for to in range(size)])
         parts = iter(received.split([part for of in sizes for part in of]))
         by_rank = [[next(parts) for _ in mine] for _ in range(size)]
+        found = torch.zeros(len(parameters), dtype=torch.float64, device=outgoing.device)
         del own, outgoing
-        found = torch.zeros(len(parameters), dtype=torch.float64)
         if mine:  # one whole after the other, since each needs memory
             wholes = (torch.cat(shards).view(p.dtype).view(p.shape) for p, *shards in zip(mine, *by_rank, strict=True))
-            found[rank::size] = torch.stack([norm for whole in wholes for norm in torch._foreach_norm([whole])]).to("cpu", torch.float64)
+            found[rank::size] = torch.stack([norm for whole in wholes for norm in torch._foreach_norm([whole])]).double()
         with collective():
             dist.all_reduce(found)
-        return found.tolist()
+        return found
 
     def close(self) -> None:
         """See `Exchange.close`."""

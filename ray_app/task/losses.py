@@ -112,16 +112,18 @@ def sums_of(losses: Losses) -> Unread:
     return Unread(torch.stack([values.sum().double(), *more]), len(values), tuple(losses.metrics))
 
 
-def read(task: object, found: Sequence[Unread | None]) -> list[Sums]:
-    """What sums are, `NOTHING` for None; waits for the device once.
+def read(task: object, found: Sequence[Unread | None], also: Sequence[Tensor] = ()) -> tuple[list[Sums], list[float]]:
+    """What sums are, `NOTHING` for None, and other numbers; waits for the device once.
+
+    Args:
+        task: Whose they are.
+        found: The sums.
+        also: The numbers, each of shape () or (n,).
 
     Raises:
         ConfigError: Weights are negative, infinite or NaN.
     """
-    if len(found) == 1 and found[0] is not None and found[0].metrics is None:  # what most tasks are asked for in each step
-        return [Sums(found[0].values.item(), float(found[0].rows), {})]
-    there = [each.values for each in found if each is not None]
-    numbers = torch.hstack(there).tolist() if there else []
+    numbers = _numbers([each.values for each in found if each is not None] + list(also))
     told, at = [], 0
     for each in found:
         if each is None:
@@ -138,9 +140,16 @@ def read(task: object, found: Sequence[Unread | None]) -> list[Sums]:
                 )
             told.append(Sums(loss, weight, dict(zip(each.metrics, metrics, strict=True))))
             at += 2 + len(metrics)
-    return told
+    return told, numbers[at:]
+
+
+def _numbers(held: list[Tensor]) -> list[float]:
+    """All their values, read at once."""
+    if len(held) < 2:
+        return held[0].reshape(-1).tolist() if held else []
+    return (torch.stack if {each.ndim for each in held} == {0} else torch.hstack)(held).tolist()
 
 
 def summed(task: object, losses: Losses) -> Sums:
     """The sums over rows; see `read`."""
-    return read(task, [sums_of(losses)])[0]
+    return read(task, [sums_of(losses)])[0][0]

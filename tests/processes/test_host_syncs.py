@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ray_app.task.base import Batch
 from ray_app.task.losses import Losses
 from ray_app.train.hooks import Hooks
+from tests.support.device_group import BACKEND
 from tests.support.local_world import Pool, TinyImages, cached, make_job, write_images
 
 FIRST, STEPS = 3, 5
@@ -71,13 +72,27 @@ class Weighed(TinyImages):
         return Losses(losses, torch.ones_like(losses), {"sure": outputs.detach().amax(-1)})
 
 
+CLIPPED = {"train__grad_clip_norm": 0.01}
+LOCAL_SGD = {"train__strategy": "local_sgd", "train__local_steps": 2 * (FIRST + STEPS), "checkpoint__every_steps": 2 * (FIRST + STEPS)}
+
+
 @pytest.mark.parametrize("task", [TinyImages, Weighed])
-@pytest.mark.parametrize(("logical_workers", "workers"), [(1, 1), (4, 1), (4, 2)])
-def test_a_step_waits_for_its_losses_and_its_norm_however_many_logical_workers_it_plays(
-    pool: Pool, tmp_path: Path, task: Any, logical_workers: int, workers: int
+@pytest.mark.parametrize(
+    ("logical_workers", "workers", "backend", "fields", "waits"),
+    [
+        pytest.param(1, 1, "gloo", {}, 1, id="one"),
+        pytest.param(4, 1, "gloo", CLIPPED, 1, id="four played by one"),
+        pytest.param(4, 1, "gloo", CLIPPED | {"train__precision": "fp16"}, 1, id="in half precision"),
+        pytest.param(4, 2, BACKEND, CLIPPED, 1, id="four played by two"),
+        pytest.param(4, 2, "gloo", CLIPPED, 2, id="through the host, where the table does not wait for the gradients"),
+        pytest.param(4, 2, BACKEND, CLIPPED | LOCAL_SGD, 1, id="local steps"),
+    ],
+)
+def test_a_step_waits_for_the_device_once_however_many_logical_workers_it_plays(
+    pool: Pool, tmp_path: Path, task: Any, logical_workers: int, workers: int, backend: str, fields: dict[str, Any], waits: int
 ) -> None:
     data, found = write_images(tmp_path / "data", [[8 * (FIRST + STEPS + 2)]]), tmp_path / "found.json"
-    job = make_job(tmp_path / "run", data, logical_workers=logical_workers, batch=8, task=task())
-    for outcome in pool.train(job, workers, Hooks(after_step=CountWaits(found)), cached):
+    job = make_job(tmp_path / "run", data, logical_workers=logical_workers, batch=8, task=task(), **fields)
+    for outcome in pool.train(job, workers, Hooks(after_step=CountWaits(found)), cached, backend=backend):
         assert outcome.error is None, outcome.trace
-    assert json.loads(found.read_text()) == 2
+    assert json.loads(found.read_text()) == waits

@@ -416,7 +416,7 @@ def test_a_step_does_not_end_with_some_of_its_gradients(data: Path, tmp_path: Pa
     while len(world.servers.servers[0]._sums.get(0, _NONE).seen) < 2:
         world.run(turns=1)
     with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
-        world.servers.servers[0].norms(world.coordinator._served.era, 0, [], 1.0)
+        world.servers.servers[0].norms(world.coordinator._served.era, 0, [])
 
 
 def test_who_waits_for_servers_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:

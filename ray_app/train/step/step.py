@@ -24,7 +24,10 @@ from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.state.seeds import seed_step
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.logical import Buffers, single_values
+from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.table import Row, StepResult, Table
+
+_MOST_CONSTANTS = 16
 
 
 class Step:
@@ -60,6 +63,7 @@ class Step:
         if config.train.compile:
             _need_compiler(device)
         self._compiled_models: dict[nn.Module, Any] = {}
+        self._constants: dict[tuple[int, float], Tensor] = {}
         self._scale = state.scale
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
@@ -96,8 +100,9 @@ class Step:
         if not result.weight:  # all of them are bad, or count for nothing: nothing moves
             self._state.pass_over()
             return result
-        norm = self._clip(self._parameters, global_rows / result.weight)
+        norm = result.grad_norm
         if math.isfinite(result.loss) and math.isfinite(norm):
+            correct(self._gradients(), self._factor(result, global_rows), norm, self._config.train.grad_clip_norm)
             self._state.advance()
         else:
             self._buffers.roll_back()
@@ -106,7 +111,7 @@ class Step:
             self._state.pass_over()
         if self._scale is not None:
             self._scale.update(math.isfinite(norm))
-        return replace(result, grad_norm=norm)
+        return result
 
     def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
@@ -119,14 +124,23 @@ class Step:
         self._enter("exchange")
         self._exchange.launch()
         self._buffers.launch()
-        if self._world.settle is None:
-            result = self._table.exchange(self._lines(batches, found, global_rows, flags))  # while the gradients are on their way
+        result = None
+        if self._world.settle is None and self._world.size > 1:  # the host carries the gradients, and beside them the table
+            told, _ = self._meet(found, [])
+            result = self._table.exchange(self._lines(batches, told, global_rows, flags))
         self._exchange.finish()
         self._buffers.finish()
-        if self._world.settle is not None:  # here the host meets the device; then the table tells all that all have what they need
+        told, norms = self._meet(found if result is None else [], self._norms())
+        if result is None:  # the table tells all that all have what they need
+            result = self._table.exchange(self._lines(batches, told, global_rows, flags))
+        result = self._settled(cursor, result, global_rows)
+        return replace(result, grad_norm=norm_of(norms, self._factor(result, global_rows))) if result.weight else result
+
+    def _meet(self, found: list[Unread | None], norms: list[Tensor]) -> tuple[list[Sums], list[float]]:
+        """Here the host meets the device, nowhere else in a step: it waits for what the device was given, and reads what it found."""
+        if self._world.settle is not None:
             self._world.settle()
-            result = self._table.exchange(self._lines(batches, found, global_rows, flags))
-        return self._settled(cursor, result, global_rows)
+        return read(self._task, found, norms)
 
     def _settled(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:
         """Holds the rows against the plan, and makes of means over the planned rows means over what counts."""
@@ -139,9 +153,8 @@ class Step:
         """The context of forward and backward of a micro-batch: what is raised is told with the logical worker and the rows."""
         return own_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
 
-    def _lines(self, batches: list[MicroBatch], found: list[Unread | None], global_rows: int, flags: Flags) -> list[Row]:
-        """What this rank's logical workers have to say; waits for the device."""
-        told = read(self._task, found)
+    def _lines(self, batches: list[MicroBatch], told: list[Sums], global_rows: int, flags: Flags) -> list[Row]:
+        """What this rank's logical workers have to say."""
         return [line(batch, sums, sums.loss / global_rows, flags) for batch, sums in zip(batches, told, strict=True)]
 
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Unread | None:
@@ -155,8 +168,14 @@ class Step:
         return sums_of(losses)
 
     def _weights(self, rows: int, over: float, scale: float) -> Tensor:
-        """One over what the mean is over, scaled, for every row of a micro-batch, shape (rows,)."""
-        return torch.full((rows,), scale / over, device=self._device)
+        """One over what the mean is over, scaled, for every row of a micro-batch, shape (rows,); made once for those that are alike."""
+        value = scale / over
+        held = self._constants.get((rows, value))
+        if held is None or held._version:  # a task's backward may have written into it
+            if len(self._constants) == _MOST_CONSTANTS:
+                self._constants.clear()
+            held = self._constants[rows, value] = torch.full((rows,), value, device=self._device)
+        return held
 
     def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:
         """The losses of a micro-batch's rows."""
@@ -179,17 +198,17 @@ class Step:
             self._compiled_models[model] = torch.compile(model, dynamic=False)
         return self._compiled_models[model]
 
-    def _clip(self, parameters: list[nn.Parameter], correction: float = 1.0) -> float:
-        """The gradient's norm; corrects it for what counts, takes the loss's scale out of it, and clips it to the configured norm."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        factor = correction / (self._scale.value if self._scale is not None else 1.0)
-        if factor != 1:
-            torch._foreach_mul_(gradients, factor)
-        norms = torch._foreach_norm(gradients)  # get_total_norm costs 30 us more
-        norm = math.sqrt(math.fsum(n * n for n in torch.stack(norms).tolist()))
-        if self._config.train.grad_clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._config.train.grad_clip_norm, torch.tensor(norm))
-        return norm
+    def _gradients(self) -> list[Tensor]:
+        """What this rank has of the gradient, as the optimizer will find it."""
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _norms(self) -> list[Tensor]:
+        """Norms of parts of the gradient; all together they are the whole. Does not wait for the device."""
+        return norms_of(self._gradients())
+
+    def _factor(self, result: StepResult, global_rows: int) -> float:
+        """What a gradient is multiplied by to be the mean over what counts, without the scale of the loss."""
+        return global_rows / result.weight / (self._scale.value if self._scale is not None else 1.0)
 
     def _refuse(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, result: StepResult) -> None:
         """Finds out which logical workers' rows gave the NaN or infinity, and raises on every rank alike."""

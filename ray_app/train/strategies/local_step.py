@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from ray_app.exchange.ddp import DataParallel
 from ray_app.exchange.exchange import World, gather, settled
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Task
-from ray_app.task.losses import NOTHING, Sums, summed
+from ray_app.task.losses import Unread, read, sums_of
 from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.job import Job
 from ray_app.train.state.eager import without_compiler
 from ray_app.train.state.groups import in_order, numbers
 from ray_app.train.state.state import TrainingState
+from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.step import Step, line
 from ray_app.train.step.table import StepResult
 
@@ -111,18 +113,28 @@ class LocalStep(Step):
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """See `Step.run`; a worker that is lost takes all back to the last average."""
-        mine = []
+        found, norms = list[Unread | None](), list[list[Tensor]]()
         for batch in batches:
             with self._blaming(batch):
-                sums, norm = self._go(cursor, batch)
-            share = sums.weight / global_rows
-            mine.append(line(batch, sums, sums.loss / sums.weight * share if share else 0.0, flags, norm * norm * share))
+                sums_there, norms_there = self._go(cursor, batch)
+            found.append(sums_there)
+            norms.append(norms_there)
+        told, numbers = read(self._task, found, [norm for each in norms for norm in each])
+        mine, own, rest = [], list[float](), iter(numbers)
+        for batch, sums, each in zip(batches, told, norms, strict=True):
+            norm, share = norm_of(islice(rest, len(each))), sums.weight / global_rows
+            own.append(norm)
+            loss, square = (sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0)
+            mine.append(line(batch, sums, loss, flags, square))
         self._enter("exchange")
         result = self._settled(cursor, self._table.exchange(mine), global_rows)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._refuse(cursor, batches, global_rows, result)
-        for batch in batches:
-            self._replicas[batch.logical_worker].move(result.weights[batch.logical_worker] > 0)
+        for batch, norm in zip(batches, own, strict=True):
+            replica = self._replicas[batch.logical_worker]
+            if has_rows := result.weights[batch.logical_worker] > 0:
+                correct(replica.gradients, 1.0, norm, self._config.train.grad_clip_norm)
+            replica.move(has_rows)
         self._done += 1
         self._consumed = [before + now for before, now in zip(self._consumed, result.weights, strict=True)]
         self._flags |= result.flags
@@ -132,21 +144,26 @@ class LocalStep(Step):
             self._average()
         return replace(result, flags=flags)
 
-    def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[Sums, float]:
-        """Forward and backward of one logical worker on its own replica, of its own mean; returns also the gradient's norm."""
+    def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[Unread | None, list[Tensor]]:
+        """Forward and backward of one logical worker on its own replica, of its own mean; what comes of it and norms of the gradient."""
         replica = self._replicas[batch.logical_worker]
         replica.optimizer.zero_grad()
         if not batch.rows:
-            return NOTHING, 0.0
+            return None, []
         losses = self._losses(cursor, batch, replica.model)
-        sums = summed(self._task, losses)
-        if not sums.weight:
-            return sums, 0.0
-        losses.values.backward(self._weights(batch.rows, sums.weight, 1.0))
+        sums = sums_of(losses)
+        losses.values.backward(self._shares(sums))
         for p in replica.trained:
             if p.grad is None:  # or the optimizer would hold a part of what it needs of it after the average
                 p.grad = torch.zeros_like(p)
-        return sums, self._clip(replica.trained)
+        return sums, norms_of(replica.gradients)
+
+    def _shares(self, sums: Unread) -> Tensor:
+        """One over the weight of a micro-batch, which only the device knows where its task gives weights, or 0; shape (rows,)."""
+        if sums.metrics is None:
+            return self._weights(sums.rows, sums.rows, 1.0)
+        weight = sums.values[1]
+        return torch.where(weight > 0, 1 / weight, 0.0).float().expand(sums.rows)
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
         replica = self._replicas[batch.logical_worker]
@@ -220,6 +237,11 @@ class _Replica(TrainingState):
         self.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict()))
         if self.schedule is not None and state.schedule is not None:
             self.schedule.load_state_dict(copy.deepcopy(state.schedule.state_dict()))
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those of the trained parameters."""
+        return [p.grad for p in self.trained if p.grad is not None]
 
     def move(self, has_rows: bool) -> None:
         """Makes a step of its own."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.exchange.exchange import collective
@@ -15,8 +15,9 @@ from ray_app.exchange.fsdp import FullySharded
 from ray_app.exchange.fsdp_exact import ExactlySharded
 from ray_app.plan.assign import micro_batches
 from ray_app.plan.cursor import Cursor
-from ray_app.task.losses import Losses, Unread
+from ray_app.task.losses import Losses, Sums, Unread
 from ray_app.train.group.messages import Flags
+from ray_app.train.step.norm import norms_of
 from ray_app.train.step.step import Step
 from ray_app.train.step.table import Row, StepResult
 
@@ -54,8 +55,8 @@ class ShardedStep(Step):
                 self._pass_idly(cursor)
         return sums
 
-    def _lines(self, batches: list[MicroBatch], found: list[Unread | None], global_rows: int, flags: Flags) -> list[Row]:
-        lines = super()._lines(batches, found, global_rows, flags)
+    def _lines(self, batches: list[MicroBatch], told: list[Sums], global_rows: int, flags: Flags) -> list[Row]:
+        lines = super()._lines(batches, told, global_rows, flags)
         self._bad = {row.logical_worker for row in lines if not math.isfinite(row.loss)}
         return lines
 
@@ -72,22 +73,19 @@ class ShardedStep(Step):
         with collective():
             return super()._losses(cursor, batch, model)
 
-    def _clip(self, parameters: list[nn.Parameter], correction: float = 1.0) -> float:
-        """See `Step._clip`; a collective, so that all ranks know the same norm."""
-        shards = [p.grad.to_local() for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
-        if correction != 1:
-            torch._foreach_mul_(shards, correction)
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad.to_local() for p in self._parameters if p.grad is not None]  # type: ignore[attr-defined]
+
+    def _norms(self) -> list[Tensor]:
+        """See `Step._norms`; a collective, so that all ranks know the same norm."""
         if isinstance(self._sharded, ExactlySharded):
-            norm = math.sqrt(math.fsum(n * n for n in self._sharded.norms()))
+            norms = self._sharded.norms()
         else:
-            squares = torch.tensor(math.fsum(n * n for n in torch.stack(torch._foreach_norm(shards)).tolist()), dtype=torch.float64)
+            norms = torch.stack(norms_of(self._gradients())).double().square().sum()
             with collective():
-                dist.all_reduce(squares)
-            norm = math.sqrt(squares.item())
-        most = self._config.train.grad_clip_norm
-        if most is not None:  # as torch.nn.utils.clip_grads_with_norm_
-            torch._foreach_mul_(shards, torch.clamp(most / (torch.tensor(norm) + 1e-6), max=1.0).to(shards[0].device))
-        return norm
+                dist.all_reduce(norms)
+            norms.sqrt_()
+        return [norms.to(self._device, non_blocking=True)]
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
         """Known from the pass itself: another one would have to be one of all ranks."""

@@ -202,7 +202,7 @@ class Coordinator:
                 f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The optimizer did not"
                 " move. Lower the learning rate, or set train.grad_clip_norm."
             )
-        self._served.move(step, norm, bool(correction))
+        self._served.move(step, norm, correction)
         return norm
 
     # Cuts.

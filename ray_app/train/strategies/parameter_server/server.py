@@ -20,6 +20,7 @@ from ray_app.config.optimizers import OptimizerSpec
 from ray_app.errors import DataError
 from ray_app.exchange.tree import TreeSum, parents
 from ray_app.train.state.state import TrainingState
+from ray_app.train.step.norm import correct
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
 
 CPU = torch.device("cpu")
@@ -92,14 +93,13 @@ class ParameterServer:
             self._apply_now(gradient, found)
         return lr
 
-    def norms(self, era: int, step: int, incomplete: list[int], correction: float) -> tuple[list[float], Bytes] | None:
+    def norms(self, era: int, step: int, incomplete: list[int]) -> tuple[list[float], Bytes] | None:
         """The norm of each parameter's gradient in a step whose gradients are all there; synchronous only.
 
         Args:
             era: See the class.
             step: The step, counted from 0 over the run.
             incomplete: Numbers of the parameters of which the gradient itself is wanted, since they are parts of one.
-            correction: What the sum of the gradients is multiplied by.
 
         Raises:
             DataError: They are not all there.
@@ -110,7 +110,6 @@ class ParameterServer:
         if [node for node, _ in added] != [(0, self._config.logical_workers)]:
             raise DataError(f"Step {step} is to end with the gradients of {[node for node, _ in added]} only; please report this.")
         [(_, total)] = added
-        total = total * correction if correction != 1 else total
         parts = total.split([p.numel() for p in self._parameters])
         for p, part in zip(self._parameters, parts, strict=True):
             p.grad = part.view_as(p)
@@ -118,15 +117,15 @@ class ParameterServer:
         norms = torch.stack(torch._foreach_norm(whole)).tolist() if whole else []
         return norms, to_bytes([parts[i] for i in incomplete])
 
-    def apply(self, era: int, step: int, norm: float, counts: bool) -> bool | None:
-        """Ends a step after `norms`; `norm` is that of the gradient on all servers, which moves nothing unless it counts. Synchronous."""
+    def apply(self, era: int, step: int, norm: float, factor: float) -> bool | None:
+        """Ends a step after `norms`; `norm` is that of the gradient on all servers times a factor; 0: nothing moves. Synchronous."""
         if era != self._era:
             return None
         if step == self._state.step:
-            if self._config.train.grad_clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.train.grad_clip_norm, torch.tensor(norm))
+            if factor:
+                correct([p.grad for p in self._parameters if p.grad is not None], factor, norm, self._config.train.grad_clip_norm)
             self._keep_buffers(self._sums.pop(step))
-            self._state.advance() if counts else self._state.pass_over()
+            self._state.advance() if factor else self._state.pass_over()
         return True
 
     def state(self, era: int) -> tuple[dict[str, bytes], Bytes] | None:

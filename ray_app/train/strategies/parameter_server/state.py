@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from ray_app.checkpoint.format import pack, unpack
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
+from ray_app.train.step.norm import norm_of
 from ray_app.train.strategies.parameter_server.layout import Layout, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.messages import NotReadyError, Servers, call_each
 
@@ -34,17 +34,17 @@ class ServedState:
         """In which era each server is; 0 for one that holds nothing."""
         return call_each(self._servers, "era", [()] * len(self.layout.parts))
 
-    def norm(self, step: int, correction: float) -> float:
-        """The norm of a step's gradient, times a number. If it decides how far parameters move, its bits are those of `ddp`."""
+    def norm(self, step: int, factor: float) -> float:
+        """The norm of a step's gradient, times a factor. If it decides how far parameters move, its bits are those of `ddp`."""
         asked = self.layout.incomplete() if self._clips else [[] for _ in self.layout.parts]
-        answers = call_each(self._servers, "norms", [(self.era, step, some, correction) for some in asked])
+        answers = call_each(self._servers, "norms", [(self.era, step, some) for some in asked])
         norms = [n for some, _ in answers for n in some]
         norms += self.layout.norms_of_joined([data for _, data in answers]) if self._clips else []
-        return math.sqrt(math.fsum(n * n for n in norms))
+        return norm_of(norms, factor)
 
-    def move(self, step: int, norm: float, counts: bool) -> None:
-        """Lets the servers move their parameters by the gradient that `norm` looked at, or go on without if it does not count."""
-        self._call("apply", step, norm, counts)
+    def move(self, step: int, norm: float, factor: float) -> None:
+        """Lets the servers move their parameters by the gradient that `norm` looked at, times the factor; 0: they go on without."""
+        self._call("apply", step, norm, factor)
 
     def take_over(self) -> None:
         """Makes what they hold the state here."""
