@@ -10,91 +10,18 @@ Bucketing with hooks follows Li et al., "PyTorch Distributed: Experiences on Acc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ray_app.exchange.bucket import Bucket
 from ray_app.exchange.exchange import Exchange, World, collective, in_parts
-from ray_app.exchange.tree import TreeSum, parents
-from ray_app.plan.route import Stage
+from ray_app.exchange.side_stream import SideStream
 
 _MEBI = 1 << 20
-_ALIGNED_BYTES = 64
-"""Every parameter of a bucket begins at a multiple: a GPU adds up a norm in another order where memory is not aligned, so what lies before
-it, which `bucket_mb` decides, would be in the bits."""
-
-
-class _Bucket:
-    """Parameters whose gradients travel together, as one flat tensor with zeros between them and up to a multiple of the world size."""
-
-    def __init__(self, parameters: list[nn.Parameter], world: World) -> None:
-        self.parameters = parameters
-        first = parameters[0]
-        unit = _ALIGNED_BYTES // first.element_size()
-        gaps = [-p.numel() % unit for p in parameters]
-        self.numel = sum(p.numel() + gap for p, gap in zip(parameters, gaps, strict=True))
-        self.shard = -(-self.numel // world.size)
-        self.result = torch.zeros(self.shard * world.size, dtype=first.dtype, device=first.device)
-        zeros = self.result.new_zeros(unit)
-        self._gaps = [zeros[:gap] if gap else None for gap in gaps]
-        self.views, offset = [], 0
-        for p, gap in zip(parameters, gaps, strict=True):
-            self.views.append(self.result[offset : offset + p.numel()].view_as(p))
-            offset += p.numel() + gap
-        self.tree = TreeSum(parents(world.logical_workers))
-        self._spare: list[Tensor] = []
-        self.missing: set[nn.Parameter] = set()
-        self.pending: Any = None
-        self.received = self.result
-        self.sums: list[Tensor] = []
-
-    def collect(self, logical_worker: int) -> None:
-        """Moves the parameters' gradients into the tree as the leaf of a logical worker; a missing gradient counts as zeros."""
-        self.put(logical_worker, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters])
-        for p in self.parameters:
-            p.grad = None
-
-    def put(self, logical_worker: int, values: list[Tensor]) -> None:
-        """Copies values, one per parameter, into the tree as the leaf of a logical worker."""
-        flat = self.result if not self.tree.nodes else self._spare.pop() if self._spare else torch.zeros_like(self.result)
-        parts = [part for value, gap in zip(values, self._gaps, strict=True) for part in (value.reshape(-1), gap) if part is not None]
-        torch.cat(parts, out=flat[: self.numel])
-        self._spare += self.tree.push((logical_worker, logical_worker + 1), flat)
-
-    def reset(self) -> None:
-        """Forgets the step's sums, keeping their memory for the next."""
-        self._spare += [value for value in self.tree.clear() if value is not self.result]
-        self.pending = None
-        self.sums = []
-
-    def exchange(self, stage: Stage, group: Any) -> None:
-        """Sends everybody in the stage its shard of the sums that this rank holds, and receives its own of theirs."""
-        parts, held = len(stage.ranks), len(self.sums)
-        shard = self.sums[0].numel() // parts
-        outgoing = self.sums[0]
-        if held > 1:  # rank by rank, then node by node
-            outgoing = torch.stack(self.sums).view(held, parts, shard).transpose(0, 1).reshape(-1)
-        counts = [len(nodes) * shard for nodes in stage.held]
-        self.received = torch.empty(sum(counts), dtype=outgoing.dtype, device=outgoing.device)
-        self.pending = dist.all_to_all_single(self.received, outgoing, counts, [held * shard] * parts, group=group, async_op=True)
-
-    def add(self, stage: Stage, logical_workers: int) -> None:
-        """Waits for the exchange of a stage, and adds what came in the tree."""
-        self.pending.wait()
-        tree, nodes = TreeSum(parents(logical_workers)), [node for held in stage.held for node in held]
-        for node, value in zip(nodes, self.received.chunk(len(nodes)), strict=True):
-            tree.push(node, value)
-        self.sums = [value for _, value in tree.nodes]
-
-    def gather(self, stage: Stage, group: Any, into: Tensor | None) -> None:
-        """Gathers the shards of a stage, on the way back."""
-        [part] = self.sums
-        whole = into if into is not None else torch.empty(part.numel() * len(stage.ranks), dtype=part.dtype, device=part.device)
-        self.pending = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
-        self.sums = [whole]
 
 
 class DataParallel(Exchange):
@@ -121,13 +48,14 @@ class DataParallel(Exchange):
         self._alone = world.logical_workers == 1
         self._route = list(zip(world.route, world.groups, strict=True))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._buckets = [] if self._alone else [_Bucket(ps, world) for ps in _bucketed(self._parameters, int(bucket_mb * _MEBI))]
+        self._buckets = [] if self._alone else [Bucket(ps, world) for ps in _bucketed(self._parameters, int(bucket_mb * _MEBI))]
         self._last = world.played[-1]
-        self._listening, self._next = False, 0
+        self._listening, self._next, self._ways = False, 0, list[Iterator[Bucket]]()
+        self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device)
         self._names = {p: name for name, p in model.named_parameters()}
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(bucket)) for bucket in self._buckets for p in bucket.parameters]
 
-    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def ready(p: Tensor) -> None:
             if not self._listening:
                 return
@@ -197,7 +125,7 @@ class DataParallel(Exchange):
         """Readies everything for a step, also after one that failed half-way."""
         for p in self._parameters:
             p.grad = None
-        self._next = 0
+        self._next, self._ways = 0, []
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
             bucket.reset()
@@ -218,16 +146,47 @@ class DataParallel(Exchange):
                 with collective():
                     self._send(bucket)
 
-    def _send(self, bucket: _Bucket) -> None:
-        partials = [value for _, value in bucket.tree.nodes]
-        if not self._exact:
-            for value in partials[1:]:
-                partials[0].add_(value)
-            bucket.received = partials[0].bfloat16() if self._compresses else partials[0]
-            bucket.pending = dist.all_reduce(bucket.received, async_op=True)
-            return
-        bucket.sums = partials
+    def _send(self, bucket: Bucket) -> None:
+        """Sends a bucket, and those before it on, where that keeps nobody waiting: in the same order on all ranks."""
+        way = self._exactly(bucket) if self._exact else self._overlapped(bucket)
+        next(way)
+        if self._is_device:
+            self._go_on()
+        self._ways.append(way)
+
+    def _go_on(self) -> None:
+        """Sends each bucket that is on its way on by one stage, or back; the waits are those of a stream beside that which computes."""
+        with self._side:
+            self._ways = [way for way in self._ways if next(way, None) is not None]
+
+    def _overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
+        first, *more = [value for _, value in bucket.tree.nodes]
+        for value in more:
+            first.add_(value)
+        packed = bucket.room("packed", first.numel(), torch.bfloat16).copy_(first) if self._compresses else first
+        bucket.pending = dist.all_reduce(packed, async_op=True)
+        yield bucket
+        bucket.pending.wait()
+        if self._compresses:
+            bucket.result.copy_(packed)
+
+    def _exactly(self, bucket: Bucket) -> Iterator[Bucket]:
+        bucket.sums = [value for _, value in bucket.tree.nodes]
         bucket.exchange(*self._route[0])
+        yield bucket
+        last = len(self._route) - 1
+        for number, (stage, group) in enumerate(self._route):
+            bucket.add(stage, self._world.logical_workers)
+            if number < last:
+                bucket.exchange(*self._route[number + 1])
+            else:
+                bucket.gather(stage, group, not number)
+            yield bucket
+        for number in reversed(range(last)):
+            bucket.pending.wait()
+            bucket.gather(*self._route[number], not number)
+            yield bucket
+        bucket.pending.wait()
 
     def finish(self) -> None:
         """See `Exchange.finish`."""
@@ -241,26 +200,9 @@ class DataParallel(Exchange):
                 p.grad = view
 
     def _receive(self) -> None:
-        if not self._exact:
-            for bucket in self._buckets:
-                bucket.pending.wait()
-                if self._compresses:
-                    bucket.result.copy_(bucket.received)
-            return
-        logical_workers, last = self._world.logical_workers, len(self._route) - 1
-        for number, (stage, group) in enumerate(self._route):
-            for bucket in self._buckets:
-                bucket.add(stage, logical_workers)
-                if number < last:
-                    bucket.exchange(*self._route[number + 1])
-                else:
-                    bucket.gather(stage, group, bucket.result if not number else None)
-        for number in reversed(range(last)):
-            for bucket in self._buckets:
-                bucket.pending.wait()
-                bucket.gather(*self._route[number], bucket.result if not number else None)
-        for bucket in self._buckets:
-            bucket.pending.wait()
+        while self._ways:
+            self._go_on()
+        self._side.join()
 
     def close(self) -> None:
         """See `Exchange.close`."""

@@ -123,7 +123,7 @@ def read(task: object, found: Sequence[Unread | None], also: Sequence[Tensor] = 
     Raises:
         ConfigError: Weights are negative, infinite or NaN.
     """
-    numbers = _numbers([each.values for each in found if each is not None] + list(also))
+    numbers = _numbers([*[each.values for each in found if each is not None], *also])
     told, at = [], 0
     for each in found:
         if each is None:

@@ -8,12 +8,11 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ray_app.config.training import TrainSection
@@ -216,38 +215,6 @@ def test_an_abort_while_a_group_forms_breaks_nothing_else(pool: Pool) -> None:
     """Other connections of a worker are Ray's."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert pool.run(1, bystanders_of_an_abort, server.port) == [[b"hello", b"hello"]]
-
-
-def summed_on(rank: int, store: Path, hosts: tuple[str, ...], logical_workers: int) -> tuple[list[int], list[Tensor]]:
-    """The sizes of the groups that exchanged, and the sum of values whose every order of additions gives other bits."""
-    exchanged: list[int] = []
-    send = dist.all_to_all_single
-    with (
-        LocalMembership(World(rank, len(hosts), logical_workers), store, hosts=hosts).generation(0, False) as (world, _),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-
-        def noted(*arguments: Any, group: Any, **options: Any) -> Any:
-            exchanged.append(dist.get_world_size(group))
-            return send(*arguments, group=group, **options)
-
-        patch.setattr(dist, "all_to_all_single", noted)
-        model = torch.nn.Sequential(torch.nn.Linear(33, 7), torch.nn.Linear(7, 5))
-        exchange = DataParallel(model, world, "exact", 1e-3, "none")
-        values = {}
-        for v in world.played:
-            generator = torch.Generator().manual_seed(v)
-            values[v] = [torch.randn(p.shape, generator=generator) * 10.0 ** (v % 5 - 2) for p in model.parameters()]
-        return exchanged, exchange.sum(values)
-
-
-@pytest.mark.parametrize("logical_workers", [4, 7])
-def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(pool: Pool, logical_workers: int) -> None:
-    plain, staged = (pool.run(4, summed_on, tuple(hosts), logical_workers) for hosts in ("abcd", "aabb"))
-    assert {size for sizes, _ in plain for size in sizes} == {4}
-    assert all(sizes == [2] * len(sizes) and len(sizes) == 2 * len(plain[0][0]) for sizes, _ in staged)
-    for _, found in [*plain, *staged]:
-        assert all(torch.equal(a, b) for a, b in zip(found, plain[0][1], strict=True))
 
 
 @pytest.mark.parametrize("mb", [8.0, SMALL_MB, SMALL_MB / 100])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.exchange.exchange import World, collective
+
+_ALIGNED_BYTES = 16
 
 
 class Buffers:
@@ -24,55 +27,73 @@ class Buffers:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
-        self._buffers = list(model.buffers()) if world.logical_workers > 1 else []
-        self._start: list[Tensor] = []
-        self._kept: list[Tensor] | None = None
-        self._flat: Tensor | None = None
+        self._buffers = _Alike(list(model.buffers()) if world.logical_workers > 1 else [])
+        self._start, self._kept, self._sent = (self._buffers.like() for _ in range(3))
+        self._is_kept, self._sends = False, world.size > 1 and self._sent.memory.numel() > 0
         self._pending: dist.Work | None = None
 
     def begin(self) -> None:
         """Remembers the buffers at the start of a step."""
-        self._kept = None
-        self._start = [b.clone() for b in self._buffers]
+        self._is_kept = False
+        self._start.copy(self._buffers)
 
     def roll_back(self) -> None:
         """Returns to the buffers of the start of the step, which failed."""
         self._pending = None
-        self._copy(self._start)
+        self._buffers.copy(self._start)
 
     def end_logical_worker(self, logical_worker: int) -> None:
         """Keeps the buffers of logical worker 0 and returns to those of the start for the next."""
         if len(self._world.played) == 1:
             return
         if logical_worker == 0:
-            self._kept = [b.clone() for b in self._buffers]
-        self._copy(self._start)
+            self._is_kept = True
+            self._kept.copy(self._buffers)
+        self._buffers.copy(self._start)
 
     def launch(self) -> None:
         """Starts sending logical worker 0's buffers to all ranks."""
-        if not self._buffers:
-            return
-        if self._kept is not None:
-            self._copy(self._kept)
-        if self._world.size > 1:
-            self._flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._buffers])
+        if self._is_kept:
+            self._buffers.copy(self._kept)
+        if self._sends:
+            self._sent.copy(self._buffers)
             with collective():
-                self._pending = dist.broadcast(self._flat, 0, async_op=True)
+                self._pending = dist.broadcast(self._sent.memory, 0, async_op=True)
 
     def finish(self) -> None:
         """Waits until this rank has logical worker 0's buffers."""
-        if self._pending is None or self._flat is None:
+        if self._pending is None:
             return
         with collective():
             self._pending.wait()
         self._pending = None
-        sizes = [b.numel() * b.element_size() for b in self._buffers]
-        self._copy([part.clone().view(b.dtype).view_as(b) for part, b in zip(self._flat.split(sizes), self._buffers, strict=True)])
+        self._buffers.copy(self._sent)
 
-    def _copy(self, values: list[Tensor]) -> None:
-        if self._buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, values)
+
+class _Alike:
+    """Tensors in lists of one dtype each, of which a device copies each in one call.
+
+    Attributes:
+        memory: That of all, if it was made by `like`.
+    """
+
+    def __init__(self, tensors: list[Tensor], memory: Tensor | None = None) -> None:
+        self._tensors, self.memory = tensors, memory if memory is not None else torch.empty(0)
+        self._lists: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            self._lists.setdefault(tensor.dtype, []).append(tensor.detach())
+
+    def like(self) -> _Alike:
+        """As many of the same shapes and dtypes, in one piece of memory."""
+        ends = list(accumulate(-(-t.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for t in self._tensors))
+        memory = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=self._tensors[0].device if ends else None)
+        parts = [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip([0, *ends], self._tensors, strict=False)]
+        return _Alike(parts, memory)
+
+    def copy(self, others: _Alike) -> None:
+        """Takes over their values."""
+        for dtype in self._lists:
+            torch._foreach_copy_(self._lists[dtype], others._lists[dtype])
 
 
 @contextmanager

@@ -14,7 +14,7 @@ _MOST = float(np.finfo(np.float32).max)
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """The L2 norm of each tensor; does not wait for the device."""
-    return list(torch._foreach_norm(gradients)) if gradients else []  # get_total_norm costs 30 us more
+    return [*torch._foreach_norm(gradients)] if gradients else []  # get_total_norm costs 30 us more
 
 
 def norm_of(norms: Iterable[float], factor: float = 1.0) -> float:

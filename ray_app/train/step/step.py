@@ -93,16 +93,18 @@ class Step:
         """
         self._buffers.begin()
         try:
-            result = self._gather(cursor, batches, global_rows, flags)
+            result, factor = self._gather(cursor, batches, global_rows, flags)
         except PeerLostError:
             self._buffers.roll_back()
             raise
-        if not result.weight:  # all of them are bad, or count for nothing: nothing moves
+        if not factor:  # all of them are bad, or count for nothing: nothing moves
             self._state.pass_over()
             return result
         norm = result.grad_norm
         if math.isfinite(result.loss) and math.isfinite(norm):
-            correct(self._gradients(), self._factor(result, global_rows), norm, self._config.train.grad_clip_norm)
+            most = self._config.train.grad_clip_norm
+            if factor != 1 or most is not None:
+                correct(self._gradients(), factor, norm, most)
             self._state.advance()
         else:
             self._buffers.roll_back()
@@ -113,8 +115,12 @@ class Step:
             self._scale.update(math.isfinite(norm))
         return result
 
-    def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step."""
+    def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> tuple[StepResult, float]:
+        """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step.
+
+        Returns:
+            What all know then, and what the gradient has to be multiplied by; 0: nothing counts.
+        """
         self._state.refresh()
         found: list[Unread | None] = []
         for batch in batches:
@@ -134,7 +140,8 @@ class Step:
         if result is None:  # the table tells all that all have what they need
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
         result = self._settled(cursor, result, global_rows)
-        return replace(result, grad_norm=norm_of(norms, self._factor(result, global_rows))) if result.weight else result
+        factor = self._factor(result.weight, global_rows)
+        return (replace(result, grad_norm=norm_of(norms, factor)) if factor else result), factor
 
     def _meet(self, found: list[Unread | None], norms: list[Tensor]) -> tuple[list[Sums], list[float]]:
         """Here the host meets the device, nowhere else in a step: it waits for what the device was given, and reads what it found."""
@@ -206,9 +213,9 @@ class Step:
         """Norms of parts of the gradient; all together they are the whole. Does not wait for the device."""
         return norms_of(self._gradients())
 
-    def _factor(self, result: StepResult, global_rows: int) -> float:
-        """What a gradient is multiplied by to be the mean over what counts, without the scale of the loss."""
-        return global_rows / result.weight / (self._scale.value if self._scale is not None else 1.0)
+    def _factor(self, weight: float, global_rows: int) -> float:
+        """What a gradient is multiplied by to be the mean over what counts, without the scale of the loss; 0: nothing counts."""
+        return global_rows / weight / (self._scale.value if self._scale is not None else 1.0) if weight else 0.0
 
     def _refuse(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, result: StepResult) -> None:
         """Finds out which logical workers' rows gave the NaN or infinity, and raises on every rank alike."""
