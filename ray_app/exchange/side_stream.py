@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import cuda
+from torch import Tensor, cuda
 
 
 class SideStream:
@@ -19,7 +20,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = cuda.Stream(device) if device.type != "cpu" else None
         self._entered: Any = None
 
     def __enter__(self) -> None:
@@ -36,3 +37,14 @@ class SideStream:
         """Lets what computes from now on wait for what the stream was given."""
         if self._stream is not None:
             cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def mark(self) -> Any:
+        """What `hand_over` waits for: all that the stream was given until now. None on a CPU."""
+        return self._stream.record_event() if self._stream is not None else None
+
+    def hand_over(self, tensors: Iterable[Tensor], mark: Any) -> None:
+        """Lets what computes from now on use tensors that the stream made before a mark; their memory is the stream's."""
+        computing = cuda.current_stream(self._device)
+        computing.wait_event(mark)
+        for tensor in tensors:
+            tensor.record_stream(computing)

@@ -260,7 +260,7 @@ def test_batch_norm_is_in_training_again_after_an_error() -> None:
 def test_the_buffers_of_logical_worker_0_are_kept() -> None:
     model = nn.BatchNorm1d(2)
     buffers = Buffers(model, World(0, 1, 3))
-    expected = nn.BatchNorm1d(2)
+    expected, start = nn.BatchNorm1d(2), [b.clone() for b in model.buffers()]
     buffers.begin()
     for v in range(3):
         rows = torch.full((4, 2), float(v)) + torch.eye(4, 2)
@@ -268,6 +268,7 @@ def test_the_buffers_of_logical_worker_0_are_kept() -> None:
         if v == 0:
             expected(rows)
         buffers.end_logical_worker(v)
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), start, strict=True)), "the next begins like the first"
     buffers.launch()
     buffers.finish()
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), expected.buffers(), strict=True))

@@ -23,6 +23,7 @@ from ray_app.data.feed import feed as feed_module
 from ray_app.data.feed import streamed as streamed_module
 from ray_app.data.feed.feed import Feed
 from ray_app.data.feed.streamed import StreamedWindows
+from ray_app.data.feed.upload import Upload
 from ray_app.data.feed.windows import CachedWindows, MicroBatch, Window, Windows
 from ray_app.data.read.bad_rows import Decode
 from ray_app.data.read.first import probe
@@ -228,10 +229,10 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     submitted: list[int] = []
     gather = feed_module._gather
 
-    def noted(windows: list[Window], step: int, device: torch.device) -> list[MicroBatch]:
+    def noted(windows: list[Window], step: int, upload: Upload | None) -> list[MicroBatch]:
         if threading.current_thread().name.startswith("gatherer"):
             submitted.append(step)
-        return gather(windows, step, device)
+        return gather(windows, step, upload)
 
     monkeypatch.setattr(feed_module, "_gather", noted)
     assert_same(expected, deliver(dataset, plan, streamed, 1))

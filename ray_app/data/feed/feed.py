@@ -1,7 +1,8 @@
 """The feed: one micro-batch per logical worker per step, as a function of (plan, cursor, logical workers to play).
 
 Two sources of windows, siblings of one shape: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from a data set
-that is decoded in memory. Within a window the rows of the next steps are gathered while the present one is computed, if they are large.
+that is decoded in memory. Within a window the rows of the next steps are gathered while the present one is computed, if they are large
+or go to a device.
 Nothing of a feed is saved: at another cursor or for other logical workers a new one is made.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ray_app.data.feed.upload import STEPS_AHEAD, Upload
 from ray_app.data.feed.windows import MicroBatch, Window, Windows
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
@@ -44,7 +46,8 @@ class Feed:
     """
 
     def __init__(self, plan: Plan, open_windows: Callable[[Cursor, range], Windows], device: torch.device) -> None:
-        self._plan, self._open, self._device = plan, open_windows, device
+        self._plan, self._open = plan, open_windows
+        self._upload = Upload(device) if device.type != "cpu" else None
         self._cursor, self._played = Cursor(0, 0), range(0)
         self._streams: list[_Stream] = []
         self._current: dict[int, tuple[tuple[int, int], Window]] = {}
@@ -80,6 +83,8 @@ class Feed:
         self._cursor = self._cursor.next(self._plan.steps_per_epoch)
         if self._at_once and self._ahead is None:
             self._gather_ahead()
+        if self._upload is not None:
+            self._upload.arrive(batches)
         self.wait_s += time.perf_counter() - began
         return batches
 
@@ -91,14 +96,14 @@ class Feed:
         wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
         for stream in self._streams:
             self._advance(stream, wanted)
-        return _gather(self._windows(), cursor.step, self._device)
+        return _gather(self._windows(), cursor.step, self._upload)
 
     def _gather_ahead(self) -> None:
         """Lets the steps behind the gathered ones be gathered, up to the end of these windows."""
         first, size = self._cursor.step + len(self._gathered), self._plan.steps_per_window
         steps = range(first, min(first + self._at_once, -(-first // size) * size, self._plan.steps_per_epoch))
         if steps:
-            self._ahead = self._gatherer.submit(lambda windows: [_gather(windows, step, self._device) for step in steps], self._windows())
+            self._ahead = self._gatherer.submit(lambda windows: [_gather(windows, step, self._upload) for step in steps], self._windows())
 
     def _forget_gathered(self) -> None:
         self._gathered.clear()
@@ -122,6 +127,8 @@ class Feed:
         stream.at = (epoch, window + 1) if window + 1 < self._plan.windows_per_epoch else (epoch + 1, 0)
         step_bytes = sum(window.step_bytes for _, window in self._current.values() if not window.is_prepared)
         self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // step_bytes)) if step_bytes > _WORTH_A_THREAD else 0
+        if self._upload is not None:
+            self._at_once = max(self._at_once, STEPS_AHEAD)
 
     def close(self) -> None:
         """Frees threads and memory."""
@@ -132,8 +139,9 @@ class Feed:
         self._forget_gathered()
 
 
-def _gather(windows: list[Window], step: int, device: torch.device) -> list[MicroBatch]:
-    return [window.micro_batch(step).to(device) for window in windows]
+def _gather(windows: list[Window], step: int, upload: Upload | None) -> list[MicroBatch]:
+    batches = [window.micro_batch(step) for window in windows]
+    return batches if upload is None else upload.send(batches)
 
 
 def _runs(numbers: list[int], step: int) -> list[range]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -47,12 +47,6 @@ class MicroBatch:
     positions: npt.NDArray[np.int64]
     bad: dict[int, str] = field(default_factory=dict)
     num_skipped: int = 0
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """With the fields on a device."""
-        if device.type == "cpu":
-            return self
-        return replace(self, fields={name: values.to(device, non_blocking=True) for name, values in self.fields.items()})
 
 
 class Window:

@@ -22,6 +22,7 @@ from ray_app.exchange.exchange import World, gather
 from ray_app.task.base import Task
 from ray_app.task.own_code import own_code
 from ray_app.train.state.average import Average
+from ray_app.train.state.copies import arrived, copied
 from ray_app.train.state.eager import without_compiler
 from ray_app.train.state.freeze import freeze
 from ray_app.train.state.groups import grouped, refuse_unknown_options
@@ -184,13 +185,10 @@ class TrainingState:
             into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times the copying.
         """
         live, old = self._live(), into or Snapshot(NOTHING, {}, {}, None)
-        return Snapshot(
-            live.step,
-            copied(live.model, old.model),
-            copied(live.optimizer, old.optimizer),
-            copied(live.schedule),
-            copied(live.more, old.more),
-        )
+        model, optimizer = copied(live.model, old.model), copied(live.optimizer, old.optimizer)
+        schedule, more = copied(live.schedule), copied(live.more, old.more)
+        arrived(self._device)
+        return Snapshot(live.step, model, optimizer, schedule, more)
 
     def _live(self) -> Snapshot:
         """The state as it stands in a checkpoint, in the memory that training goes on with."""
@@ -271,25 +269,4 @@ def _with_counters(value: Any, like: Any) -> Any:
         return {k: _with_counters(v, like.get(k)) for k, v in value.items()}
     if isinstance(like, list) and isinstance(value, list) and len(like) == len(value):
         return [_with_counters(v, each) for v, each in zip(value, like, strict=True)]
-    return value
-
-
-def copied(value: Any, into: Any = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
-    """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike.
-
-    Args:
-        value: Tensors in dictionaries, lists and tuples.
-        into: What nobody needs any more.
-        whole: Makes the tensor to copy of one that is found.
-    """
-    if isinstance(value, Tensor):
-        value = whole(value)
-        if isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape):
-            return into.copy_(value)
-        return value.to("cpu", copy=True).contiguous()
-    if isinstance(value, dict):
-        known = into if isinstance(into, dict) else {}
-        return {k: copied(v, known.get(k), whole) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(v, None, whole) for v in value)
     return value

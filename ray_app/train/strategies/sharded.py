@@ -26,7 +26,8 @@ from ray_app.config.optimizers import OptimizerSpec
 from ray_app.exchange.exchange import World, collective
 from ray_app.exchange.fsdp import as_sharded, shard, shard_like, whole
 from ray_app.task.base import Task
-from ray_app.train.state.state import TrainingState, copied
+from ray_app.train.state.copies import arrived, copied
+from ray_app.train.state.state import TrainingState
 from ray_app.train.strategies.shards import BY_VALUE, Shards
 from ray_app.train.strategies.spread import SpreadState
 
@@ -81,7 +82,8 @@ class ShardedState(SpreadState):
 
     def _collected(self) -> Snapshot:
         live = self._live()
-        parts = (copied(part, whole=whole) for part in (live.model, live.optimizer, live.schedule, live.more))
+        parts = [copied(part, whole=whole) for part in (live.model, live.optimizer, live.schedule, live.more)]
+        arrived(self._device)
         return Snapshot(live.step, *parts)
 
     def _take(self, whole: Snapshot) -> None:

@@ -1,0 +1,88 @@
+"""Streams that note what they are told, for the order of calls alone: what a GPU makes of it only a GPU shows."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ray_app.exchange import side_stream
+
+DEVICE = torch.device("meta")
+"""What stands for a GPU: tensors go there, and have no values."""
+
+
+class Streams:
+    """In the place of `torch.cuda`.
+
+    Attributes:
+        calls: What was done, with the stream that it was given to.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self._threads = threading.local()
+        patch.setattr(side_stream, "cuda", self)
+        patch.setattr(Tensor, "pin_memory", lambda tensor: self.note("pin", tensor))
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.note(f"used by {stream.name}", tensor))
+        to = Tensor.to
+
+        def copied(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+            if args[0] == DEVICE:
+                self.note(f"copy{'' if options.get('non_blocking') else ' and wait'}", tensor)
+            return to(tensor, *args, **options)
+
+        patch.setattr(Tensor, "to", copied)
+
+    @property
+    def at(self) -> list[str]:
+        """The streams that a thread is in, as it entered them."""
+        if not hasattr(self._threads, "at"):
+            self._threads.at = ["computing"]
+        return self._threads.at
+
+    def note(self, what: str, tensor: Tensor) -> Tensor:
+        """Notes what is done with a tensor, which it returns."""
+        self.calls.append(f"{self.at[-1]}: {what}")
+        return tensor
+
+    def Stream(self, device: torch.device) -> Any:
+        """See `torch.cuda.Stream`."""
+        assert device == DEVICE
+        return _Stream(self, "side")
+
+    def current_stream(self, device: torch.device) -> Any:
+        """See `torch.cuda.current_stream`."""
+        assert device == DEVICE
+        return _Stream(self, self.at[-1])
+
+    def stream(self, stream: Any) -> Any:
+        """See `torch.cuda.stream`."""
+        return stream
+
+
+class _Stream:
+    def __init__(self, streams: Streams, name: str) -> None:
+        self._streams, self.name = streams, name
+
+    def __enter__(self) -> None:
+        self._streams.at.append(self.name)
+
+    def __exit__(self, *raised: object) -> None:
+        self._streams.at.pop()
+
+    def record_event(self) -> str:
+        self._streams.calls.append(f"{self.name}: mark")
+        return "mark"
+
+    def wait_event(self, event: str) -> None:
+        self._streams.calls.append(f"{self.name}: wait for {event}")
+
+    def synchronize(self) -> None:
+        self._streams.calls.append(f"{self.name}: wait for all")
+
+    def wait_stream(self, stream: Any) -> None:
+        self._streams.calls.append(f"{self.name}: wait for {stream.name}")
