@@ -111,8 +111,8 @@ def test_what_a_device_exchanges_of_a_bucket_comes_back_before_the_last_is_sent(
     "train", [TrainSection(), TrainSection(reduction="overlapped", gradient_compression="bf16")], ids=["exact", "overlapped"]
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abc"])
-def test_an_exchange_makes_its_memory_once(pool: Pool, hosts: str, train: TrainSection) -> None:
-    for rank in pool.run(len(hosts), summed_on, tuple(hosts), 7, "gloo", train):
+def test_an_exchange_on_a_device_makes_its_memory_once(pool: Pool, hosts: str, train: TrainSection) -> None:
+    for rank in pool.run(len(hosts), summed_on, tuple(hosts), 7, BACKEND, train):
         assert "copy_" in rank.made or "cat.out" in rank.made, "what is counted is what is done"
         assert not rank.made & {"empty.memory_format", "zeros.default", "zeros_like.default", "stack.default", "_to_copy.default"}, (
             rank.made

@@ -40,9 +40,9 @@ def resnet18() -> Task:
     [
         pytest.param(TinyImages, 1, cached, {}, {"python_calls": 566, "torch_operators": 65}, id="small"),
         pytest.param(TinyImages, 1, streamed, {}, {"python_calls": 551, "torch_operators": 60}, id="small, read"),
-        pytest.param(TinyImages, 2, cached, {}, {"python_calls": 857, "torch_operators": 90}, id="small, 2 workers"),
+        pytest.param(TinyImages, 2, cached, {}, {"python_calls": 858, "torch_operators": 91}, id="small, 2 workers"),
         pytest.param(
-            resnet18, 2, cached, {}, {"python_calls": 3795, "torch_operators": 432}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
+            resnet18, 2, cached, {}, {"python_calls": 3804, "torch_operators": 441}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
         ),
         pytest.param(
             resnet18,
