@@ -149,7 +149,7 @@ def planned(workers: int) -> dict[str, float]:
 def tabled(workers: int) -> dict[str, float]:
     """The table of a step, of which the network brings the others' rows."""
     world = World(0, workers, workers)
-    rows = [Row(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, {"accuracy": 16.0}) for v in range(workers)]
+    rows = [Row(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, 0.1, 0.0, 0.0, 0.1, {"accuracy": 16.0}) for v in range(workers)]
     step, sent = Table(world), dict[int, torch.Tensor]()
     with patch.multiple(table, gather=lambda value, world: [value], summed=lambda mine, world: sent.setdefault(0, mine)):
         step.exchange(rows)  # all rows once: what the network brings from then on

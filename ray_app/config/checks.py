@@ -86,6 +86,8 @@ ABOVE_ZERO = (
     "evaluate.budget",
     "tracking.system_metrics_s",
 )
+BALANCED = ("ddp", "central_storage")
+"""Strategies with which workers may play more logical workers than others."""
 _FINITE = ("data.read_task_mb", "train.bucket_mb")
 
 
@@ -132,6 +134,11 @@ def _check_scaling(config: Config) -> list[str]:
         )
     if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
         problems.append("scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.")
+    if scaling.balance == "speed" and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
+        problems.append(
+            f"scaling.balance is speed with train.strategy {config.train.strategy} and train.reduction {config.train.reduction}; logical"
+            f" workers can move with {' or '.join(BALANCED)} and exact only. Set scaling.balance to none, or choose these."
+        )
     if scaling.most_workers > logical >= 1:
         problems.append(
             f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without a logical"

@@ -65,6 +65,9 @@ class ScalingSection:
             conditions such as `in(a,b)` and `!a`; not given: any node. Reading goes anywhere, the evaluator and parameter servers where
             selectors of their own say.
         resize_check_s: Seconds between two looks for more capacity.
+        balance: `none`: workers play equally many logical workers. `speed`: logical workers move from workers that take longer to those
+            that are done sooner, with the same bits; needs more logical workers than workers, `train.reduction: exact`, and the strategy
+            `ddp` or `central_storage`.
     """
 
     min_workers: int = 1
@@ -75,6 +78,7 @@ class ScalingSection:
     gpus_per_worker: float = result(0)
     label_selector: dict[str, str] | None = None
     resize_check_s: float = 10.0
+    balance: Literal["none", "speed"] = "none"
 
     @property
     def most_workers(self) -> int:

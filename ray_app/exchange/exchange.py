@@ -29,6 +29,7 @@ class World:
         hosts: The host of every rank; none: they count as one.
         groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's default group.
         strided: Whether each plays every W-th logical worker, so that those of one pass are neighbours in the tree, instead of a block.
+        shares: The block of every rank, where they are not as equal as can be.
         settle: Waits until the device has done what it was given and raises `PeerLostError` if an exchange of it was broken: the waits of
             NCCL only put streams in order, and what was broken leaves garbage. None where waits raise by themselves, as gloo's do.
     """
@@ -39,16 +40,17 @@ class World:
     hosts: tuple[str, ...] = ()
     groups: tuple[Any, ...] = (None,)
     strided: bool = False
+    shares: tuple[range, ...] = ()
     settle: Callable[[], None] | None = None
 
     def played_by(self, rank: int) -> range:
         """Logical workers of a rank."""
-        return logical_workers_of(rank, self.size, self.logical_workers, self.strided)
+        return self.shares[rank] if self.shares else logical_workers_of(rank, self.size, self.logical_workers, self.strided)
 
     @property
     def route(self) -> list[Stage]:
         """By which stages what this rank has added reaches the others."""
-        return route(self.rank, self.hosts or ("",) * self.size, self.logical_workers)
+        return route(self.rank, self.hosts or ("",) * self.size, self.logical_workers, self.shares)
 
     @property
     def played(self) -> range:

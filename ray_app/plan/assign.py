@@ -7,6 +7,10 @@ sends one sum. The tree depends on the number of logical workers only, never on 
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 Node = tuple[int, int]
 
 
@@ -21,6 +25,23 @@ def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided
     if strided:
         return range(rank, logical_workers, world_size)
     return range(rank * logical_workers // world_size, (rank + 1) * logical_workers // world_size)
+
+
+def shares_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[range, ...]:
+    """The block of each rank that lets the slowest of them be done first; each plays one logical worker at least.
+
+    Args:
+        seconds: What each rank needs for one logical worker.
+        logical_workers: L, not fewer than ranks.
+    """
+    ends = [(2 * each, rank) for rank, each in enumerate(seconds)]  # when it would be done with one more
+    sizes = [1] * len(ends)
+    heapq.heapify(ends)
+    for _ in range(logical_workers - len(sizes)):
+        _, rank = ends[0]
+        sizes[rank] += 1
+        heapq.heapreplace(ends, ((sizes[rank] + 1) * seconds[rank], rank))
+    return tuple(range(low, high) for low, high in pairwise(accumulate(sizes, initial=0)))
 
 
 def middle(node: Node) -> int:

@@ -40,9 +40,9 @@ def groups(hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
     return [within, list(zip(*within, strict=True))]
 
 
-def route(rank: int, hosts: Sequence[str], logical_workers: int) -> list[Stage]:
-    """The stages of a rank; for `hosts` see `groups`."""
-    blocks = [logical_workers_of(r, len(hosts), logical_workers) for r in range(len(hosts))]
+def route(rank: int, hosts: Sequence[str], logical_workers: int, shares: Sequence[range] = ()) -> list[Stage]:
+    """The stages of a rank; for `hosts` see `groups`, for `shares` `exchange.World`."""
+    blocks = list(shares) or [logical_workers_of(r, len(hosts), logical_workers) for r in range(len(hosts))]
     stages = []
     for stage in groups(hosts):
         [ranks] = (group for group in stage if rank in group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from markupsafe import Markup
 
@@ -24,6 +25,7 @@ _SHAPES = {
     "replaced": ("green", "up"),
     "started": ("grey", "bar"),
 }
+_MOST_TOLD = 8
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,11 @@ def described(event: Event) -> str:
         "fallback": f"checkpoint {details.get('checkpoint')} passed over: {details.get('reason')}",
         "environment_changed": f"another environment{step}: before {details.get('before')}, now {details.get('now')}",
         "code_changed": f"went on with other code: {', '.join(map(str, details.get('changed') or []))}",
+        "slowed": f"{_slow(details)}{step}",
+        "kept_up": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",
+        "stalled": f"{_slow(details)} in one step{step}",
+        "balanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
+        "spent": f"until{step.removeprefix(' at')} the workers' time was: {_spent(details)}",
         "stacks": f"worker {details.get('rank')} held the others up{step}, while {details.get('doing')}",
         "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
         "left": f"rank 0 left{step}",
@@ -240,6 +247,26 @@ def described(event: Event) -> str:
     }
     reason = f": {details['reason']}" if details.get("reason") else ""
     return texts.get(event.kind, f"{event.kind.replace('_', ' ')}{step}{reason}")
+
+
+def _spent(details: dict[str, Any]) -> str:
+    workers = details.get("workers")
+    busiest = workers[:_MOST_TOLD] if isinstance(workers, list) else []
+    return "; ".join(
+        f"rank {each.get('rank')} {each.get('compute', 0):.0%} computing, {each.get('data', 0):.0%} waiting for data,"
+        f" {each.get('other', 0):.0%} otherwise, {each.get('waits', 0):.0%} waiting for the others"
+        for each in busiest
+    )
+
+
+def _slow(details: dict[str, Any]) -> str:
+    doing = {"compute": "computed", "data": "waited for data"}.get(str(details.get("cause")), "was busy otherwise")
+    return f"rank {details.get('rank')}{_at_host(details)} {doing} {float(details.get('times') or 0.0):.1f} times as long as the others"
+
+
+def _at_host(details: dict[str, Any]) -> str:
+    place = ", ".join(str(details[name]) for name in ("name", "host", "device") if details.get(name))
+    return f" ({place})" if place else ""
 
 
 def _in_a_line(event: Event) -> str:

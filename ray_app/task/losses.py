@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ray_app.errors import ConfigError
 
-TAKEN = frozenset({"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"})
+TAKEN = frozenset({"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts", "imbalance"})
 """What is recorded of every step; a metric of a task's own has another name."""
 _NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
 

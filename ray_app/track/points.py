@@ -192,6 +192,8 @@ def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point
         "workers": float(last.workers),
         "restarts": float(sum(at_s <= last.time_s for at_s in failed_at_s)),
     }
+    if imbalances := [record.imbalance for record in steps if record.imbalance is not None]:
+        metrics["imbalance"] = statistics.fmean(imbalances)
     return Point(last.step, int(last.time_s * 1e3), metrics)
 
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from ray_app.train.group.membership import LeavingError, Membership
 from ray_app.train.group.messages import Flags, Formed, Phase
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
+from ray_app.train.keep.pacing import Pacing
 from ray_app.train.keep.recorder import Recorder
 from ray_app.train.keep.restoring import restore
 from ray_app.train.keep.snapshots import SnapshotSender
@@ -100,7 +102,7 @@ class _Worker:
                 joined = self._membership.generation(self._state.step, lost_s is not None)
                 with joined as (met, formed), self._state.among(met) as world:
                     self._begin(world, formed, lost_s)
-                    flags = self._run(world)
+                    flags = self._run(world, formed.hosts)
                 lost_s = None
             except PeerLostError as error:
                 broken = broken + 1 if self._done == broken_at else 0
@@ -146,14 +148,25 @@ class _Worker:
             if odd:
                 put_event(job.paths, "states_differed", job.fence, generation=formed.number, ranks=odd, step=state.step)
 
-    def _run(self, world: World) -> Flags:
+    def _run(self, world: World, hosts: tuple[str, ...]) -> Flags:
         """The steps of one generation; returns the flags that ended it."""
+        pacing = Pacing(self._job, world, hosts, self._device)
+        self._evaluate(world)
+        while True:
+            flags = self._steps(world, pacing)
+            if (shares := pacing.shares) is None or flags:
+                pacing.end()
+                return flags
+            world = replace(world, shares=shares)
+            pacing.begin(world)
+
+    def _steps(self, world: World, pacing: Pacing) -> Flags:
+        """Steps until the generation ends, or logical workers are to move."""
         job, state, recorder, membership = self._job, self._state, self._recorder, self._membership
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
         feed, done = self._feed, state.step
         self._done = done
         with closing(build_step(job, state, world, self._device, self._enter)) as step:
-            self._evaluate(world)
             if done < job.total_steps:
                 self._enter("data")
                 feed.play(cursor, world.played)
@@ -165,12 +178,15 @@ class _Worker:
                 self._enter("compute")
                 if self._profile is not None:
                     self._profile.before(world.rank, done + 1)
+                step.waited_s = feed.wait_s - waited
                 result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
                 done, cursor = done + 1, cursor.next(plan.steps_per_epoch)
                 self._done = done
                 if self._profile is not None:
                     self._profile.after(done)
-                recorder.finished(Cursor.at(done - 1, plan.steps_per_epoch), done, result, lr, feed.wait_s - waited)
+                recorder.finished(Cursor.at(done - 1, plan.steps_per_epoch), done, result, lr, step.waited_s, pacing=pacing)
+                if world.size > 1:
+                    pacing.add(done, result.spent)
                 if state.step < done:  # the logical workers are on their own until the next average
                     self._after_step(world, done)
                     continue
@@ -186,6 +202,8 @@ class _Worker:
                     return Flags.STOP
                 if result.flags & Flags.REFORM and state.step < job.total_steps:
                     return result.flags
+                if pacing.shares is not None:
+                    break
         return Flags(0)
 
     def _after_step(self, world: World, done: int) -> None:

@@ -30,6 +30,7 @@ from ray_app.watch.notebook_line import LiveLine
 logger = logging.getLogger(__name__)
 
 _PLAIN_EVERY_S = 5.0
+_MOST_SLOW = 3
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
@@ -159,6 +160,7 @@ class RunConsole:
         speed = f"{rate:,.0f} rows/s" if rate else "- rows/s"
         named = [f"{name} {value:.4f}" for name, value in newest.metrics.items()]
         parts = [f"loss {newest.loss:.4f}", *named, speed, f"{newest.workers} of {self._max_workers} workers"]
+        parts += [f"rank {rank} takes {times:.1f}x as long" for rank, times in list(newest.slow.items())[:_MOST_SLOW]]
         if self._evaluated:
             parts.append(self._evaluated)
         if self._spent:

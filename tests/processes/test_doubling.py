@@ -16,7 +16,8 @@ from tests.support.local_world import LocalMembership, Pool
 
 
 def _rows(world: World) -> list[Row]:
-    return [Row(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), {"a": v / 7}) for v in world.played]
+    spent = 0.25, 0.5, 0.75, 1.0
+    return [Row(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), *spent, {"a": v / 7}) for v in world.played]
 
 
 def _tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepResult]:

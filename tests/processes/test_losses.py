@@ -247,7 +247,7 @@ class Wrong(TinyImages):
         ("negative", r"weights whose sum over 3 rows is -3.0; each must be a number of at least 0"),
         ("metric", r"'right' of shape \(\) for 3 rows"),
         ("number", r"'right' of shape float for 3 rows"),
-        ("taken", r"a metric 'lr'; use letters.*and none of data_wait_ms, grad_norm, loss, lr"),
+        ("taken", r"a metric 'lr'; use letters.*and none of data_wait_ms, grad_norm, imbalance, loss, lr"),
         ("name", r"a metric 'eval_right'"),
     ],
 )

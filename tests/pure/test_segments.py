@@ -223,7 +223,10 @@ def test_means_are_over_what_each_step_was_over() -> None:
     steps = [replace(record_of(1), loss=1.0, metrics={"right": 0.5}), replace(record_of(2), loss=4.0, weight=16.0, metrics={"right": 1.0})]
     assert means(steps) == {"loss": (8 + 64) / 24, "right": (4 + 16) / 24}
     assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, "of the steps that have it"
-    assert step_point(steps, []).metrics.keys() == TAKEN | {"right"}, "what a metric of a task's own may not be called"
+    assert "imbalance" not in step_point(steps, []).metrics, "of one worker"
+    known = step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
+    assert known.keys() == TAKEN | {"right"}, "what a metric of a task's own may not be called"
+    assert known["imbalance"] == 1.25
 
 
 NAMES = list(StepRecord.__dataclass_fields__)

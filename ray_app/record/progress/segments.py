@@ -57,6 +57,8 @@ class StepRecord:
         skipped: Rows that were planned for the step and cannot be decoded; the planned rows are these and `rows`.
         weight: What the means are over, if not over `rows`: the sum of the rows' weights.
         metrics: The task's own metrics of the step, means as the loss.
+        imbalance: What the busiest worker had to do in each of the steps before, in times of the mean; None if it is not known.
+        slow: The workers that held the others up, by rank, with how many times as long as they they took.
     """
 
     step: int
@@ -74,6 +76,8 @@ class StepRecord:
     skipped: int = 0
     weight: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    imbalance: float | None = None
+    slow: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def over(self) -> float:
@@ -82,7 +86,7 @@ class StepRecord:
 
 
 _COLUMNS = [column.name for column in fields(StepRecord)]
-_IF_ANY: dict[str, Any] = {"weight": None, "metrics": {}}
+_IF_ANY: dict[str, Any] = {"weight": None, "metrics": {}, "imbalance": None, "slow": {}}
 """Columns that are left out of a segment with nothing but this in them."""
 
 

@@ -22,7 +22,7 @@ class _Columns:
     def __init__(self) -> None:
         self.whole = {name: array("q") for name in _WHOLE}
         self.real = {name: array("d") for name in _REAL}
-        self.rows, self.generation, self.weight = array("q"), array("i"), array("d")
+        self.rows, self.generation, self.weight, self.imbalance = array("q"), array("i"), array("d"), array("d")
         self.numbers: dict[str, int] = {}
         self.names: list[str] = []
         self.metrics: dict[str, array[float]] = {}
@@ -34,6 +34,7 @@ class _Columns:
         for name, values in self.real.items():
             values.append(getattr(record, name))
         self.weight.append(math.nan if record.weight is None else record.weight)
+        self.imbalance.append(math.nan if record.imbalance is None else record.imbalance)
         for name in record.metrics.keys() - self.metrics.keys():
             self.metrics[name] = array("d", [math.nan]) * len(self.rows)
         for name, values in self.metrics.items():
@@ -47,7 +48,7 @@ class _Columns:
 
     def at(self, row: int) -> StepRecord:
         """The record in a row."""
-        whole, real, weight = self.whole, self.real, self.weight[row]
+        whole, real, weight, imbalance = self.whole, self.real, self.weight[row], self.imbalance[row]
         return StepRecord(
             whole["step"][row],
             whole["epoch"][row],
@@ -64,11 +65,13 @@ class _Columns:
             whole["skipped"][row],
             None if math.isnan(weight) else weight,
             {name: values[row] for name, values in self.metrics.items() if not math.isnan(values[row])},
+            None if math.isnan(imbalance) else imbalance,
         )
 
 
 class Steps(Sequence[StepRecord]):
-    """Records in an order, made when they are asked for; `rows` is one number, their sum over the logical workers, `row_hash` is empty.
+    """Records in an order, made when they are asked for; `rows` is one number, their sum over the logical workers, `row_hash` and
+    `slow` are empty.
 
     Args:
         columns: Where they are.

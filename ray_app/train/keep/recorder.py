@@ -26,6 +26,7 @@ from ray_app.train.group.membership import Membership
 from ray_app.train.group.messages import Phase
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
+from ray_app.train.keep.pacing import Pacing
 from ray_app.train.keep.saver import Saver
 from ray_app.train.keep.sharing import share_records
 from ray_app.train.keep.snapshots import SnapshotSender
@@ -103,7 +104,16 @@ class Recorder:
             self._make_up({step for step, _ in committed})
         self._report()
 
-    def finished(self, cursor: Cursor, done: int, result: StepResult, lr: float, wait_s: float, workers: int | None = None) -> None:
+    def finished(
+        self,
+        cursor: Cursor,
+        done: int,
+        result: StepResult,
+        lr: float,
+        wait_s: float,
+        workers: int | None = None,
+        pacing: Pacing | None = None,
+    ) -> None:
         """Records a step, the `done`-th of the run; `workers` if the world does not say how many there are."""
         now = time.perf_counter()
         record = StepRecord(
@@ -122,6 +132,8 @@ class Recorder:
             skipped=sum(result.skipped),
             weight=None if result.weight == sum(result.rows) else result.weight,
             metrics=result.metrics,
+            imbalance=pacing.imbalance if pacing is not None else None,
+            slow=pacing.slow if pacing is not None else {},
         )
         self._previous_s = now
         self._kept.append(record)

@@ -26,6 +26,7 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.step.logical import Buffers, single_values
 from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.table import Row, StepResult, Table
+from ray_app.train.step.timer import UNTOLD, Spent, Timer
 
 _MOST_CONSTANTS = 16
 
@@ -41,6 +42,9 @@ class Step:
         world: The workers of now.
         device: Where it runs.
         enter: Told what the step is doing.
+
+    Attributes:
+        waited_s: Seconds that this rank has waited for the data of the step.
     """
 
     unknown_culprit: ClassVar[str] = "the sum of finite gradients"
@@ -65,6 +69,7 @@ class Step:
         self._compiled_models: dict[nn.Module, Any] = {}
         self._constants: dict[tuple[int, float], Tensor] = {}
         self._scale = state.scale
+        self._timer, self.waited_s = Timer(device) if world.size > 1 else None, 0.0
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
     def close(self) -> None:
@@ -121,12 +126,16 @@ class Step:
         Returns:
             What all know then, and what the gradient has to be multiplied by; 0: nothing counts.
         """
+        if self._timer is not None:
+            self._timer.begin()
         self._state.refresh()
         found: list[Unread | None] = []
         for batch in batches:
             with self._blaming(batch):
                 found.append(self._play(cursor, batch, global_rows))
             self._buffers.end_logical_worker(batch.logical_worker)
+        if self._timer is not None:
+            self._timer.computed()
         self._enter("exchange")
         self._exchange.launch()
         self._buffers.launch()
@@ -136,6 +145,8 @@ class Step:
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
         self._exchange.finish()
         self._buffers.finish()
+        if self._timer is not None:
+            self._timer.met()
         told, norms = self._meet(found if result is None else [], self._norms())
         if result is None:  # the table tells all that all have what they need
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
@@ -162,7 +173,8 @@ class Step:
 
     def _lines(self, batches: list[MicroBatch], told: list[Sums], global_rows: int, flags: Flags) -> list[Row]:
         """What this rank's logical workers have to say."""
-        return [line(batch, sums, sums.loss / global_rows, flags) for batch, sums in zip(batches, told, strict=True)]
+        spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else UNTOLD
+        return [line(batch, sums, sums.loss / global_rows, flags, spent) for batch, sums in zip(batches, told, strict=True)]
 
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Unread | None:
         """Forward and backward of one logical worker, of which nothing is waited for."""
@@ -237,10 +249,10 @@ class Step:
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
 
-def line(batch: MicroBatch, sums: Sums, loss: float, flags: Flags, norm: float = 0.0) -> Row:
+def line(batch: MicroBatch, sums: Sums, loss: float, flags: Flags, spent: Spent, norm: float = 0.0) -> Row:
     """The line of a micro-batch in the table of a step, with its share of the mean loss."""
     rows = batch.logical_worker, batch.rows, batch.row_hash
-    return Row(*rows, loss, flags, norm, batch.num_skipped, sums.weight, sums.metrics)
+    return Row(*rows, loss, flags, norm, batch.num_skipped, sums.weight, *spent, sums.metrics)
 
 
 def _need_compiler(device: torch.device) -> None:

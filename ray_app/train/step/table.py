@@ -14,8 +14,9 @@ from ray_app.errors import ConfigError
 from ray_app.exchange.doubling import summed
 from ray_app.exchange.exchange import World, gather
 from ray_app.train.group.messages import Flags
+from ray_app.train.step.timer import SpentOf
 
-_LINE = "<qQdqdqd"
+_LINE = "<qQdqdqddddd"
 """All of a `Row` but its first and its last, eight bytes each."""
 
 
@@ -31,6 +32,7 @@ class Row(NamedTuple):
         norm: Its share of the square of the gradient's norm, where that is not known from the sum of the gradients.
         skipped: Its planned rows that cannot be decoded.
         weight: The sum of its rows' weights.
+        compute_s, data_s, other_s, step_s: Those of its rank, see `Spent`.
         metrics: The sum of each of its rows' metrics.
     """
 
@@ -42,6 +44,10 @@ class Row(NamedTuple):
     norm: float
     skipped: int
     weight: float
+    compute_s: float
+    data_s: float
+    other_s: float
+    step_s: float
     metrics: Mapping[str, float]
 
 
@@ -58,6 +64,7 @@ class StepResult:
         skipped: Planned rows of every logical worker that cannot be decoded.
         weights: The sum of the rows' weights of every logical worker; a row's weight is 1 unless its task says otherwise.
         metrics: Mean of each metric of the task's own over the global batch.
+        spent: For every logical worker, the time of its rank, see `Spent`.
     """
 
     loss: float
@@ -68,6 +75,7 @@ class StepResult:
     skipped: list[int]
     weights: list[float]
     metrics: dict[str, float] = field(default_factory=dict)
+    spent: list[SpentOf] = field(default_factory=list)
 
     @property
     def weight(self) -> float:
@@ -152,9 +160,8 @@ def added(table: list[Row]) -> StepResult:
     rows, row_hash, skipped = ([getattr(row, name) for row in table] for name in ("rows", "row_hash", "skipped"))
     names = next((row.metrics for row in table if row.metrics), ())
     metrics = {name: total([row.metrics.get(name, 0.0) for row in table]) for name in names}
-    return StepResult(
-        total([row.loss for row in table]), norm, rows, row_hash, Flags(flags), skipped, [row.weight for row in table], metrics
-    )
+    weights, spent = [row.weight for row in table], [(row.compute_s, row.data_s, row.other_s, row.step_s) for row in table]
+    return StepResult(total([row.loss for row in table]), norm, rows, row_hash, Flags(flags), skipped, weights, metrics, spent)
 
 
 def total(shares: list[float]) -> float:

@@ -38,6 +38,7 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.step import Step, line
 from ray_app.train.step.table import StepResult
+from ray_app.train.step.timer import UNTOLD
 
 
 class LocalState(TrainingState):
@@ -113,21 +114,28 @@ class LocalStep(Step):
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """See `Step.run`; a worker that is lost takes all back to the last average."""
+        if self._timer is not None:
+            self._timer.begin()
         found, norms = list[Unread | None](), list[list[Tensor]]()
         for batch in batches:
             with self._blaming(batch):
                 sums_there, norms_there = self._go(cursor, batch)
             found.append(sums_there)
             norms.append(norms_there)
+        if self._timer is not None:
+            self._timer.computed()
         told, numbers = read(self._task, found, [norm for each in norms for norm in each])
         mine, own, rest = [], list[float](), iter(numbers)
+        spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else UNTOLD
         for batch, sums, each in zip(batches, told, norms, strict=True):
             norm, share = norm_of(islice(rest, len(each))), sums.weight / global_rows
             own.append(norm)
             loss, square = (sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0)
-            mine.append(line(batch, sums, loss, flags, square))
+            mine.append(line(batch, sums, loss, flags, spent, square))
         self._enter("exchange")
         result = self._settled(cursor, self._table.exchange(mine), global_rows)
+        if self._timer is not None:
+            self._timer.met()
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._refuse(cursor, batches, global_rows, result)
         for batch, norm in zip(batches, own, strict=True):

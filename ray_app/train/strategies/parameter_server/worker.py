@@ -23,6 +23,7 @@ from ray_app.train.job import Job, OpenWindows
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step, line
 from ray_app.train.step.table import Row, StepResult
+from ray_app.train.step.timer import UNTOLD
 from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
 from ray_app.train.strategies.parameter_server.messages import Answer, Done, Servers, Unit
 
@@ -170,7 +171,7 @@ class _UnitStep(Step):
         for p in self._parameters:
             p.grad = None
         if not batch.rows:
-            return line(batch, NOTHING, 0.0, Flags(0))
+            return line(batch, NOTHING, 0.0, Flags(0), UNTOLD)
         with self._blaming(batch):
             losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
             sums = summed(self._task, losses)
@@ -184,4 +185,4 @@ class _UnitStep(Step):
         most = self._config.train.grad_clip_norm
         if self._config.train.staleness and most is not None and norm > most:
             torch._foreach_mul_(gradients, most / norm)
-        return line(batch, sums, loss, Flags(0), norm * norm * share)
+        return line(batch, sums, loss, Flags(0), UNTOLD, norm * norm * share)
