@@ -12,7 +12,7 @@ from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, Repeat
 from ray_app.record.files import location
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.history import disturbances
-from ray_app.record.progress.journal import put_event, read_events
+from ray_app.record.progress.journal import Event, put_event, read_events
 from ray_app.record.redact import guard_run, redact
 
 _DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
@@ -140,5 +140,9 @@ def _listed(reasons: dict[str, str]) -> str:
 
 def spent(paths: RunPaths, limits: FailureSection) -> str:
     """What went wrong so far in all starts, in words, see `disturbances`."""
-    kinds = ("failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early")
-    return disturbances(read_events(paths, *kinds), limits)
+    return disturbances(disturbing(paths), limits)
+
+
+def disturbing(paths: RunPaths) -> list[Event]:
+    """The events that tell what went wrong so far in all starts."""
+    return read_events(paths, "failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early")

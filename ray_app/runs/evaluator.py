@@ -16,6 +16,7 @@ from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.record.redact import redact
 from ray_app.runs.outcome.closing import close_orphan
+from ray_app.watch.metrics import RunMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Following:
     """
 
     def __init__(self, job: EvaluationJob | None, outlives: bool, before: Callable[[Commit], None] | None) -> None:
-        self._job = job
+        self._job, self._metrics = job, RunMetrics(job.paths.name) if job is not None else None
         self._actor: Any = start_evaluator(job, before, close_orphan if outlives else None) if job is not None else None
 
     def __enter__(self) -> Following:
@@ -48,7 +49,11 @@ class Following:
         Raises:
             OSError: The storage does not answer.
         """
-        return pending(self._job) if self._job is not None else []
+        if self._job is None or self._metrics is None:
+            return []
+        waiting = pending(self._job)
+        self._metrics.set("evaluator_lag_seconds", max(0.0, time.time() - waiting[0].time_s) if waiting else 0.0)
+        return waiting
 
     def finish(self, is_over: Callable[[], bool], console: Console) -> bool:
         """Waits until the evaluator has caught up, at most `evaluate.drain_timeout_s`.

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.record.files import poll_s
+from ray_app.runs.recorders import make_metrics
 from ray_app.train.group.alone import Alone
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
@@ -44,7 +45,7 @@ def train_in_front(
 
     def watch() -> None:
         looked_s = 0.0
-        with RunConsole(job, 1, plain, waiting) as shown:
+        with RunConsole(job, 1, plain, waiting, make_metrics(job)) as shown:
             while not ended.wait(_LOOK_S):
                 if time.monotonic() - looked_s > poll_s(job.paths.root):
                     looked_s = time.monotonic()

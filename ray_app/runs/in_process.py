@@ -37,7 +37,7 @@ from ray_app.runs.outcome.result import Result
 from ray_app.runs.outcome.summary import Status, newest_commit, summarize
 from ray_app.runs.phases import Phases
 from ray_app.runs.preparing.prepare import Prepared, claim, prepare
-from ray_app.runs.recorders import make_board, make_observers, make_sampler, make_tracker, observers_of
+from ray_app.runs.recorders import make_board, make_metrics, make_observers, make_sampler, make_tracker, observers_of
 from ray_app.runs.signals import stopping_at_signals
 from ray_app.runs.storage import check_storage
 from ray_app.track.board import Board, check_board
@@ -242,7 +242,7 @@ class Run:
         job, start = self.job, start_actors(stack, self.job, self._faults.train)
         rendezvous = start.rendezvous
         thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
-        with RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting) as shown:
+        with RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job)) as shown:
             thread.start()
             told, looked_s = False, time.monotonic()
             while thread.is_alive():

@@ -1,4 +1,4 @@
-"""What a run starts to be recorded for others: the tracker, the writer of TensorBoard's files, and the sampler of the nodes."""
+"""What a run starts to be recorded for others: the tracker, the writer of TensorBoard's files, metrics, and the sampler of the nodes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ray_app.track.board import Board
 from ray_app.track.client import DataSet
 from ray_app.track.runs import Tracker, run_tags
 from ray_app.train.job import Job
+from ray_app.watch.metrics import RunMetrics
 from ray_app.watch.observer import Observer, Observers
 from ray_app.watch.sampler import NodeSampler
 
@@ -32,6 +33,11 @@ def make_tracker(job: Job) -> Tracker | None:
 def make_board(job: Job) -> Board | None:
     """What writes TensorBoard's event files, to be started; None if they are not wanted."""
     return Board(job.paths, job.config) if job.config.tracking.tensorboard else None
+
+
+def make_metrics(job: Job) -> RunMetrics:
+    """What Ray's metrics agent is told, where there is one."""
+    return RunMetrics(job.paths.name)
 
 
 def make_observers(job: Job) -> Observers:

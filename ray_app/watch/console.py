@@ -16,15 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.cluster.budget import spent
+from ray_app.cluster.budget import disturbing, spent
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import poll_s
 from ray_app.record.output import NewLines
+from ray_app.record.progress.history import disturbances, restarts
 from ray_app.record.progress.journal import newest_record
 from ray_app.record.progress.segments import StepRecord
 from ray_app.report.facts import Facts
 from ray_app.report.series import sparkline
 from ray_app.train.job import Job
+from ray_app.watch.metrics import Pace, RunMetrics
 from ray_app.watch.notebook_line import LiveLine
 
 logger = logging.getLogger(__name__)
@@ -60,12 +62,16 @@ class RunConsole:
         max_workers: Most workers it can have.
         console: Where to print.
         waiting: Returns the checkpoints that wait for the evaluator.
+        metrics: Told how it gets on, while it is looked at.
     """
 
-    def __init__(self, job: Job, max_workers: int, console: Console, waiting: Callable[[], list[Commit]]) -> None:
+    def __init__(
+        self, job: Job, max_workers: int, console: Console, waiting: Callable[[], list[Commit]], metrics: RunMetrics | None = None
+    ) -> None:
         self._job, self._max_workers, self._console, self._waiting = job, max_workers, console, waiting
         self._live = console.is_terminal and not console.is_jupyter
         self._cell = LiveLine() if console.is_jupyter else None
+        self._metrics, self._pace = metrics, Pace(job.plan.global_batch_size)
         self._rate, self._line_s = _Rate(), 0.0
         self._evaluated, self._spent, self._looked_s = "", "", 0.0
         self._progress = Progress(
@@ -88,6 +94,9 @@ class RunConsole:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._progress.stop()
+        if self._metrics is not None:
+            self._metrics.set("workers", 0)
+            self._metrics.set("rows_per_second", 0)
 
     def show(self, newest: StepRecord | None, phase: str, waits: bool = False) -> None:
         """Shows how far the run is.
@@ -97,7 +106,7 @@ class RunConsole:
             phase: What the run is waiting for until then, or again.
             waits: Whether it waits for capacity now.
         """
-        self._look_at_record()
+        self._look_at_record(newest, waits)
         if newest is None or waits:
             self._show_phase(phase)
         elif self._live:
@@ -129,22 +138,35 @@ class RunConsole:
         self._line_s = time.monotonic()
         return True
 
-    def _look_at_record(self) -> None:
+    def _look_at_record(self, newest: StepRecord | None, waits: bool) -> None:
         if time.monotonic() - self._looked_s < max(1.0, poll_s(self._job.paths.root)):
             return
         self._looked_s = time.monotonic()
+        if self._metrics is not None and newest is not None:
+            self._measure(self._metrics, newest, waits)
         try:
             self._show_printed()
             evaluations = read_scores(self._job.paths)
-            self._spent = spent(self._job.paths, self._job.config.failure)
+            events = disturbing(self._job.paths)
+            self._spent = disturbances(events, self._job.config.failure)
             waiting = self._waiting()
         except OSError as error:  # a passing outage of the storage
             logger.warning("The record could not be read, will try again: %s", error)
             return
+        if self._metrics is not None:
+            for cause, times in restarts(events).items():
+                self._metrics.set("restarts", times, cause=cause)
         if evaluations:
             metric = self._job.best_metric
             behind = f", {len(waiting)} checkpoints, {time.time() - waiting[0].time_s:.0f} s behind" if len(waiting) > 1 else ""
             self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step}{behind})"
+
+    def _measure(self, metrics: RunMetrics, newest: StepRecord, waits: bool) -> None:
+        self._pace.look(newest, time.monotonic())
+        metrics.set("steps", newest.step)
+        metrics.set("workers", 0 if waits else newest.workers)
+        metrics.set("rows_per_second", self._pace.rows_per_s)
+        metrics.set("goodput", self._pace.goodput)
 
     def _line(self, newest: StepRecord) -> str:
         (epoch, done), epochs = self._place(newest), self._job.config.train.epochs

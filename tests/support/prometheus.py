@@ -1,0 +1,87 @@
+"""Prometheus: what Ray's agent shows, and a real server that scrapes it, where one is installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import ray
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.head import free_ports
+from tests.support.waiting import until
+
+
+def find_prometheus() -> str | None:
+    return shutil.which("prometheus")
+
+
+def endpoint() -> str:
+    """Where the agent of the driver's node shows metrics."""
+    [here] = [node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()]
+    return f"{here['NodeManagerAddress']}:{here['MetricsExportPort']}"
+
+
+def shown(run: str) -> dict[tuple[str, str], float]:
+    """The metrics of a run that the agent shows now, by name and cause, the latter mostly empty."""
+    with urllib.request.urlopen(f"http://{endpoint()}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [sample for family in families for sample in family.samples if sample.labels.get("run") == run]
+    return {(sample.name, sample.labels.get("cause", "")): sample.value for sample in samples}
+
+
+class Server:
+    """A Prometheus that scrapes the agent once a second."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def get(self, path: str, **query: str) -> Any:
+        """What its API says.
+
+        Raises:
+            AssertionError: It refuses the question.
+        """
+        try:
+            with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{urlencode(query)}", timeout=10) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path} {query}: {error.read().decode()}") from error
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The series that answer an expression now."""
+        return list(self.get("query", query=expression)["result"])
+
+
+@contextmanager
+def prometheus(program: str, folder: Path) -> Iterator[Server]:
+    [port] = free_ports(1)
+    jobs = [{"job_name": "ray", "scrape_interval": "1s", "static_configs": [{"targets": [endpoint()]}]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": jobs}))
+    command = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    with (folder / "prometheus.log").open("w") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+    server = Server(f"http://127.0.0.1:{port}")
+
+    def scraped() -> bool:
+        assert process.poll() is None, (folder / "prometheus.log").read_text()
+        try:
+            return [series["value"][1] for series in server.query("up")] == ["1"]
+        except OSError:
+            return False
+
+    try:
+        until(scraped, "Prometheus has not scraped", 60)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
