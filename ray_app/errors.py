@@ -17,6 +17,8 @@
     ├── NonFiniteError       a loss or a gradient is NaN or infinite
     ├── TaskError            the task's own code raised: what, in which line, at which step and rows
     ├── PeerLostError        a collective failed because a worker left: form a new generation
+    ├── WrongResultError     this worker's hardware computes wrongly: another result than that of two others
+    ├── IrreproducibleError  the same share of a step has other bits each time it is computed
     ├── PreemptedError       the nodes of all workers are about to go away
     ├── RepeatedFailureError the same failure at the same step again and again
     ├── BudgetSpentError     more failures than `failure.*` allows
@@ -131,6 +133,16 @@ class PeerLostError(RayAppError):
     """A collective failed because another worker left or a new generation forms."""
 
     retryable = True
+
+
+class WrongResultError(RayAppError):
+    """This worker computed something else than others that did the same again; it ends and is replaced."""
+
+    retryable = True
+
+
+class IrreproducibleError(RayAppError):
+    """A share of a step was computed several times with other bits each time; the message says by whom."""
 
 
 class PreemptedError(RayAppError):

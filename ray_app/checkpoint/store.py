@@ -39,6 +39,7 @@ from ray_app.record.paths import RunPaths
 logger = logging.getLogger(__name__)
 
 _BAD = "BAD.json"
+SUSPECT = "SUSPECT.json"
 _FILE = re.compile(r"\w[\w.-]*")
 
 _Folders = dict[str, dict[str, Location]]
@@ -191,6 +192,22 @@ class CheckpointStore:
                 + "\nNothing was deleted. Restore one of them from a backup, or start a run with another run.name."
             )
         return None
+
+    def mark_suspect(self, after: int, reason: str) -> list[int]:
+        """Marks the checkpoints of more finished steps, to which a worker that computes wrongly may have contributed.
+
+        They are used as others are.
+
+        Returns:
+            Their steps.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        commits = [commit for commit in self.commits() if commit.step > after]
+        for commit in commits:
+            put_json(self._paths.checkpoint(commit.step, commit.fence) / SUSPECT, {"reason": reason, "time_s": time.time()}, if_absent=True)
+        return [commit.step for commit in commits]
 
     def mark_bad(self, commit: Commit, reason: str) -> None:
         """Marks a checkpoint so that nobody looks at it again; its files stay."""

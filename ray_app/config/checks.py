@@ -62,6 +62,7 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep_last": 2,
     "checkpoint.snapshot_every_steps": 1,
     "checkpoint.keep_best": 0,
+    "failure.compare_every_steps": 1,
     "failure.max_failures": -1,
     "failure.max_preemptions": -1,
     "evaluate.most_waiting": 1,
@@ -87,7 +88,7 @@ ABOVE_ZERO = (
     "tracking.system_metrics_s",
 )
 BALANCED = ("ddp", "central_storage")
-"""Strategies with which workers may play more logical workers than others."""
+"""Strategies with which a logical worker can be played anywhere at any step."""
 _FINITE = ("data.read_task_mb", "train.bucket_mb")
 
 
@@ -138,6 +139,19 @@ def _check_scaling(config: Config) -> list[str]:
         problems.append(
             f"scaling.balance is speed with train.strategy {config.train.strategy} and train.reduction {config.train.reduction}; logical"
             f" workers can move with {' or '.join(BALANCED)} and exact only. Set scaling.balance to none, or choose these."
+        )
+    if config.failure.replay_rate and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
+        problems.append(
+            f"failure.replay_rate is {config.failure.replay_rate} with train.strategy {config.train.strategy} and train.reduction"
+            f" {config.train.reduction}; shares can be computed again with {' or '.join(BALANCED)} and exact only. Set it to 0, or choose"
+            " these."
+        )
+    if not 0 <= config.failure.replay_rate <= 1:
+        problems.append(f"failure.replay_rate is {config.failure.replay_rate}; it must be between 0 and 1.")
+    if config.failure.compare_every_steps is not None and config.train.strategy != "ddp":
+        problems.append(
+            f"failure.compare_every_steps is {config.failure.compare_every_steps} with train.strategy {config.train.strategy}; only with"
+            " ddp has each worker all parameters. Leave it out, or choose ddp."
         )
     if scaling.most_workers > logical >= 1:
         problems.append(

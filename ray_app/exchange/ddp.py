@@ -10,13 +10,15 @@ Bucketing with hooks follows Li et al., "PyTorch Distributed: Experiences on Acc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ray_app.exchange.bits import bits_of
 from ray_app.exchange.bucket import Bucket
 from ray_app.exchange.exchange import Exchange, World, collective, in_parts
 from ray_app.exchange.side_stream import SideStream
@@ -53,6 +55,8 @@ class DataParallel(Exchange):
         self._listening, self._next, self._ways = False, 0, list[Iterator[Bucket]]()
         self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device)
         self._names = {p: name for name, p in model.named_parameters()}
+        self._places = {p: place for place, p in enumerate(self._parameters)}
+        self._watched, self._bits = set[int](), dict[int, list[Tensor]]()
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(bucket)) for bucket in self._buckets for p in bucket.parameters]
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
@@ -119,7 +123,37 @@ class DataParallel(Exchange):
         """Collects what a logical worker has left; that of the last one is collected when it is sent."""
         if logical_worker != self._last:
             for bucket in self._buckets:
+                if logical_worker in self._watched:
+                    self._bits[logical_worker] += self._bits_of(bucket.parameters)
                 bucket.collect(logical_worker)
+
+    def _bits_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return [bits_of(p.grad, self._places[p]) for p in parameters if p.grad is not None]
+
+    def watch(self, logical_workers: set[int]) -> None:
+        """From now on the bits of these logical workers' gradients are taken, see `bits`; to be called before a step."""
+        self._watched, self._bits = logical_workers, {v: [] for v in logical_workers}
+
+    def bits(self) -> dict[int, int]:
+        """Those of the gradients of the watched logical workers, see `exchange.bits`; waits for the device."""
+        return {v: int(torch.stack(parts).sum()) for v, parts in self._bits.items() if parts}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside the block `.grad` is free for other gradients."""
+        kept = [p.grad for p in self._parameters]
+        try:
+            for p in self._parameters:
+                p.grad = None
+            yield
+        finally:
+            for p, grad in zip(self._parameters, kept, strict=True):
+                p.grad = grad
+
+    def bits_of_gradients(self) -> int:
+        """Those of what is in the parameters' `.grad` now; waits for the device."""
+        parts = self._bits_of(self._parameters)
+        return int(torch.stack(parts).sum()) if parts else 0
 
     def _reset(self) -> None:
         """Readies everything for a step, also after one that failed half-way."""
@@ -141,6 +175,8 @@ class DataParallel(Exchange):
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
             self._next += 1
+            if self._last in self._watched:
+                self._bits[self._last] += self._bits_of(bucket.parameters)
             bucket.collect(self._last)
             if self._world.size > 1:
                 with collective():

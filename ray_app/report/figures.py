@@ -240,6 +240,9 @@ def described(event: Event) -> str:
         "stalled": f"{_slow(details)} in one step{step}",
         "balanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
         "spent": f"until{step.removeprefix(' at')} the workers' time was: {_spent(details)}",
+        "lied": f"rank {details.get('rank')}{_at_host(details)} computed logical worker {details.get('logical_worker')}{step} wrongly, and"
+        f" ended; it was last known to be right at step {details.get('clean')}",
+        "suspected": f"checkpoints {details.get('steps')} are marked: {details.get('reason')}",
         "stacks": f"worker {details.get('rank')} held the others up{step}, while {details.get('doing')}",
         "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
         "left": f"rank 0 left{step}",

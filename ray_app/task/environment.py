@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ray_app.config.config import Config
+from ray_app.errors import ConfigError
 
 _NO_LIMIT = 2**30
 
@@ -95,3 +96,22 @@ def describe(device: torch.device) -> dict[str, str]:
             "tf32": f"matmul {torch.get_float32_matmul_precision()}, cudnn {torch.backends.cudnn.allow_tf32}",
         }
     return found
+
+
+def need_compiler(device: torch.device) -> None:
+    """Refuses `train.compile` where it cannot work.
+
+    Raises:
+        ConfigError: There is no compiler here.
+    """
+    if device.type == "cpu":
+        from torch._inductor import cpp_builder
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise ConfigError(
+                f"train.compile needs a C++ compiler such as g++ on every node, and {platform.node()} has none. Install one, or set it to"
+                " false."
+            ) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+
 from ray_app.checkpoint.commit import Commit
 
 
@@ -15,6 +17,7 @@ class Hooks:
     Args:
         after_step: With (rank, finished steps) after each step.
         before_commit: With the checkpoint before each commit, in the saver's thread.
+        built: With the model when it has been made.
         at: With (phase, rank, finished steps) whenever a worker begins something else: `forming`, `data`, `compute`, `exchange`,
             `evaluate`, `done`.
     """
@@ -22,3 +25,4 @@ class Hooks:
     after_step: Callable[[int, int], None] | None = None
     before_commit: Callable[[Commit], None] | None = None
     at: Callable[[str, int, int], None] | None = None
+    built: Callable[[nn.Module], None] | None = None

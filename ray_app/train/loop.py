@@ -28,9 +28,11 @@ from ray_app.train.keep.pacing import Pacing
 from ray_app.train.keep.recorder import Recorder
 from ray_app.train.keep.restoring import restore
 from ray_app.train.keep.snapshots import SnapshotSender
+from ray_app.train.keep.trust import Trust
 from ray_app.train.state.state import NOTHING
 from ray_app.train.step.bad_rows import BadRows
 from ray_app.train.step.profile import Profile
+from ray_app.train.step.replay import Replays
 from ray_app.train.step.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,10 @@ class _Worker:
         self._validation = Validation(job, self._state, load_evaluation, device, membership.moved) if load_evaluation is not None else None
         self._bad_rows = BadRows(job)
         self._profile = Profile(job, device) if job.config.train.profile_steps is not None else None
+        self._trust = Trust(job, self._state, device)
         self._rank = self._done = 0
+        if hooks.built is not None:
+            hooks.built(self._state.model)
 
     def work(self) -> None:
         """Steps in one generation after the other."""
@@ -142,6 +147,7 @@ class _Worker:
         job, state = self._job, self._state
         odd = state.share(world, lambda: restore(job, state, self._recorder, self._sender, self._device), lost_s is not None)
         self._recorder.align(world, formed.number)
+        self._trust.mark(world, self._recorder)
         if world.rank == 0:
             details = {"lost_s": lost_s} if lost_s is not None else {}
             put_event(job.paths, "formed", job.fence, generation=formed.number, workers=world.size, step=state.step, **details)
@@ -150,23 +156,24 @@ class _Worker:
 
     def _run(self, world: World, hosts: tuple[str, ...]) -> Flags:
         """The steps of one generation; returns the flags that ended it."""
-        pacing = Pacing(self._job, world, hosts, self._device)
+        pacing, replays = Pacing(self._job, world, hosts, self._device), self._trust.replays(world)
         self._evaluate(world)
         while True:
-            flags = self._steps(world, pacing)
+            flags = self._steps(world, pacing, replays)
             if (shares := pacing.shares) is None or flags:
                 pacing.end()
                 return flags
             world = replace(world, shares=shares)
             pacing.begin(world)
 
-    def _steps(self, world: World, pacing: Pacing) -> Flags:
+    def _steps(self, world: World, pacing: Pacing, replays: Replays | None) -> Flags:
         """Steps until the generation ends, or logical workers are to move."""
         job, state, recorder, membership = self._job, self._state, self._recorder, self._membership
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
         feed, done = self._feed, state.step
         self._done = done
         with closing(build_step(job, state, world, self._device, self._enter)) as step:
+            step.replay(replays)
             if done < job.total_steps:
                 self._enter("data")
                 feed.play(cursor, world.played)
@@ -187,6 +194,7 @@ class _Worker:
                 recorder.finished(Cursor.at(done - 1, plan.steps_per_epoch), done, result, lr, step.waited_s, pacing=pacing)
                 if world.size > 1:
                     pacing.add(done, result.spent)
+                self._trust.compare(world, done)
                 if state.step < done:  # the logical workers are on their own until the next average
                     self._after_step(world, done)
                     continue

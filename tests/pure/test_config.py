@@ -231,6 +231,7 @@ def changed(**fields: Any) -> bool:
         {"scaling__cpus_per_worker": 2},
         {"scaling__resize_check_s": 1.0},
         {"scaling__balance": "speed"},
+        {"failure__replay_rate": 0.01, "failure__compare_every_steps": 7},
         {"checkpoint__every_steps": 7, "checkpoint__every_epochs": None, "checkpoint__keep_last": 5, "checkpoint__keep_best": 0},
         {"failure__max_failures": 1, "failure__max_preemptions": 1, "failure__step_timeout_s": 1.0},
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},

@@ -32,7 +32,8 @@ def test_a_bad_row_is_named() -> None:
 
 
 def test_what_is_worth_another_start() -> None:
-    worth = [errors.StorageError, errors.TaskError, errors.PeerLostError, errors.PreemptedError, errors.BudgetSpentError]
+    names = ("StorageError", "TaskError", "PeerLostError", "WrongResultError", "PreemptedError", "BudgetSpentError")
+    worth = [getattr(errors, name) for name in names]
     assert [kind for kind in ALL if kind.retryable] == worth
 
 

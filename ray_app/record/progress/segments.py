@@ -58,6 +58,7 @@ class StepRecord:
         weight: What the means are over, if not over `rows`: the sum of the rows' weights.
         metrics: The task's own metrics of the step, means as the loss.
         imbalance: What the busiest worker had to do in each of the steps before, in times of the mean; None if it is not known.
+        replayed: Shares of logical workers that two workers computed, with the same bits.
         slow: The workers that held the others up, by rank, with how many times as long as they they took.
     """
 
@@ -77,6 +78,7 @@ class StepRecord:
     weight: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     imbalance: float | None = None
+    replayed: int = 0
     slow: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -86,7 +88,7 @@ class StepRecord:
 
 
 _COLUMNS = [column.name for column in fields(StepRecord)]
-_IF_ANY: dict[str, Any] = {"weight": None, "metrics": {}, "imbalance": None, "slow": {}}
+_IF_ANY: dict[str, Any] = {"weight": None, "metrics": {}, "imbalance": None, "replayed": 0, "slow": {}}
 """Columns that are left out of a segment with nothing but this in them."""
 
 

@@ -12,7 +12,7 @@ from typing import overload
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.segments import Segments, StepRecord
 
-_WHOLE = ("step", "epoch", "workers", "skipped")
+_WHOLE = ("step", "epoch", "workers", "skipped", "replayed")
 _REAL = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms")
 
 
@@ -66,6 +66,7 @@ class _Columns:
             None if math.isnan(weight) else weight,
             {name: values[row] for name, values in self.metrics.items() if not math.isnan(values[row])},
             None if math.isnan(imbalance) else imbalance,
+            whole["replayed"][row],
         )
 
 

@@ -132,6 +132,7 @@ class Recorder:
             skipped=sum(result.skipped),
             weight=None if result.weight == sum(result.rows) else result.weight,
             metrics=result.metrics,
+            replayed=result.replayed,
             imbalance=pacing.imbalance if pacing is not None else None,
             slow=pacing.slow if pacing is not None else {},
         )
@@ -196,6 +197,16 @@ class Recorder:
             self._state.snapshot()
         if self._world.rank == 0:
             self._sender.send(take, list(self._kept))
+
+    def suspect(self, after: int, reason: str) -> None:
+        """Marks the checkpoints of more finished steps, that of now included if it is being written; see `CheckpointStore.mark_suspect`."""
+        self._wait_for_storage("forming")
+        try:
+            steps = CheckpointStore(self._job.paths).mark_suspect(after, reason)
+        except OSError as error:
+            logger.warning("The checkpoints after step %d could not be marked: %s; %s", after, reason, error)
+        else:
+            put_event(self._job.paths, "suspected", self._job.fence, steps=steps, reason=reason)
 
     def skip_time(self) -> None:
         """Counts the next step from now: something else was done in between."""

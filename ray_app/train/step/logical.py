@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ray_app.exchange.bits import bits_of
 from ray_app.exchange.exchange import World, collective
 
 _ALIGNED_BYTES = 16
@@ -36,6 +37,21 @@ class Buffers:
         """Remembers the buffers at the start of a step."""
         self._is_kept = False
         self._start.copy(self._buffers)
+
+    def bits(self) -> int:
+        """Those of what they are now, see `exchange.bits`; waits for the device."""
+        return self._buffers.bits()
+
+    @contextmanager
+    def from_start(self) -> Iterator[None]:
+        """Those of the start of the step inside the block, what they are now after it."""
+        now = self._buffers.like()
+        now.copy(self._buffers)
+        self._buffers.copy(self._start)
+        try:
+            yield
+        finally:
+            self._buffers.copy(now)
 
     def roll_back(self) -> None:
         """Returns to the buffers of the start of the step, which failed."""
@@ -89,6 +105,11 @@ class _Alike:
         memory = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=self._tensors[0].device if ends else None)
         parts = [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip([0, *ends], self._tensors, strict=False)]
         return _Alike(parts, memory)
+
+    def bits(self) -> int:
+        """See `exchange.bits`."""
+        found = [bits_of(tensor.detach(), place) for place, tensor in enumerate(self._tensors)]
+        return int(torch.stack(found).sum()) if found else 0
 
     def copy(self, others: _Alike) -> None:
         """Takes over their values."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 
 from ray_app.config.config import Config
 from ray_app.data.feed.windows import MicroBatch
-from ray_app.errors import ConfigError, DataError, NonFiniteError, PeerLostError
+from ray_app.errors import DataError, NonFiniteError, PeerLostError, WrongResultError
 from ray_app.exchange.exchange import Exchange, World, gather
 from ray_app.plan.cursor import Cursor
+from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.losses import Losses, Sums, Unread, of_rows, read, sums_of
 from ray_app.task.own_code import own_code
@@ -25,6 +25,7 @@ from ray_app.train.state.seeds import seed_step
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.logical import Buffers, single_values
 from ray_app.train.step.norm import correct, norm_of, norms_of
+from ray_app.train.step.replay import Replays
 from ray_app.train.step.table import Row, StepResult, Table
 from ray_app.train.step.timer import UNTOLD, Spent, Timer
 
@@ -65,16 +66,23 @@ class Step:
         self._buffers, self._table = Buffers(state.model, world), Table(world)
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
         if config.train.compile:
-            _need_compiler(device)
+            environment.need_compiler(device)
         self._compiled_models: dict[nn.Module, Any] = {}
         self._constants: dict[tuple[int, float], Tensor] = {}
         self._scale = state.scale
         self._timer, self.waited_s = Timer(device) if world.size > 1 else None, 0.0
+        self._replays: Replays | None = None
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
     def close(self) -> None:
         """Ends it; see `Exchange.close`."""
         self._exchange.close()
+
+    def replay(self, replays: Replays | None) -> None:
+        """From now on some shares are computed twice; None: not one."""
+        self._replays = replays
+        if replays is not None:
+            replays.begin(self._world, self._exchange)
 
     @property
     def lr(self) -> float:
@@ -99,7 +107,7 @@ class Step:
         self._buffers.begin()
         try:
             result, factor = self._gather(cursor, batches, global_rows, flags)
-        except PeerLostError:
+        except (PeerLostError, WrongResultError):
             self._buffers.roll_back()
             raise
         if not factor:  # all of them are bad, or count for nothing: nothing moves
@@ -126,6 +134,7 @@ class Step:
         Returns:
             What all know then, and what the gradient has to be multiplied by; 0: nothing counts.
         """
+        twice = self._replays.due(self._state.step, batches) if self._replays is not None else None
         if self._timer is not None:
             self._timer.begin()
         self._state.refresh()
@@ -133,12 +142,16 @@ class Step:
         for batch in batches:
             with self._blaming(batch):
                 found.append(self._play(cursor, batch, global_rows))
+            if twice is not None:
+                twice.played(batch.logical_worker, self._buffers.bits)
             self._buffers.end_logical_worker(batch.logical_worker)
         if self._timer is not None:
             self._timer.computed()
         self._enter("exchange")
         self._exchange.launch()
         self._buffers.launch()
+        if twice is not None:
+            twice.compute(lambda batch: self._again(cursor, batch, global_rows))
         result = None
         if self._world.settle is None and self._world.size > 1:  # the host carries the gradients, and beside them the table
             told, _ = self._meet(found, [])
@@ -150,9 +163,22 @@ class Step:
         told, norms = self._meet(found if result is None else [], self._norms())
         if result is None:  # the table tells all that all have what they need
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
+        if twice is not None:
+            twice.compare()
+            result = replace(result, replayed=len(twice.shares))
         result = self._settled(cursor, result, global_rows)
         factor = self._factor(result.weight, global_rows)
         return (replace(result, grad_norm=norm_of(norms, factor)) if factor else result), factor
+
+    def _again(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> int:
+        """Computes the gradient of a micro-batch, which is in `.grad` then; returns the bits of the buffers that come of it."""
+        fields = {name: values.to(self._device) for name, values in batch.fields.items()}
+        with self._buffers.from_start(), self._blaming(batch):
+            if not batch.rows:
+                return self._buffers.bits()
+            losses = self._losses(cursor, replace(batch, fields=fields), self._state.model)
+            losses.values.backward(self._weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0))
+            return self._buffers.bits()
 
     def _meet(self, found: list[Unread | None], norms: list[Tensor]) -> tuple[list[Sums], list[float]]:
         """Here the host meets the device, nowhere else in a step: it waits for what the device was given, and reads what it found."""
@@ -253,22 +279,3 @@ def line(batch: MicroBatch, sums: Sums, loss: float, flags: Flags, spent: Spent,
     """The line of a micro-batch in the table of a step, with its share of the mean loss."""
     rows = batch.logical_worker, batch.rows, batch.row_hash
     return Row(*rows, loss, flags, norm, batch.num_skipped, sums.weight, *spent, sums.metrics)
-
-
-def _need_compiler(device: torch.device) -> None:
-    """Refuses `train.compile` where it cannot work.
-
-    Raises:
-        ConfigError: There is no compiler here.
-    """
-    if device.type == "cpu":
-        from torch._inductor import cpp_builder
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            cpp_builder.get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise ConfigError(
-                f"train.compile needs a C++ compiler such as g++ on every node, and {platform.node()} has none. Install one, or set it to"
-                " false."
-            ) from error

@@ -65,6 +65,7 @@ class StepResult:
         weights: The sum of the rows' weights of every logical worker; a row's weight is 1 unless its task says otherwise.
         metrics: Mean of each metric of the task's own over the global batch.
         spent: For every logical worker, the time of its rank, see `Spent`.
+        replayed: Shares that were computed twice, with the same bits.
     """
 
     loss: float
@@ -76,6 +77,7 @@ class StepResult:
     weights: list[float]
     metrics: dict[str, float] = field(default_factory=dict)
     spent: list[SpentOf] = field(default_factory=list)
+    replayed: int = 0
 
     @property
     def weight(self) -> float:

@@ -1,0 +1,74 @@
+"""Whether workers compute what they should: what was found about them, what is told of it, and which checkpoints are marked."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from ray_app.checkpoint.format import params_digest
+from ray_app.errors import PeerLostError
+from ray_app.exchange.exchange import World, gather
+from ray_app.record.progress.journal import put_event
+from ray_app.task.environment import describe
+from ray_app.train.job import Job
+from ray_app.train.keep.recorder import Recorder
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.replay import Place, Replays, Verdict
+
+
+class Trust:
+    """What lives through all generations of a worker.
+
+    Args:
+        job: The run.
+        state: What is trained.
+        device: Where this worker computes.
+    """
+
+    def __init__(self, job: Job, state: TrainingState, device: torch.device) -> None:
+        self._job, self._state, self._device = job, state, device
+        self._clean, self._found = dict[str, int](), list[Verdict]()
+        self._rank = 0
+
+    def mark(self, world: World, recorder: Recorder) -> None:
+        """Marks the checkpoints to which a worker that is gone now may have contributed."""
+        self._rank = world.rank
+        for verdict in self._found if world.rank == 0 else []:
+            said = f"{verdict.place.name} ({verdict.place.device}) computed step {verdict.step} wrongly"
+            recorder.suspect(verdict.clean + 1, f"{said}; it was last known to be right at step {verdict.clean}")
+        self._found.clear()
+
+    def replays(self, world: World) -> Replays | None:
+        """What finds a worker that computes wrongly; a collective if that is asked for.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        rate = self._job.config.failure.replay_rate
+        if not rate or world.size == 1:
+            return None
+        here = describe(self._device)
+        place = Place(f"{platform.node()}, process {os.getpid()}", here["device"], tuple(sorted(here.items())))
+        return Replays(rate, self._job.config.seed, gather(place, world), self._clean, self._tell)
+
+    def _tell(self, verdict: Verdict) -> None:
+        self._found.append(verdict)
+        if self._rank == verdict.told_by:
+            where = {"rank": verdict.rank, "name": verdict.place.name, "device": verdict.place.device}
+            details = {"step": verdict.step, "logical_worker": verdict.logical_worker, "clean": verdict.clean}
+            put_event(self._job.paths, "lied", self._job.fence, **where, **details)
+
+    def compare(self, world: World, done: int) -> None:
+        """Holds the parameters of all workers against each other if that is due; those of a minority are replaced in the next generation.
+
+        Raises:
+            PeerLostError: They are not the same, or a peer left meanwhile.
+        """
+        every = self._job.config.failure.compare_every_steps
+        if every is None or done % every or world.size == 1:
+            return
+        digests = gather(params_digest(self._state.model.state_dict()), world)
+        if len(set(digests)) > 1:
+            raise PeerLostError(f"after step {done} the parameters of the workers are not the same")
