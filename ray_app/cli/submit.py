@@ -10,6 +10,8 @@ from rich.console import Console
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError, DataError, is_refusal
+from ray_app.record.files import location
+from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
 from ray_app.runs.given.configuration import parse_more
 from ray_app.runs.preparing.names import new_run_name
@@ -48,7 +50,8 @@ class Submission:
         """
         name = str(self._config.run.name)
         command = self._section.command(["-m", "ray_app", "train"], self._config)
-        told = {"job_name": name, "ray_app_run": name, "ray_app_try": str(number)}
+        directory = RunPaths(location(self._config.run.storage_path) / name).root
+        told = {"job_name": name, "ray_app_run": name, "ray_app_directory": redact(str(directory)), "ray_app_try": str(number)}
         self._job_id = job_id = self._server.submit(name, command, self._runtime_env, told)
         self._say(f"Submitted run {name} as job {job_id} (try {number} of {self._tries}).")
         if number == 1:

@@ -20,7 +20,7 @@ from ray_app.record.files import read_json
 from ray_app.record.lease import is_held
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.history import goodput, world_sizes
-from ray_app.record.progress.journal import Event, EventsReader
+from ray_app.record.progress.journal import Event, EventsReader, newest_detail
 from ray_app.record.progress.segments import StepRecord
 from ray_app.record.progress.steps import Course, StepsReader
 from ray_app.record.redact import redacted
@@ -136,9 +136,16 @@ class Facts:
         return str(end.details["reason"]) if end and end.details.get("reason") else None
 
     @property
+    def ray_job(self) -> str | None:
+        """Page of its newest job in the dashboard of Ray's cluster, if that had one."""
+        known = newest_detail(self.events, "ray_job")
+        page = str(known.get("page")) if isinstance(known, dict) else ""
+        return page if page.startswith(("http://", "https://")) else None
+
+    @property
     def total_steps(self) -> int | None:
         """Steps of the whole run, if its start said so."""
-        return _detail(self.events, "total_steps")
+        return newest_detail(self.events, "total_steps")
 
     @cached_property
     def clock(self) -> Clock:
@@ -210,8 +217,8 @@ def read_facts(paths: RunPaths, with_earlier: bool = True, reader: FactsReader |
     config, reader = read_config(paths, with_defaults=True), reader or FactsReader(paths)
     events, evaluations = reader.events.read(), read_evaluations(paths)
     commits = CheckpointStore(paths).commits()
-    metric = config.evaluate.metric or _detail(events, "metric") or "loss"
-    mode = config.evaluate.mode or _detail(events, "mode") or ("min" if metric == "loss" else "max")
+    metric = config.evaluate.metric or newest_detail(events, "metric") or "loss"
+    mode = config.evaluate.mode or newest_detail(events, "mode") or ("min" if metric == "loss" else "max")
     status = _status(paths, events)
     return Facts(
         paths,
@@ -242,11 +249,6 @@ def _end(events: list[Event]) -> Event | None:
     """How the newest start ended, if it said so."""
     starts = starts_of(events)
     return next((e for e in reversed(events) if starts and e.kind in (*_ENDS, _LOST) and e.fence == starts[-1].fence), None)
-
-
-def _detail(events: list[Event], name: str) -> Any:
-    """What the newest start said of something, or None."""
-    return next((event.details[name] for event in reversed(events) if event.kind == "started" and name in event.details), None)
 
 
 def _started_s(events: list[Event]) -> float:

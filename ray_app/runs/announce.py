@@ -6,6 +6,7 @@ import ray
 from rich.console import Console
 
 from ray_app.cluster.labels import Node, labelled
+from ray_app.cluster.ray_job import ray_job
 from ray_app.config.config import Config
 from ray_app.record.progress.journal import read_events
 from ray_app.record.redact import redact
@@ -26,6 +27,9 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
     job, config = prepared.job, prepared.job.config
     verb = "Continuing" if prepared.resumes else "Starting"
     console.print(redact(f"{verb} run {job.paths.name} in {job.paths.root}"), markup=False, highlight=False, soft_wrap=True)
+    if (here := ray_job()) is not None and here["page"] is not None:
+        named = f" ({here['submission_id']})" if here["submission_id"] else ""
+        console.print(f"Ray job {here['job_id']}{named}: {here['page']}", markup=False, highlight=False, soft_wrap=True)
     if "_ray_pkg_" in str(job.paths.root):
         console.print(
             "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cluster.autoscaler import most_resources
+from ray_app.cluster.ray_job import ray_job
 from ray_app.cluster.trainer import Start, fit
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import LeaseLostError, own_error
@@ -151,11 +152,10 @@ class Run:
     def go(self, observe: Observe | None = None) -> Result:
         """Trains to the end; see `run_training`."""
         job = self.job
-        metric, mode = job.best_metric, job.best_mode
         facts = {"max_workers": self._max_workers, "total_steps": job.total_steps, "version": __version__, "phases": self._phases}
-        put_event(job.paths, "started", job.fence, metric=metric, mode=mode, **facts)
-        tracker, board = make_tracker(job), make_board(job)
-        observers = make_observers(job)
+        facts |= {"metric": job.best_metric, "mode": job.best_mode, "ray_job": ray_job()}
+        put_event(job.paths, "started", job.fence, **facts)
+        tracker, board, observers = make_tracker(job, self._console), make_board(job), make_observers(job)
         for recording in (tracker, board):
             if recording is not None:
                 recording.start()

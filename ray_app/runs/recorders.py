@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import ray
+from functools import partial
 
+import ray
+from rich.console import Console
+
+from ray_app.cluster.ray_job import ray_job
 from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
@@ -18,8 +22,8 @@ from ray_app.watch.observer import Observer, Observers
 from ray_app.watch.sampler import NodeSampler
 
 
-def make_tracker(job: Job) -> Tracker | None:
-    """The tracker of a run, to be started; None if it is not tracked."""
+def make_tracker(job: Job, console: Console) -> Tracker | None:
+    """The tracker of a run, to be started; None if it is not tracked. On a cluster with a dashboard it says which MLflow run it is."""
     config, manifest = job.config, job.plan.manifest
     if not config.tracking.enabled:
         return None
@@ -27,7 +31,12 @@ def make_tracker(job: Job) -> Tracker | None:
     if job.evaluation is not None:
         held_out = job.evaluation.manifest
         datasets.append(DataSet("evaluation", str(config.data.eval_path), held_out.digest, held_out.num_rows))
-    return Tracker(job.paths, completed(config)[0], run_tags(config, manifest.digest), config.tracking.every_steps, datasets)
+    tags, here = run_tags(config, manifest.digest), ray_job()
+    if here is None or here["page"] is None:
+        return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets)
+    tags["ray_app.ray_job"] = here["page"]
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets, say=say)
 
 
 def make_board(job: Job) -> Board | None:

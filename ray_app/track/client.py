@@ -67,6 +67,7 @@ class MlflowRun:
         self._uri, self._experiment, self._artifacts = uri, experiment, artifacts
         self._client: Any = None
         self.run_id = ""
+        self.page = uri
 
     def open(self, run_id: str | None, run_uuid: str, root: Location, start_ms: int) -> str:
         """Finds the run or creates it.
@@ -110,6 +111,8 @@ class MlflowRun:
 
         known = self._client.get_run(self.run_id)
         data = known.data
+        if self._uri.startswith("http"):
+            self.page = f"{self._uri.rstrip('/')}/#/experiments/{known.info.experiment_id}/runs/{self.run_id}"
         new_params, other_params = _compared(params, data.params, data.tags, _PARAM_CHARS)
         new_tags, other_tags = _compared(tags, data.tags, data.tags, _TAG_CHARS)
         if is_over:

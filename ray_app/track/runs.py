@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -53,6 +53,7 @@ class Tracker:
         every_steps: Steps that are combined into one point.
         datasets: The data that it uses.
         is_over: The run has ended and only what MLflow lacks is wanted: descriptions that are there stay as they are.
+        say: Told once which MLflow run it is.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Tracker:
         every_steps: int = 10,
         datasets: Sequence[DataSet] = (),
         is_over: bool = False,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._paths, self._config, self._tags, self._datasets, self._is_over = paths, config, tags, datasets, is_over
-        self.uri = default_tracking_uri(config)
+        self.uri, self._say = default_tracking_uri(config), say
         self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri))
         self._backlog = Backlog(paths, every_steps)
         self._cursor: Cursor | None = None
@@ -178,6 +180,9 @@ class Tracker:
             cursor.store(self._paths)
         self._mlflow.describe(flatten(redacted(self._config.to_dict())), self._tags, self._datasets, self._is_over)
         self._connected = True
+        if self._say is not None:
+            self._say(redact(f"MLflow run {run_id} of the experiment {self._config.tracking.experiment}: {self._mlflow.page}"))
+            self._say = None
 
     def _say_trouble(self, error: Exception) -> None:
         self._connected = False

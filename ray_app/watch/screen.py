@@ -90,6 +90,8 @@ def values(facts: Facts) -> list[tuple[str, str]]:
     if parts := [f"{name}: {part:.1%}" for _, name, part in time_parts(facts) if part >= 0.001]:
         found.append(("time since the first step", "; ".join(parts)))
     found += [(b.name, f"{b.used} of {'any number' if b.allowed is None else b.allowed}") for b in budgets(facts) if b.used]
+    if facts.ray_job is not None:
+        found.append(("Ray job", facts.ray_job))
     return found
 
 

@@ -23,6 +23,8 @@ from ray_app.config.config import default_tracking_uri, from_yaml
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import read_events
+from ray_app.report.facts import read_facts
+from ray_app.watch.screen import values
 from tests.support.head import RAY, Head, started_head
 from tests.support.places import ROOT, SUPPORT
 from tests.support.waiting import until
@@ -71,12 +73,15 @@ class Ground:
     def is_over(self, job_id: str) -> bool:
         return self.head.job(job_id)["status"] not in ("PENDING", "RUNNING")
 
-    def mlflow_status(self, name: str) -> str:
+    def mlflow(self, name: str) -> Any:
         from mlflow.tracking import MlflowClient
 
         config = from_yaml(self.paths(name).config.read_text())
         run_id = json.loads(self.paths(name).tracking.read_text())["run_id"]
-        return MlflowClient(default_tracking_uri(config)).get_run(run_id).info.status
+        return MlflowClient(default_tracking_uri(config)).get_run(run_id)
+
+    def mlflow_status(self, name: str) -> str:
+        return self.mlflow(name).info.status
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,25 @@ def test_a_plainly_submitted_job_trains(ground: Ground, undisturbed: tuple[dict[
         ground.head.ask("/api/jobs/", token="another token")
 
 
+def test_a_run_and_its_job_name_each_other(ground: Ground, undisturbed: tuple[dict[str, Any], str]) -> None:
+    summary, output = undisturbed
+    there = summary["ray_job"]
+    page = f"{ground.head.url}/#/jobs/{there['job_id']}"
+    assert there == {"job_id": there["job_id"], "submission_id": "plain", "dashboard": ground.head.url, "page": page}
+    assert ground.head.job(there["job_id"])["submission_id"] == "plain", "what the page asks the dashboard for"
+    [started] = read_events(ground.paths("plain"), "started")
+    assert started.details["ray_job"] == there
+    lines = output.splitlines()
+    [run, *before] = [number for number, line in enumerate(lines) if line.startswith("Starting run plain")]
+    assert not before
+    assert lines[run + 1] == f"Ray job {there['job_id']} (plain): {page}"
+    [mlflow] = [line for line in lines if line.startswith("MLflow run ")]
+    assert mlflow.startswith(f"MLflow run {summary['mlflow_run_id']} of the experiment ray_app: sqlite:///")
+    assert ground.mlflow("plain").data.tags["ray_app.ray_job"] == page
+    assert f'<a href="{page}">' in ground.paths("plain").report.read_text()
+    assert ("Ray job", page) in values(read_facts(ground.paths("plain")))
+
+
 def stopped(ground: Ground) -> dict[str, Any]:
     """A run that `ray job stop` ends after its first checkpoint, and that is submitted again."""
     with ground.submit("stopped") as submitted:
@@ -174,6 +198,7 @@ def test_a_stopped_job_of_ours_is_closed_and_continues(ground: Ground, flows: di
     assert any("epoch " in line and "1 of 1 workers" in line for line in seen["output"].splitlines())
 
     assert (seen["code again"], seen["job again"]["driver_exit_code"]) == (130, 0), seen["output again"]
+    assert seen["job again"]["metadata"]["ray_app_directory"] == str(ground.paths("stopped").root)
     assert "as job stopped-2 (try 1 of 4)" in seen["output again"]
     assert "The job stopped-2 goes on." in seen["output again"]
     final = ground.summary("stopped")

@@ -6,6 +6,7 @@ import http.client
 import io
 import shutil
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from ray_app.cli.watch import main
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress import journal, segments
 from ray_app.report.facts import Facts, FactsReader, read_facts
+from ray_app.report.page import render
 from ray_app.watch.looking import Looking, Sight
 from ray_app.watch.screen import left_s, line, screen, speed
 from ray_app.watch.server import PageServer
@@ -113,6 +115,18 @@ def test_a_run_on_the_terminal(run: MadeRun) -> None:
     assert [each.split()[:3] for each in text.splitlines() if each.startswith(("1.1 ", "1.2 "))] == [["1.1", "0", "2"], ["1.2", "100", "1"]]
     assert "KilledError: gone" in text
     assert line(sight).startswith("live: running, step 100 of 400, loss ")
+
+
+def test_the_job_of_the_newest_start_is_linked_if_it_is_a_page(run: MadeRun) -> None:
+    for fence, page in enumerate(("http://head:8265/#/jobs/01", "javascript:alert(1)", None, "https://head/#/jobs/<02>"), start=2):
+        run.start(20.0 + fence, fence, ray_job={"job_id": "01", "page": page})
+        html, shown = render(read_facts(run.paths)), drawn(*seen(run), width=200)
+        if page is not None and page.startswith("http"):
+            assert f'<a href="{escape(page)}">{escape(page)}</a>' in html
+            assert page in shown
+        else:
+            assert "Ray job" not in html + shown
+            assert "javascript:" not in html
 
 
 def test_of_a_run_without_steps_and_of_one_with_all_kinds_of_things(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class Server:
             with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{urlencode(query)}", timeout=10) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
+            if error.code == 503:  # it starts
+                raise
             raise AssertionError(f"{path} {query}: {error.read().decode()}") from error
 
     def query(self, expression: str) -> list[dict[str, Any]]:

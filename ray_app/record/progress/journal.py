@@ -226,6 +226,11 @@ def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
     return EventsReader(paths).read(*kinds)
 
 
+def newest_detail(events: list[Event], name: str) -> Any:
+    """What the newest start said of something, or None."""
+    return next((event.details[name] for event in reversed(events) if event.kind == "started" and name in event.details), None)
+
+
 def _event(file: Location, value: Any) -> Event:
     with understood(file, value):
         return known_fields(Event, value)

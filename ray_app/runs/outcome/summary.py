@@ -11,7 +11,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import names, read_json
 from ray_app.record.progress.history import count, goodput, means, recoveries, restarts, start, world_sizes
-from ray_app.record.progress.journal import Event, read_events
+from ray_app.record.progress.journal import Event, newest_detail, read_events
 from ray_app.record.progress.segments import StepRecord
 from ray_app.record.progress.steps import read_steps
 from ray_app.train.job import Job
@@ -34,6 +34,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "status": status,
         "run_name": job.paths.name,
         "mlflow_run_id": tracking.get("run_id"),
+        "ray_job": newest_detail(events, "ray_job"),
         "ended_s": events[-1].time_s if events else None,
         "epochs": last_step // job.steps_per_epoch,
         "steps": last_step,
