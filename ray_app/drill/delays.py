@@ -106,6 +106,35 @@ class SlowCommit:
 
 
 @dataclass(frozen=True)
+class RefusedCommit:
+    """The storage takes nothing of the first checkpoint from a step on.
+
+    Args:
+        proofs: Where it is recorded.
+        name: Name of the proof.
+        step: From which step on.
+        seconds: For how long; None: of this checkpoint never.
+        number: The error's, see `errno`.
+    """
+
+    proofs: Proofs
+    name: str
+    step: int
+    seconds: float | None
+    number: int
+
+    def __call__(self, commit: Commit) -> None:
+        """See `Hooks.before_commit`."""
+        if commit.step < self.step:
+            return
+        self.proofs.claim([self.name], step=commit.step, seconds=self.seconds)
+        said = self.proofs.get(self.name)
+        assert said is not None
+        if commit.step == said["step"] and (self.seconds is None or time.time() < said["time_s"] + self.seconds):
+            raise OSError(self.number, f"{os.strerror(self.number)} (the drill's)")
+
+
+@dataclass(frozen=True)
 class Hold:
     """A rank that waits after a step, in which the others wait for it, until something happens outside.
 

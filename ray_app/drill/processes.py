@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 
 import ray
 
-from ray_app.drill.delays import Freeze, Hold, Slow, SlowCommit
+from ray_app.drill.delays import Freeze, Hold, RefusedCommit, Slow, SlowCommit
 from ray_app.drill.faults import Kill, KillAt, KillNewcomer, KillOnCommit, Several
 from ray_app.drill.ground import Disturbance, Ended, Ground, is_gone
 from ray_app.record.evaluations import read_evaluations
@@ -154,6 +155,32 @@ def slow(ground: Ground) -> Disturbance | str:
         return [*wasted, *(f"a slow worker was taken for a lost one: {said}" for said in blamed)]
 
     return Disturbance([step], ["slow"], confirm, Faults(train=Hooks(after_step=hook)))
+
+
+def storage_away(ground: Ground) -> Disturbance | str:
+    """The storage refuses a checkpoint for five seconds."""
+    return _refused(ground, 5.0, errno.EIO, "write_retried")
+
+
+def full_disk(ground: Ground) -> Disturbance | str:
+    """The disk is full until a checkpoint is given up."""
+    return _refused(ground, None, errno.ENOSPC, "write_failed")
+
+
+def _refused(ground: Ground, seconds: float | None, number: int, kind: str) -> Disturbance:
+    step = ground.checkpoint()
+    hooks = Hooks(before_commit=RefusedCommit(ground.proofs, "refused", step, seconds, number))
+
+    def confirm(run: Ended) -> list[str]:
+        at = run.proofs["refused"]["step"]
+        told = [e for e in run.events(kind) if e.details["step"] == at]
+        written = {e.details["step"] for e in run.events("checkpointed")}
+        missing = [] if told else [f"there is no event {kind} of step {at}"]
+        if (at in written) != (seconds is not None):
+            missing.append(f"the checkpoint of step {at} was {'' if at in written else 'not '}written")
+        return missing if max(written) > at else [*missing, f"no checkpoint after that of step {at}"]
+
+    return Disturbance([step], ["refused"], confirm, Faults(train=hooks))
 
 
 def slow_storage(ground: Ground) -> Disturbance | str:

@@ -40,7 +40,8 @@ from ray_app.train.job import Job
 _MADE = (
     *(processes.kill, processes.kill_twice, processes.kill_two, processes.kill_all, processes.kill_exchange, processes.kill_saving),
     *(processes.kill_forming, processes.kill_joining, processes.kill_phases, processes.rendezvous, processes.evaluator),
-    *(processes.freeze, processes.slow, processes.slow_storage, flip, node, node_rank0, grow, shrink),
+    *(processes.freeze, processes.slow, processes.slow_storage, processes.storage_away, processes.full_disk, flip),
+    *(node, node_rank0, grow, shrink),
     *(damage, torn_write, driver, evaluator_and_driver),
 )
 SCENARIOS: dict[str, Callable[[Ground], Disturbance | str]] = {scenario.__name__: scenario for scenario in _MADE}

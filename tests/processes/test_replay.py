@@ -22,6 +22,7 @@ from tests.support.local_world import Pool, TinyImages, cached, make_job, result
 from tests.support.shifting_world import train_shifting
 
 L = 4
+REST = [("gradient", 0), ("gradient", 2), ("activation", 0), ("activation", 1), ("parameter", 1), ("parameter", 2)]
 ALL: dict[str, Any] = {"failure__replay_rate": 1.0}
 
 
@@ -50,8 +51,13 @@ def hooks(folder: Path, what: What, rank: int, step: int) -> Hooks:
     return Hooks(after_step=flip, built=flip.built)
 
 
-@pytest.mark.parametrize("what", ["gradient", "activation", "parameter"])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("what", "rank"),
+    [
+        *(("gradient", 1), ("activation", 2), ("parameter", 0)),
+        *(pytest.param(what, rank, marks=pytest.mark.rest) for what, rank in REST),
+    ],
+)
 def test_a_flipped_bit_is_found_and_nothing_of_it_stays(pool: Pool, tmp_path: Path, undisturbed: str, what: What, rank: int) -> None:
     job = job_in(tmp_path, "flipped", **ALL)
     others = [each for each in range(3) if each != rank]
@@ -112,13 +118,13 @@ def test_a_task_that_is_not_reproducible_blames_nobody(pool: Pool, tmp_path: Pat
     assert "ray-app check finds both" in str(outcomes[0].error)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [3, pytest.param(2, marks=pytest.mark.rest), pytest.param(4, marks=pytest.mark.rest)])
 @pytest.mark.parametrize(
     "fields",
     [
         {},
         {"train__strategy": "central_storage"},
-        {"train__precision": "bf16"},
+        pytest.param({"train__precision": "bf16"}, marks=pytest.mark.rest),
         {"train__precision": "fp16"},
         {"data__shuffle_window_rows": 72, "train__grad_clip_norm": 0.1},
     ],
