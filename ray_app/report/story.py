@@ -11,6 +11,19 @@ from ray_app.report.axes import seconds
 _MOST_SIZES = 8
 
 
+def slow_now(events: list[Event]) -> dict[int, Event]:
+    """Of the newest set of workers those that keep the others waiting, by rank, with what was said of them."""
+    found = dict[int, Event]()
+    for event in events:
+        if event.kind == "formed":
+            found.clear()
+        elif event.kind == "slowed":
+            found[event.details["rank"]] = event
+        elif event.kind == "kept_up":
+            found.pop(event.details["rank"], None)
+    return found
+
+
 def what_happened(events: list[Event], course: Course, limits: FailureSection) -> str:
     """One line: disturbances against their budgets, numbers of workers, steps done again, and seconds until the next step.
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ray_app.record.progress.history import count, recoveries, restarts
+from ray_app.record.progress.history import count, counted_word, recoveries, restarts
 from ray_app.report.axes import seconds
 from ray_app.report.facts import Facts
 from ray_app.report.figures import described
 from ray_app.report.series import starts_of
+from ray_app.report.story import slow_now
 
 _ORDINARY = ("checkpointed", "evaluated", "left", "workers")
 _MOST_HAPPENINGS, _MOST_CHARS = 300, 8000
@@ -64,7 +65,19 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
         ("checkpoint writes", f"{count(events, 'write_retried'):,}", f"retried; {count(events, 'write_failed'):,} failed for good"),
         ("fallbacks", f"{count(events, 'fallback'):,}", "checkpoints passed over as damaged"),
         ("evaluations", f"{len(facts.evaluations):,}", f"{count(events, 'evaluation_skipped'):,} skipped"),
+        *health(facts),
     ]
+
+
+def health(facts: Facts) -> list[tuple[str, str, str]]:
+    """What is known of workers that are slow or compute wrongly: name, number and a note; nothing where there is nothing to tell."""
+    found, slow = list[tuple[str, str, str]](), slow_now(facts.events)
+    if slow:
+        found.append(("slow workers now", f"{len(slow)}", "; ".join(described(event) for event in slow.values())))
+    if facts.course.replayed:
+        wrong = counted_word(count(facts.events, "lied"), "worker")
+        found.append(("shares computed twice", f"{facts.course.replayed:,}", f"{wrong} found to compute wrongly"))
+    return found
 
 
 def time_parts(facts: Facts) -> list[tuple[str, str, float]]:

@@ -14,7 +14,7 @@ from ray_app.report.axes import seconds
 from ray_app.report.facts import Facts
 from ray_app.report.page import TONES
 from ray_app.report.series import sparkline
-from ray_app.report.tables import budgets, happenings, sizes_text, time_parts
+from ray_app.report.tables import budgets, happenings, health, sizes_text, time_parts
 from ray_app.watch.looking import Sight
 
 _COLOURS = {"blue": "blue", "green": "green", "orange": "yellow", "red": "red", "purple": "magenta", "grey": "bright_black"}
@@ -77,6 +77,7 @@ def values(facts: Facts) -> list[tuple[str, str]]:
         found.append(("speed", f"{rate:,.0f} rows/s" if rate else "-"))
         found.append(("workers", f"{last.workers}"))
         found.append(("waits for data", f"{sum(r.data_wait_ms for r in wait) / max(1e-9, sum(r.step_ms for r in wait)):.0%} of a step"))
+    found += [(name, f"{number}: {note}") for name, number, note in health(facts)]
     if facts.evaluations:
         newest = facts.evaluations[-1]
         found.append((facts.metric, f"{newest.metrics.get(facts.metric, float('nan')):.4f} at step {newest.step:,}"))

@@ -12,7 +12,7 @@ from typing import overload
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.segments import Segments, StepRecord
 
-_WHOLE = ("step", "epoch", "workers", "skipped", "replayed")
+_WHOLE = ("step", "epoch", "workers", "skipped")
 _REAL = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms")
 
 
@@ -66,13 +66,12 @@ class _Columns:
             None if math.isnan(weight) else weight,
             {name: values[row] for name, values in self.metrics.items() if not math.isnan(values[row])},
             None if math.isnan(imbalance) else imbalance,
-            whole["replayed"][row],
         )
 
 
 class Steps(Sequence[StepRecord]):
     """Records in an order, made when they are asked for; `rows` is one number, their sum over the logical workers, `row_hash` and
-    `slow` are empty.
+    `slow` are empty, `replayed` is 0.
 
     Args:
         columns: Where they are.
@@ -108,6 +107,7 @@ class Course:
         in_time: All of them, in the order of time.
         rows: Rows of the first records, of each logical worker.
         skipped: Rows that cannot be decoded, in the first records.
+        replayed: Shares that were computed twice, in the first records.
     """
 
     records: Sequence[StepRecord]
@@ -115,6 +115,7 @@ class Course:
     in_time: Sequence[StepRecord]
     rows: list[int] = field(default_factory=list)
     skipped: int = 0
+    replayed: int = 0
 
 
 class StepsReader:
@@ -129,7 +130,7 @@ class StepsReader:
         self._segments, self._last = Segments(paths), last_step
         self._columns, self._place = _Columns(), array("q")
         self._again: dict[tuple[int, str], int] = {}
-        self._rows, self._skipped = list[int](), 0
+        self._rows, self._skipped, self._replayed = list[int](), 0, 0
 
     def read(self) -> Course:
         """All that was written so far.
@@ -144,7 +145,9 @@ class StepsReader:
         first, again = array("q", (row for row in self._place[:end] if row >= 0)), array("q", self._again.values())
         times = columns.real["time_s"]
         in_time = array("q", sorted(range(len(times)), key=times.__getitem__))
-        return Course(Steps(columns, first), Steps(columns, again), Steps(columns, in_time), list(self._rows), self._skipped)
+        return Course(
+            Steps(columns, first), Steps(columns, again), Steps(columns, in_time), list(self._rows), self._skipped, self._replayed
+        )
 
     def _add(self, record: StepRecord) -> None:
         columns, place = self._columns, self._place
@@ -161,6 +164,7 @@ class StepsReader:
             for v, each in enumerate(record.rows):
                 self._rows[v] += each
             self._skipped += record.skipped
+            self._replayed += record.replayed
 
 
 def read_steps(paths: RunPaths, last_step: int | None = None) -> Course:

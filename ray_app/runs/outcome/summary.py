@@ -63,7 +63,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
             "fallbacks": count(events, "fallback"),
             "failed_writes": count(events, "write_failed"),
         },
-        "replays": {"shares": sum(r.replayed for r in records), "wrong": count(events, "lied")},
+        "replays": {"shares": course.replayed, "wrong": count(events, "lied")},
         "start_s": start(events, records),
         "timing": _timing(records, events),
         "parameter_servers": next((event.details["servers"] for event in reversed(events) if event.kind == "partitioned"), None),
