@@ -135,9 +135,9 @@ class Step:
             What all know then, and what the gradient has to be multiplied by; 0: nothing counts.
         """
         twice = self._replays.due(self._state.step, batches) if self._replays is not None else None
+        self._state.refresh()
         if self._timer is not None:
             self._timer.begin()
-        self._state.refresh()
         found: list[Unread | None] = []
         for batch in batches:
             with self._blaming(batch):

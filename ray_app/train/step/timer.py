@@ -58,14 +58,16 @@ class Timer:
         self._met_s = time.perf_counter()
 
     def spent(self, logical_workers: int, data_s: float) -> Spent:
-        """What the step took until now; to be asked when the host has met the device.
+        """What the step took until now; to be asked when the host has met the device, or it waits for that.
 
         Args:
             logical_workers: How many were played.
             data_s: See `Spent`.
         """
-        of_device = self._events is not None
-        compute_s = self._events[0].elapsed_time(self._events[1]) / 1e3 if of_device else self._computed_s - self._began_s
+        compute_s = self._computed_s - self._began_s
+        if self._events is not None:
+            self._events[1].synchronize()  # nobody waited for it if no logical worker of this rank had rows
+            compute_s = self._events[0].elapsed_time(self._events[1]) / 1e3
         if not self._before_s:
             return Spent(compute_s / logical_workers, data_s, 0.0, 0.0)
         other_s = max(0.0, self._began_s - self._since_s - data_s)
