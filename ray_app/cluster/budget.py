@@ -145,4 +145,4 @@ def spent(paths: RunPaths, limits: FailureSection) -> str:
 
 def disturbing(paths: RunPaths) -> list[Event]:
     """The events that tell what went wrong so far in all starts."""
-    return read_events(paths, "failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early")
+    return read_events(paths, "failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early", "lied")

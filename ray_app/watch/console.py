@@ -20,13 +20,13 @@ from ray_app.cluster.budget import disturbing, spent
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import poll_s
 from ray_app.record.output import NewLines
-from ray_app.record.progress.history import disturbances, restarts
+from ray_app.record.progress.history import count, disturbances, restarts
 from ray_app.record.progress.journal import newest_record
 from ray_app.record.progress.segments import StepRecord
 from ray_app.report.facts import Facts
 from ray_app.report.series import sparkline
 from ray_app.train.job import Job
-from ray_app.watch.metrics import Pace, RunMetrics
+from ray_app.watch.metrics import RunMetrics, Speed
 from ray_app.watch.notebook_line import LiveLine
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class RunConsole:
         self._job, self._max_workers, self._console, self._waiting = job, max_workers, console, waiting
         self._live = console.is_terminal and not console.is_jupyter
         self._cell = LiveLine() if console.is_jupyter else None
-        self._metrics, self._pace = metrics, Pace(job.plan.global_batch_size)
+        self._metrics, self._speed = metrics, Speed(job.plan.global_batch_size)
         self._rate, self._line_s = _Rate(), 0.0
         self._evaluated, self._spent, self._looked_s = "", "", 0.0
         self._progress = Progress(
@@ -156,17 +156,18 @@ class RunConsole:
         if self._metrics is not None:
             for cause, times in restarts(events).items():
                 self._metrics.set("restarts", times, cause=cause)
+            self._metrics.set("replay_mismatches", count(events, "lied"))
         if evaluations:
             metric = self._job.best_metric
             behind = f", {len(waiting)} checkpoints, {time.time() - waiting[0].time_s:.0f} s behind" if len(waiting) > 1 else ""
             self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step}{behind})"
 
     def _measure(self, metrics: RunMetrics, newest: StepRecord, waits: bool) -> None:
-        self._pace.look(newest, time.monotonic())
+        self._speed.look(newest, time.monotonic())
         metrics.set("steps", newest.step)
         metrics.set("workers", 0 if waits else newest.workers)
-        metrics.set("rows_per_second", self._pace.rows_per_s)
-        metrics.set("goodput", self._pace.goodput)
+        metrics.set("rows_per_second", self._speed.rows_per_s)
+        metrics.set("goodput", self._speed.goodput)
 
     def _line(self, newest: StepRecord) -> str:
         (epoch, done), epochs = self._place(newest), self._job.config.train.epochs

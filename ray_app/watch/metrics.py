@@ -18,6 +18,7 @@ METRICS = {
     "workers": "Workers that step",
     "goodput": "Rows that counted x undisturbed time per row / time since the first step of this start",
     "restarts": "Disturbances in all starts, by cause",
+    "replay_mismatches": "Workers that were found to compute wrongly, in all starts",
     "evaluator_lag_seconds": "Age of the oldest checkpoint that waits for its evaluation",
 }
 """What each is; its name is `ray_app_` and this."""
@@ -56,7 +57,7 @@ class RunMetrics:
         logger.warning("Ray takes no metrics of the run: %s: %s", type(error).__name__, error)
 
 
-class Pace:
+class Speed:
     """Speed and goodput of a start, from looks at its newest step: a few sums, nothing is read.
 
     The goodput is that of `record.progress.history`, of this start alone, and as exact as looks are frequent.

@@ -6,7 +6,7 @@ import pytest
 
 from ray_app.record.progress.history import goodput
 from ray_app.record.progress.segments import StepRecord
-from ray_app.watch.metrics import Pace, RunMetrics
+from ray_app.watch.metrics import RunMetrics, Speed
 
 ROWS, STEP_S = 16, 0.1
 
@@ -15,7 +15,7 @@ class Course:
     """A run that is looked at every second; its clock is not the driver's."""
 
     def __init__(self) -> None:
-        self.pace, self.now_s, self.step = Pace(ROWS), 0.0, 0
+        self.pace, self.now_s, self.step = Speed(ROWS), 0.0, 0
         self.records, self.repeated = list[StepRecord](), list[StepRecord]()
         self._looked_s, self._generation, self._workers = 0.0, 0, 0
 
