@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ray_app.cluster.lines import beat_of, orders_of, packed
-from ray_app.cluster.rendezvous import BEATS_PER_S, Rendezvous
+from ray_app.cluster.rendezvous import Rendezvous
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import BEAT_S, Beat, Flags, Formed, Orders
 from tests.support.operations import operations
@@ -80,12 +80,35 @@ def test_all_are_called_once_when_a_generation_breaks_and_once_when_the_next_has
     assert crowd.called == 2
 
 
-@pytest.mark.parametrize("workers", [1, 100, 1000, 10_000])
-def test_however_many_there_are_they_give_no_more_signs_of_life(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "period_s"), [(1, BEAT_S), (100, BEAT_S), (250, BEAT_S), (500, 0.5), (1000, 1.0), (10_000, 10.0)])
+def test_the_more_there_are_the_rarer_is_a_sign_of_life_of_each(workers: int, period_s: float) -> None:
+    """A thousand per second of all together; those who are still to come count, and those who were not expected."""
     crowd = Crowd(workers)
-    period_s = crowd.beat(0).period_s
-    assert period_s >= BEAT_S
-    assert workers / period_s <= BEATS_PER_S
+    assert crowd.beat(0).period_s == crowd.rendezvous.orders("w0").period_s == period_s
+    asyncio.run(crowd.rendezvous.expect(1))
+    assert crowd.beat(0).period_s == BEAT_S
+    for i in range(workers):
+        crowd.beat(i)
+    assert crowd.beat(0).period_s == period_s
+
+
+def test_who_is_told_more_between_two_signs_of_life_has_the_longest_time_that_it_was_told() -> None:
+    """It may not have heard of a shorter one; from its next sign of life on that counts."""
+    crowd = Crowd(10)
+    crowd.beat(0)
+    for expected, period_s in ((10_000, 10.0), (10, BEAT_S)):
+        asyncio.run(crowd.rendezvous.expect(expected))
+        assert crowd.rendezvous.orders("w0").period_s == period_s, "it is told so unasked"
+    crowd.now_s += 5.0 + 10.0 - BEAT_S
+    crowd.rendezvous.look(crowd.now_s)
+    assert crowd.rendezvous._lost == {}
+    crowd.beat(0)
+    crowd.now_s += 5.0
+    crowd.rendezvous.look(crowd.now_s)
+    assert crowd.rendezvous._lost == {}
+    crowd.now_s += 0.01
+    crowd.rendezvous.look(crowd.now_s)
+    assert set(crowd.rendezvous._lost) == {"w0"}
 
 
 def test_who_gives_signs_of_life_more_rarely_counts_as_silent_later() -> None:
