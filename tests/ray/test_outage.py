@@ -68,7 +68,9 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
         expected = [(look.step, int(look.time_s * 1e3), look.nodes[node]["memory_gb"]) for look in looks if node in look.nodes]
         assert history(uri, run_id, f"system/{node}/memory_gb") == expected
     sent = {name for name in run.data.metrics if not name.startswith(("eval_", "system/"))}
-    assert sent == {"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"}
+    assert sent - {"imbalance"} == {"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"}
+    known = [(n, r.imbalance) for n, r in records.items() if r.imbalance is not None]
+    assert [(step, value) for step, _, value in history(uri, run_id, "imbalance")] == known
     return run
 
 
