@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -215,7 +215,7 @@ class LocalMembership:
             return
         before = set(_sockets())
         with collective():
-            store = dist.FileStore(str(self._store), self._world.size)
+            store = dist.FileStore(str(self._store), self._world.size)  # type: ignore[attr-defined]
             timeout = timedelta(seconds=_EXCHANGE_S)
             dist.distributed_c10d._world.group_count = 0  # as `ProcessGroup` does
             dist.init_process_group(self._backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout)
@@ -294,14 +294,15 @@ class Pool:
     Args:
         size: How many.
         folder: Where to put the files that process groups meet at.
+        preloaded: Modules that are imported once for all; those of the first pool of this process.
     """
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(
+        self, size: int, folder: Path, preloaded: Sequence[str] = ("ray_app.train.loop", "ray_app.task.image", "torchmetrics")
+    ) -> None:
         self._folder, self._groups = folder, 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["ray_app.train.loop", "ray_app.task.image", "torchmetrics"]
-        )  # torch is imported once for all workers
+        self._context.set_forkserver_preload(list(preloaded))  # torch is imported once for all workers
         self._workers = [self._start() for _ in range(size)]
 
     def _start(self) -> tuple[Any, Any]:
@@ -343,7 +344,7 @@ class Pool:
                 if outcome.error is not None:
                     self._restart(rank)
                 return outcome
-            gone = TimeoutError(f"rank {rank} did not answer within {_ANSWER_S:g} s")
+            gone: Exception = TimeoutError(f"rank {rank} did not answer within {_ANSWER_S:g} s")
         except (EOFError, ConnectionResetError):
             gone = KilledError(f"the process of rank {rank} was killed")
         self._restart(rank)
@@ -433,7 +434,7 @@ def result_of(job: Job) -> Trained:
     """Reads a run's newest checkpoint and its record, and checks that steps that were done again gave the same."""
     found: dict[int, set[tuple[Any, ...]]] = {}
     workers: dict[int, list[int]] = {}
-    for path in sorted(job.paths.metrics.glob("*.json")):
+    for path in sorted(job.paths.metrics.glob("*.json")):  # type: ignore[union-attr]
         columns = json.loads(path.read_bytes())
         for i, step in enumerate(columns["step"]):
             values = tuple(columns[name][i] for name in ("epoch", "loss", "lr", "grad_norm"))

@@ -1,0 +1,115 @@
+"""What `benchmarks/gpu.py` trains, and its sizes on a GPU and in a dry run on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from benchmarks.harness import ingest_rows
+from ray_app.task.image import ImageClassification
+
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything.
+
+    Args:
+        small_rows: Images of 32 x 32.
+        large_rows: Images of `large_pixels` x `large_pixels`.
+        large_pixels: Their height and width.
+        large_batch: Rows of a step over them.
+        steps: Steps that are measured.
+        rounds: How often.
+        digest_batch: Rows of a step of which only the bits are looked at.
+        recipe_batch: Rows of a step of the recipe.
+        width: Of the layers whose state is written.
+        patch_width: Of the transformer.
+    """
+
+    small_rows: int
+    large_rows: int
+    large_pixels: int
+    large_batch: int
+    steps: int
+    rounds: int
+    digest_batch: int
+    recipe_batch: int
+    width: int
+    patch_width: int
+
+
+ON_GPU = Sizes(50_000, 2048, 224, 256, 20, 2, 64, 512, 4600, 256)
+DRY = Sizes(128, 32, 64, 8, 2, 1, 8, 32, 256, 32)
+
+
+class Transformer(ImageClassification):
+    """Attention over the 4 x 4 patches of an image, with dropout.
+
+    Args:
+        width: Of its layers.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        return _Patches(self.width)
+
+
+class _Patches(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True) for _ in range(2)))
+        self.scores = nn.Linear(width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Maps (rows, 3, height, width) to (rows, classes)."""
+        return self.scores(self.layers(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Dense(ImageClassification):
+    """Five dense layers, the inner ones of one width.
+
+    Args:
+        width: Of these.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        return nn.Sequential(*self._layers())
+
+    def _layers(self) -> Iterator[nn.Module]:
+        yield nn.Flatten()
+        for inputs, outputs in zip([3072, *[self.width] * 3], [self.width] * 4, strict=True):
+            yield from (nn.Linear(inputs, outputs), nn.ReLU())
+        yield nn.Linear(self.width, CLASSES)
+
+
+def resnet(name: str = "resnet18") -> ImageClassification:
+    """A ResNet of torchvision."""
+    return ImageClassification(model=name, num_classes=CLASSES)
+
+
+def write_rows(folder: Path, rows: int, pixels: int) -> Path:
+    """Writes a data set of random images with something to learn; returns its folder."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    labels = random.integers(0, CLASSES, rows)
+    labels[:CLASSES] = np.arange(CLASSES)
+    images = random.integers(0, 200, (rows, pixels, pixels, 3), dtype=np.uint8)
+    images[np.arange(rows), labels] += 50
+    ingest_rows(folder, images, labels)
+    return folder / "rows"

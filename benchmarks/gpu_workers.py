@@ -1,0 +1,149 @@
+"""Plain processes that train as workers do, on one device or on a GPU each: the loop and the process group of the application, no Ray."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from benchmarks.gpu_models import DRY, ON_GPU, Sizes, write_rows
+from ray_app.data.feed.streamed import StreamedWindows
+from ray_app.data.feed.windows import CachedWindows, Windows
+from ray_app.data.read.slices import fetch_here
+from ray_app.data.read.threads import by_threads
+from ray_app.data.read.whole import load_all
+from ray_app.exchange.exchange import World, collective
+from ray_app.plan.cursor import Cursor
+from ray_app.task.base import Task
+from ray_app.train.group.alone import Alone
+from ray_app.train.group.messages import Formed
+from ray_app.train.group.process_group import ProcessGroup
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.loop import train
+from tests.support.local_world import Pool, Trained, make_job, result_of
+
+PRELOADED = ("ray_app.train.loop", "ray_app.task.image", "torchmetrics", "torchvision", "benchmarks.gpu_models")
+HERE = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the lines are looked at.
+
+    Args:
+        device: `cuda`, or `cpu` for a dry run.
+        folder: For data and runs.
+    """
+
+    device: str
+    folder: Path
+
+    @property
+    def sizes(self) -> Sizes:
+        """How much of everything."""
+        return ON_GPU if self.device == "cuda" else DRY
+
+    @functools.cached_property
+    def gpus(self) -> int:
+        """How many there are; 0 in a dry run."""
+        return torch.cuda.device_count() if self.device == "cuda" else 0
+
+    @functools.cached_property
+    def small(self) -> Path:
+        """Images of 32 x 32."""
+        return write_rows(self.folder / "small", self.sizes.small_rows, 32)
+
+    @functools.cached_property
+    def large(self) -> Path:
+        """Images of the size of ImageNet's."""
+        return write_rows(self.folder / "large", self.sizes.large_rows, self.sizes.large_pixels)
+
+    @contextmanager
+    def pool(self, size: int) -> Iterator[Pool]:
+        """New worker processes for a line, which end with it."""
+        folder = self.new("pool")
+        folder.mkdir()
+        pool = Pool(size, folder, PRELOADED)
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+    def new(self, name: str) -> Path:
+        """A path where nothing is."""
+        return self.folder / f"{name}-{time.time_ns()}"
+
+    def job(self, task: Task, data: Path, *, logical_workers: int, batch: int, **fields: Any) -> Job:
+        """A run in a folder of its own; `fields` as for `Config.replace`."""
+        gpus = float(self.device == "cuda")
+        settings = {"scaling__gpus_per_worker": gpus, "checkpoint__every_epochs": None, "data__cache": "memory"} | fields
+        return make_job(self.new("run"), data, logical_workers=logical_workers, batch=batch, task=task, **settings)
+
+    def trained(self, pool: Pool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()) -> Trained:
+        """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns what the run left behind."""
+        store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+        pool.run(size, work, job, size, store.port, self.device, own_gpus, hooks)
+        return result_of(job)
+
+
+class Group(Alone):
+    """The membership of one of several plain processes: the application's process group, formed once.
+
+    Args:
+        world: Who this is.
+        port: Of the store where they meet.
+        device: Where it computes.
+        backend: See `train.backend`.
+    """
+
+    def __init__(self, world: World, port: int, device: torch.device, backend: str) -> None:
+        super().__init__(world.logical_workers, lambda: False)
+        self._world, self._port, self._device, self._backend = world, port, device, backend
+
+    @contextmanager
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+        """See `Membership.generation`."""
+        del step, lost
+        formed = Formed(1, self._world.rank, self._world.size, HERE, self._port)
+        if self._world.size == 1:
+            yield self._world, formed
+            return
+        group, broken = ProcessGroup(), True
+        try:
+            with collective():
+                group.open(formed, self._device, self._backend)  # type: ignore[arg-type]
+            yield replace(self._world, groups=group.groups, settle=group.settle), formed
+            broken = False
+        finally:
+            group.close(broken)
+
+
+def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, own_gpus: bool, hooks: Hooks) -> None:
+    """Trains as one of `size` workers."""
+    del store
+    place = torch.device(device, rank if own_gpus else 0) if device == "cuda" else torch.device("cpu")
+    membership = Group(World(rank, size, job.plan.logical_workers), port, place, "nccl" if own_gpus and device == "cuda" else "gloo")
+    train(job, membership, open_windows, place, hooks)
+
+
+def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
+    """Rows from memory or, with `data.cache: none`, from the files by threads of this process."""
+    if job.config.data.cache == "memory":
+        return CachedWindows(load_all(fetch_here, job.source))
+    data = job.config.data
+    return StreamedWindows(job.plan, cursor, played, job.passes, by_threads(data.reader_threads, fetch_here), job.source)
+
+
+def timed(look: Callable[[], Any]) -> float:
+    """Seconds that a call takes."""
+    began_s = time.perf_counter()
+    look()
+    return time.perf_counter() - began_s
