@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all lint notebooks docs picture pictures clean
+.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all lint notebooks docs picture pictures gpu clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
@@ -59,6 +59,11 @@ lint: $(INSTALLED) ## ruff, mypy (strict), import-linter
 
 picture: $(INSTALLED) ## draw docs/architecture.svg from the imports
 	PYTHONPATH=. $(BIN)/python docs/picture.py
+
+DEVICE ?= cuda
+
+gpu: ## what only a GPU can show, within nine minutes; DEVICE=cpu: that it runs
+	$(BIN)/python benchmarks/gpu.py --device $(DEVICE)
 
 clean: ## remove what the commands above made, but the environment and the runs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

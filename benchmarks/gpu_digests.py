@@ -8,7 +8,10 @@ from typing import Any
 from benchmarks.gpu_lines import Found, Line, NotYetError
 from benchmarks.gpu_models import Transformer, resnet
 from benchmarks.gpu_workers import Bench
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.task.base import Task
+from ray_app.train.hooks import Hooks
+from tests.support.local_world import DieAfter, KilledError
 
 L, STEPS = 4, 4
 WORKERS = (1, 2, 4)
@@ -20,12 +23,18 @@ def transformer(bench: Bench) -> Task:
     return Transformer(bench.sizes.patch_width)
 
 
+def network(bench: Bench) -> Task:
+    """With batch-norm."""
+    return resnet(bench.sizes)
+
+
 def digests(
     bench: Bench, task: Task, workers: tuple[int, ...] = WORKERS, own_gpus: bool = False, logical_workers: int = L, **fields: Any
 ) -> Found:
     """Whether runs on different numbers of workers end with the same parameters and recorded the same losses and norms of gradients."""
     options = {"train__max_steps": STEPS, "data__global_batch_size": bench.sizes.digest_batch} | fields
     batch = options.pop("data__global_batch_size")
+    workers = workers if bench.device == "cuda" else workers[:2]
     with bench.pool(max(workers)) as pool:
         found = {
             size: bench.trained(pool, bench.job(task, bench.small, logical_workers=logical_workers, batch=batch, **options), size, own_gpus)
@@ -48,16 +57,47 @@ def of(make: Callable[[Bench], Task], **fields: Any) -> Callable[[Bench], Found]
     return lambda bench: digests(bench, make(bench), **fields)
 
 
-def _capture(bench: Bench) -> Found:
-    raise NotYetError("train.capture, a micro-batch as a CUDA graph, does not exist")
+def resumed(bench: Bench) -> Found:
+    """A run on one worker that breaks after its checkpoint and goes on with two, against one that is not disturbed."""
+    fields = {"train__max_steps": STEPS, "checkpoint__every_steps": 2}
+    jobs = [bench.job(network(bench), bench.small, logical_workers=L, batch=bench.sizes.digest_batch, **fields) for _ in range(2)]
+    with bench.pool(2) as pool:
+        whole = bench.trained(pool, jobs[0], 1)
+        [broken] = bench.outcomes(pool, jobs[1], 1, hooks=Hooks(after_step=DieAfter(3)))
+        if not isinstance(broken.error, KilledError):
+            raise RuntimeError(f"the run was to break after step 3, but {broken.trace or 'it ended'}")
+        step = CheckpointStore(jobs[1].paths).commits()[-1].step
+        rest = bench.trained(pool, jobs[1], 2)
+    digests = [whole.commit.params_digest, rest.commit.params_digest]
+    if step != 2 or rest.workers[-1] != [2]:
+        raise RuntimeError(f"the run was to go on from step 2 on 2 workers; it did from {step} on {rest.workers[-1]}")
+    same = digests[0] == digests[1] and whole.steps == rest.steps
+    return Found(f"W = 1 to step {step}, then 2: {digests[1][:12]}, undisturbed {digests[0][:12]}", same, {"digests": digests})
+
+
+def fsdp_offloaded(bench: Bench) -> Found:
+    """Shards and updates in host memory."""
+    if bench.device == "cpu":
+        raise NotYetError("a dry run has no device that shards could leave")
+    return digests(bench, transformer(bench), train__strategy="fsdp", train__cpu_offload=True)
+
+
+def nccl(bench: Bench) -> Found:
+    """As many workers as there are GPUs, and fewer."""
+    return digests(bench, network(bench), tuple(size for size in WORKERS if size <= bench.gpus), own_gpus=True)
 
 
 LINES = [
-    Line("bits: ResNet-18, batch-norm", of(lambda _: resnet()), 60, "equal"),
+    Line("bits: ResNet-18, batch-norm", of(network), 60, "equal"),
     Line("bits: transformer, dropout", of(transformer), 40, "equal"),
-    Line("bits: ResNet-18, bf16, channels last", of(lambda _: resnet(), **BF16), 40, "equal"),
+    Line("bits: ResNet-18, bf16, channels last", of(network, **BF16), 40, "equal"),
     Line("bits: transformer, bf16", of(transformer, train__precision="bf16"), 40, "equal"),
-    Line("bits: ResNet-18, fp16", of(lambda _: resnet(), train__precision="fp16"), 40, "equal"),
+    Line("bits: ResNet-18, fp16", of(network, train__precision="fp16"), 40, "equal"),
     Line("bits: transformer, compile", of(transformer, train__compile=True), 90, "equal"),
-    Line("bits: capture", _capture, 1, "equal"),
+    Line("bits: checkpoint, resume at another W", resumed, 40, "equal"),
+    Line("bits: local_sgd, 2 local steps", of(transformer, train__strategy="local_sgd", train__local_steps=2), 40, "equal"),
+    Line("bits: fsdp", of(transformer, train__strategy="fsdp"), 40, "equal"),
+    Line("bits: fsdp, cpu_offload", fsdp_offloaded, 40, "equal"),
+    Line("bits: central_storage", of(transformer, train__strategy="central_storage"), 40, "equal"),
+    Line("bits: NCCL, a GPU each", nccl, 60, "equal", gpus=2),
 ]

@@ -114,9 +114,7 @@ def _outcome(line: Line, bench: Bench, limit_s: float) -> tuple[Status, str, dic
         return ("failed", str(error), {}) if limit_s >= line.limit_s else ("left out", "no time was left to finish it", {})
     except Exception as error:
         return "failed", f"{type(error).__name__}: {_last(str(error))}", {}
-    if found.passed is None:
-        return "measured", found.said, found.figures
-    return "passed" if found.passed else "failed", found.said, found.figures
+    return "measured" if found.passed is None else "passed" if found.passed else "failed", found.said, found.figures
 
 
 def _last(text: str) -> str:

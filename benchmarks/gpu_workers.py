@@ -28,7 +28,7 @@ from ray_app.train.group.process_group import ProcessGroup
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.loop import train
-from tests.support.local_world import Pool, Trained, make_job, result_of
+from tests.support.local_world import Outcome, Pool, Trained, make_job, result_of
 
 PRELOADED = ("ray_app.train.loop", "ray_app.task.image", "torchmetrics", "torchvision", "benchmarks.gpu_models")
 HERE = "127.0.0.1"
@@ -87,10 +87,16 @@ class Bench:
         settings = {"scaling__gpus_per_worker": gpus, "checkpoint__every_epochs": None, "data__cache": "memory"} | fields
         return make_job(self.new("run"), data, logical_workers=logical_workers, batch=batch, task=task, **settings)
 
-    def trained(self, pool: Pool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()) -> Trained:
-        """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns what the run left behind."""
+    def outcomes(self, pool: Pool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()) -> list[Outcome]:
+        """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns what became of each."""
         store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
-        pool.run(size, work, job, size, store.port, self.device, own_gpus, hooks)
+        return pool.outcomes(size, work, job, size, store.port, self.device, own_gpus, hooks)
+
+    def trained(self, pool: Pool, job: Job, size: int, own_gpus: bool = False) -> Trained:
+        """Trains to the end; returns what the run left behind."""
+        failed = [outcome.trace for outcome in self.outcomes(pool, job, size, own_gpus) if outcome.error is not None]
+        if failed:
+            raise RuntimeError(failed[0])
         return result_of(job)
 
 

@@ -1,0 +1,24 @@
+"""That the table of a GPU can be made: its dry run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import ROOT
+
+
+@pytest.mark.rest
+def test_the_dry_run_ends_with_a_table(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--out", str(tmp_path / "table.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = json.loads((tmp_path / "table.json").read_text())["lines"]
+    told = (ROOT / "docs" / "gpu.md").read_text()
+    assert [line["name"] for line in lines if f"| {line['name']} |" not in told] == [], "docs/gpu.md says something of every line"
+    assert sum(line["status"] == "passed" for line in lines) >= 8
+    assert {line["status"] for line in lines} <= {"passed", "not yet", "left out"}
