@@ -245,7 +245,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("leave_free", [0.25, 0.0], ids=["a share must stay free", "to the last byte"])
+@pytest.mark.parametrize(
+    "leave_free", [pytest.param(0.25, id="a share must stay free", marks=pytest.mark.rest), pytest.param(0.0, id="to the last byte")]
+)
 def test_on_a_full_disk_the_rest_is_read(
     tmp_path: Path, small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, leave_free: float
 ) -> None:

@@ -18,7 +18,7 @@ def blocks(workers: int, logical_workers: int) -> list[range]:
 
 @given(st.integers(2, 9), st.integers(0, 20), st.floats(0.01, 0.9), st.integers(0, 1000))
 def test_the_rate_is_that_asked_for_and_nobody_does_more(workers: int, more: int, rate: float, seed: int) -> None:
-    shares, steps = blocks(workers, workers + more), 1000
+    shares, steps = blocks(workers, workers + more), 300
     found = [due(step, seed, rate, shares, [range(workers)]) for step in range(steps)]
     total = sum(map(len, found))
     assert total == pytest.approx(rate * (workers + more) * steps, abs=6 * workers * (1 + (rate * (1 + more) * steps) ** 0.5))
