@@ -6,7 +6,7 @@ from benchmarks.gpu_lines import Found, Line, NotYetError
 from benchmarks.gpu_workers import Bench
 
 UNWRITTEN = "its measurement is not written"
-NO_CAPTURE = "train.capture, a micro-batch as a CUDA graph, does not exist"
+NO_CAPTURE = "capturing a micro-batch as a CUDA graph does not exist"
 
 
 def missing(name: str, bar: str, why: str = UNWRITTEN, gpus: int = 1) -> Line:
