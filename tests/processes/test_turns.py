@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.checks import check
 from ray_app.config.optimizers import TurnSpec
-from ray_app.errors import ConfigError
-from ray_app.record.progress.journal import MetricsReader
+from ray_app.drill.faults import Proofs
+from ray_app.drill.flips import Flip
+from ray_app.errors import ConfigError, WrongResultError
+from ray_app.record.progress.journal import MetricsReader, read_events
 from ray_app.runs.given.configuration import load_config
 from ray_app.task.base import Task
 from ray_app.train.hooks import Hooks
@@ -23,6 +27,7 @@ from ray_app.train.state.turns import steps_of, turn_of
 from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
+from tests.support.shifting_world import train_shifting
 
 ON_PAGE = {block.language: block.text for block in blocks(ROOT / "docs" / "own-task.md") if "critic" in block.text}
 exec(ON_PAGE["python"], globals())
@@ -123,6 +128,28 @@ def test_whose_turn_it_is() -> None:
     assert "".join(turn_of(turns, step) for step in range(14)) == "aabcccaabcccaa"
     for steps in range(20):
         assert [steps_of(turns, name, steps) for name in turns] == [sum(turn_of(turns, s) == name for s in range(steps)) for name in turns]
+
+
+@pytest.mark.parametrize("part", ["critic", "generator"])
+def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_path: Path, part: str) -> None:
+    """A bit of a gradient of rank 1, in the next step in which that part of the model has its turn."""
+    job = job_of(tmp_path / "run", data, failure__replay_rate=1.0)
+    flip = Flip(Proofs(str(tmp_path / "proofs")), "flip", "gradient", 1, 3)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=OfPart(flip, part)))
+    assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
+    assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]
+    assert [event.details["rank"] for event in read_events(job.paths, "lied")] == [1]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfPart:
+    """Lets a flip see a part of the model only."""
+
+    flip: Flip
+    part: str
+
+    def __call__(self, model: nn.Module) -> None:
+        self.flip.built(getattr(model, self.part))
 
 
 @pytest.mark.parametrize(

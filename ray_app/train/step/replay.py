@@ -79,20 +79,25 @@ class Replays:
             by_environment.setdefault(place.environment, []).append(rank)
         self.groups = list(by_environment.values())
 
-    def begin(self, world: World, exchange: Exchange) -> None:
-        """From now on the workers play these shares, and their gradients meet so."""
-        assert isinstance(exchange, DataParallel), "checked with the configuration"
-        self.world, self.exchange = world, exchange
+    def begin(self, world: World) -> None:
+        """From now on the workers play these shares."""
+        self.world = world
         self._blocks = [world.played_by(rank) for rank in range(world.size)]
 
-    def due(self, step: int, batches: Sequence[MicroBatch]) -> Twice | None:
-        """What is computed twice in a step, counted from 0 over the run; a collective of those who do it.
+    def due(self, step: int, batches: Sequence[MicroBatch], exchange: Exchange) -> Twice | None:
+        """What is computed twice in a step; a collective of those who do it.
+
+        Args:
+            step: Which, counted from 0 over the run.
+            batches: The micro-batches of this rank.
+            exchange: How the gradients of this step meet.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
         shares = due(step, self._seed, self._rate, self._blocks, self.groups)
-        return Twice(self, step, shares, batches) if shares else None
+        assert isinstance(exchange, DataParallel), "checked with the configuration"
+        return Twice(self, step, shares, batches, exchange) if shares else None
 
 
 class Twice:
@@ -102,12 +107,12 @@ class Twice:
         replays: What goes on from step to step.
         step: Which.
         shares: They.
-        batches: The micro-batches of this rank.
+        batches, exchange: See `Replays.due`.
     """
 
-    def __init__(self, replays: Replays, step: int, shares: Sequence[Again], batches: Sequence[MicroBatch]) -> None:
+    def __init__(self, replays: Replays, step: int, shares: Sequence[Again], batches: Sequence[MicroBatch], exchange: DataParallel) -> None:
         self._replays, self._step, self.shares = replays, step, shares
-        self._world, self._exchange = replays.world, replays.exchange
+        self._world, self._exchange = replays.world, exchange
         self._mine = {batch.logical_worker: batch for batch in batches}
         self._exchange.watch({each.logical_worker for each in shares if each.owner == self._world.rank})
         self._theirs = self._send(shares)

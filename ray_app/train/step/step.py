@@ -82,7 +82,7 @@ class Step:
         """From now on some shares are computed twice; None: not one."""
         self._replays = replays
         if replays is not None:
-            replays.begin(self._world, self._exchange)
+            replays.begin(self._world)
 
     @property
     def lr(self) -> float:
@@ -134,7 +134,7 @@ class Step:
         Returns:
             What all know then, and what the gradient has to be multiplied by; 0: nothing counts.
         """
-        twice = self._replays.due(self._state.step, batches) if self._replays is not None else None
+        twice = self._replays.due(self._state.step, batches, self._exchange) if self._replays is not None else None
         self._state.refresh()
         if self._timer is not None:
             self._timer.begin()
