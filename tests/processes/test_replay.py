@@ -140,6 +140,17 @@ def test_no_false_alarm_and_the_same_bits(pool: Pool, tmp_path: Path, workers: i
     assert not read_events(job.paths, "lied")
 
 
+@pytest.mark.search
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("fields", [{}, {"train__strategy": "central_storage"}, {"train__precision": "fp16"}], ids=str)
+def test_ten_thousand_shares_without_a_false_alarm(pool: Pool, tmp_path: Path, workers: int, fields: dict[str, Any]) -> None:
+    often = {"checkpoint__every_steps": 500, "train__epochs": 900, "train__max_steps": 2600}
+    job = job_in(tmp_path, "many", **ALL, **fields, **often)
+    pool.run_job(job, workers, cached)
+    assert read_steps(job.paths).replayed == 2600 * L
+    assert not read_events(job.paths, "lied")
+
+
 def test_rows_are_computed_twice_where_they_are_read(pool: Pool, tmp_path: Path) -> None:
     job = job_in(tmp_path, "twice", task=TinyImages("unused"), failure__replay_rate=0.5)
     pool.run_job(job, 2, cached)
