@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import threading
 import time
 from itertools import pairwise
@@ -417,6 +418,64 @@ def test_a_step_does_not_end_with_some_of_its_gradients(data: Path, tmp_path: Pa
         world.run(turns=1)
     with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
         world.servers.servers[0].norms(world.coordinator._served.era, 0, [])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_who_calls_for_another_era_changes_nothing(data: Path, tmp_path: Path, staleness: int) -> None:
+    """A worker that pulled before a server was lost sends its gradient after all have gone back."""
+    world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 1)
+    world.run(turns=2)
+    server, now = world.servers.servers[0], world.coordinator._served.era
+    held, seen = server.pull(now), {step: set(found.seen) for step, found in server._sums.items()}
+    assert held is not None
+    before = held[0].tobytes()
+    zeros = held[0] * 0
+    assert server.push(now - 1, 0, 3, zeros, None) is None
+    assert [server.pull(now - 1), server.norms(now - 1, 0, []), server.apply(now - 1, 0, 1.0, 1.0), server.state(now - 1)] == [None] * 4
+    after = server.pull(now)
+    assert after is not None
+    assert after[0].tobytes() == before
+    assert {step: set(found.seen) for step, found in server._sums.items()} == seen
+    assert 3 not in seen.get(0, set()), "it was sent already, and would not have counted again"
+    assert server.push(now, 0, 3, zeros, None) is not None
+    assert 3 in server._sums[0].seen
+
+
+def test_a_step_ends_once(data: Path, tmp_path: Path) -> None:
+    """Whoever did not hear that it ended asks again."""
+    undisturbed = trained(job_of(tmp_path / "undisturbed", data), 1)
+    world = World(job_of(tmp_path / "run", data), 1)
+    call = world.servers.call
+
+    def twice(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        return (call(method, arguments) and call(method, arguments)) if method == "apply" else call(method, arguments)
+
+    world.servers.call = twice  # type: ignore[method-assign]
+    world.run()
+    assert result_of(world.job).bits == undisturbed.bits
+
+
+def test_a_sum_that_is_not_finite_moves_nothing(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 1)
+    call = world.servers.call
+
+    def overflows(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        answers = call(method, arguments)
+        return [([math.inf], rest) for _, rest in answers] if method == "norms" and answers is not None else answers
+
+    world.servers.call = overflows  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError, match="the sum of finite gradients is not finite"):
+        world.run()
+    assert [server._state.step for server in world.servers.servers] == [0, 0]
+
+
+def test_a_step_without_all_of_its_rows_ends_the_run(data: Path, tmp_path: Path) -> None:
+    world = World(job_of(tmp_path / "run", data), 1)
+    while (done := world.workers["0"]._done) is None:
+        world.run(turns=1)
+    world.workers["0"]._done = dataclasses.replace(done, row=done.row._replace(rows=done.row.rows - 1))
+    with pytest.raises(DataError, match=r"consumed 11 rows, 12 were planned"):
+        world.run()
 
 
 def test_who_waits_for_servers_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from ray_app.train.strategies.parameter_server.server import ParameterServer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 from tests.support.local_world import CPU, cached
 
+_MOST_TURNS = 1000
+
 
 class Here:
     """The servers in this process."""
@@ -61,7 +63,8 @@ class World:
 
     def run(self, turns: int | None = None) -> bool:
         """Lets the workers take turns, so many or until the run is over; returns whether it is."""
-        for _ in range(turns) if turns is not None else itertools.count():
+        for _ in range(turns or _MOST_TURNS):
             if not all([self.turn(name) for name in list(self.workers)]):
                 return True
+        assert turns is not None, f"the run does not end, at step {self.coordinator._units.complete}"
         return False

@@ -251,7 +251,6 @@ class Coordinator:
 
     def _begin_era(self, eras: list[int]) -> None:
         """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
-        self._broken = self._halfway = True
         with self._held_up():
             self._served.give(eras)
         self._broken = self._halfway = False
