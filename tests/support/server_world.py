@@ -63,7 +63,7 @@ class World:
 
     def run(self, turns: int | None = None) -> bool:
         """Lets the workers take turns, so many or until the run is over; returns whether it is."""
-        for _ in range(turns or _MOST_TURNS):
+        for _ in range(_MOST_TURNS if turns is None else turns):
             if not all([self.turn(name) for name in list(self.workers)]):
                 return True
         assert turns is not None, f"the run does not end, at step {self.coordinator._units.complete}"
