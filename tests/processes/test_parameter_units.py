@@ -154,8 +154,11 @@ def test_a_worker_is_lost_and_another_joins(pool: Pool, data: Path, tmp_path: Pa
     world.kill("1")
     world.run(turns=6)
     name = world.add()
-    while world.workers[name]._done is None:
+    for _ in range(100):
+        if world.workers[name]._done is not None:
+            break
         assert not world.run(turns=1), "the new one did nothing"
+    assert world.workers[name]._done is not None, "the new one gets nothing to do"
     world.run()
     job = world.job
     assert consumed(job) == planned(data, tmp_path / "plan", pool)
