@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 from benchmarks.scale_picture import draw
-from ray_app.cluster.lines import beat_of, orders_of, packed
-from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.cluster.rendezvous.lines import beat_of, orders_of, packed
+from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.exchange.doubling import RING_AT_MOST, rounds
 from ray_app.exchange.exchange import World
 from ray_app.plan.manifest import Manifest

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import ray
 
-from ray_app.cluster.lines import orders_of, packed
-from ray_app.cluster.rendezvous_actor import start_rendezvous
+from ray_app.cluster.rendezvous.actor import start_rendezvous
+from ray_app.cluster.rendezvous.lines import orders_of, packed
 from ray_app.train.group.messages import Beat, Orders
 
 SECONDS, CALLS, TICK_S = 10.0, 1000, 0.05

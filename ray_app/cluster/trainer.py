@@ -18,8 +18,8 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.hooks import Control, FailureBudget, OwnGroupConfig, take_over
-from ray_app.cluster.membership import RayMembership
+from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupConfig, take_over
+from ray_app.cluster.rendezvous.membership import RayMembership
 from ray_app.config.config import Config
 from ray_app.data.feed.memory_cache import from_memory_cache
 from ray_app.data.feed.streamed import StreamedWindows
@@ -98,8 +98,8 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
     }
     arguments = {"start": ray.put(start)}
     if in_place:
-        from ray_app.cluster.elastic import ElasticTrainer
-        from ray_app.cluster.sizes import StoppedWaitingError
+        from ray_app.cluster.control.elastic import ElasticTrainer
+        from ray_app.cluster.control.sizes import StoppedWaitingError
 
         sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.max_workers), **options)
         trainer = ElasticTrainer(control, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)
@@ -125,7 +125,7 @@ def _recovers_in_place(config: Config) -> bool:
     if config.failure.recovery == "restart":
         return False
     try:
-        import ray_app.cluster.elastic  # noqa: F401 - whether it can be imported is the question
+        import ray_app.cluster.control.elastic  # noqa: F401 - whether it can be imported is the question
     except ImportError as error:
         logger.warning("Ray %s lacks what recovery in place needs (%s): all workers restart after a failure.", ray.__version__, error)
         return False

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from ray_app.cluster.rendezvous_actor import start_rendezvous
+from ray_app.cluster.rendezvous.actor import start_rendezvous
 from ray_app.cluster.trainer import Start
 from ray_app.config.config import Config
 from ray_app.data.feed.memory_cache import end_memory_cache, is_small, start_memory_cache

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.cluster.budget import disturbing, spent
+from ray_app.cluster.control.budget import disturbing, spent
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import poll_s
 from ray_app.record.output import NewLines

@@ -25,8 +25,8 @@ from ray_app.runs.faults import Faults
 from ray_app.record.progress.journal import read_events
 from ray_app.record.paths import RunPaths
 from ray_app.train.hooks import Hooks
-from ray_app.cluster.sizes import Sizes
-from ray_app.cluster.hooks import Control
+from ray_app.cluster.control.sizes import Sizes
+from ray_app.cluster.control.hooks import Control
 from tests.support.injector import Linger
 from tests.support.injector import NoteNode
 

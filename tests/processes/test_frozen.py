@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from ray_app.cluster import membership
-from ray_app.cluster.lines import Lines, packed
-from ray_app.cluster.members import Member
-from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.cluster.rendezvous import membership
+from ray_app.cluster.rendezvous.lines import Lines, packed
+from ray_app.cluster.rendezvous.members import Member
+from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.record.paths import RunPaths
 from ray_app.train.group.messages import Beat, Flags
 from tests.support.waiting import until

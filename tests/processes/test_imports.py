@@ -24,7 +24,7 @@ print(json.dumps(list(sys.modules)))
 """
 _CONTROLLER = """
 import json, sys
-import ray_app.cluster.elastic
+import ray_app.cluster.control.elastic
 print(json.dumps(list(sys.modules)))
 """
 _OPTIMIZER = """

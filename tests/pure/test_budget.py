@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.cluster.budget import Budget, spent
+from ray_app.cluster.control.budget import Budget, spent
 from ray_app.config.sections import FailureSection
 from ray_app.errors import BudgetSpentError, DataError, PreemptedError, RepeatedFailureError, StorageError, TaskError
 from ray_app.record.progress.journal import put_event, read_events

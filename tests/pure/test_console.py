@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.cluster import sizes
-from ray_app.cluster.sizes import Sizes
+from ray_app.cluster.control import sizes
+from ray_app.cluster.control.sizes import Sizes
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.progress.journal import put_event
 from ray_app.record.progress.segments import StepRecord

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_app.cluster.membership import RayMembership
+from ray_app.cluster.rendezvous.membership import RayMembership
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError("a message that nobody expects"), MemoryError()])

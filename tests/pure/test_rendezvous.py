@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ray_app.cluster import rendezvous as module
-from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.cluster.rendezvous import rendezvous as module
+from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.train.group.messages import Beat, Flags, Formed
 
 SILENCE_S = 5.0

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ray_app.cluster.lines import beat_of, orders_of, packed
-from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.cluster.rendezvous.lines import beat_of, orders_of, packed
+from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import BEAT_S, Beat, Flags, Formed, Orders
 from tests.support.operations import operations

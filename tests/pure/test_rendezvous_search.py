@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ray_app.cluster import members, rendezvous
+from ray_app.cluster.rendezvous import members, rendezvous
 from ray_app.train.group.messages import Beat
 from tests.support.rendezvous_world import BrokenPromiseError, World
 

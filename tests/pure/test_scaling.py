@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from ray_app.cluster.scaling import sizing
+from ray_app.cluster.control.scaling import sizing
 from ray_app.errors import ConfigError
 from ray_app.train.keep.snapshots import refuse_if_too_big
 

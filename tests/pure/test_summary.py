@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.cluster.budget import spent
+from ray_app.cluster.control.budget import spent
 from ray_app.config.config import Config
 from ray_app.config.sections import FailureSection
 from ray_app.errors import ConfigError

@@ -22,7 +22,7 @@ def test_with_a_ray_of_other_internals_all_workers_restart_and_it_is_said(
     assert _recovers_in_place(Config())
     assert not _recovers_in_place(Config().replace(failure__recovery="restart"))
     assert not caplog.records
-    monkeypatch.setitem(sys.modules, "ray_app.cluster.elastic", None)  # as if something that it imports were not there
+    monkeypatch.setitem(sys.modules, "ray_app.cluster.control.elastic", None)  # as if something that it imports were not there
     assert not _recovers_in_place(Config())
     [warning] = caplog.records
     assert "lacks what recovery in place needs" in warning.getMessage()

@@ -11,8 +11,8 @@ from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import create_scaling_policy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.hooks import Control, take_over
-from ray_app.cluster.sizes import Sizes
+from ray_app.cluster.control.hooks import Control, take_over
+from ray_app.cluster.control.sizes import Sizes
 from ray_app.config.config import Config
 
 

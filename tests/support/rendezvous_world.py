@@ -1,9 +1,9 @@
 """A world of workers around the real `Rendezvous`, with a clock and a network of its own, in which random things happen.
 
-The workers act as `train/loop.py` and `cluster/membership.py` do, the controller as `cluster/elastic.py`; time goes on in ticks. What must
-hold always: a number of a generation is given once; no generation begins behind what a reachable worker has; nobody leaves with a step that
-nobody else has and that is not saved; no generation steps after a later one has; everything ends. A schedule is its seed: the same seed
-gives the same story.
+The workers act as `train/loop.py` and `cluster/rendezvous/membership.py` do, the controller as `cluster/control/elastic.py`; time goes on
+in ticks. What must hold always: a number of a generation is given once; no generation begins behind what a reachable worker has; nobody
+leaves with a step that nobody else has and that is not saved; no generation steps after a later one has; everything ends. A schedule is its
+seed: the same seed gives the same story.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_app.cluster.membership import RayMembership
-from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.cluster.rendezvous.membership import RayMembership
+from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.train.group.messages import Beat, Flags, Orders
 from ray_app.train.loop import saves_at_leave
 

@@ -1,4 +1,4 @@
-"""Who steps together, as the loop sees it; `ray_app.cluster.membership` is a Ray Train worker's, `Alone` that of a process alone."""
+"""Who steps together, as the loop sees it; `cluster.rendezvous.membership` is a Ray Train worker's, `Alone` that of a process alone."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
-from ray_app.cluster.lines import Lines
-from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.cluster.rendezvous.lines import Lines
+from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 
 _LOOK_S = 0.2
 
@@ -28,7 +28,7 @@ class _Actor(Rendezvous):
         self._watching: asyncio.Task[None] | None = None
 
     async def lifeline(self) -> tuple[tuple[str, int], str]:
-        """Where workers connect to, and what they show there, see `cluster.lines`."""
+        """Where workers connect to, and what they show there, see `cluster.rendezvous.lines`."""
         if self._listening is None:
             self._listening = asyncio.create_task(self._lines.listen(ray.util.get_node_ip_address()))
             self._watching = asyncio.create_task(self._watch())

@@ -1,7 +1,7 @@
 """Ray Train's parts (Ray 2.60) that every way of recovery needs: a backend that leaves process groups alone, and the budgets.
 
 - `ray.train.backend`: the public `TorchConfig` makes a backend that starts a process group for the life of the workers, and imports torch,
-  which the controller's process has no need of. Our process group is formed in generations, see `cluster.membership`.
+  which the controller's process has no need of. Our process group is formed in generations, see `cluster.rendezvous.membership`.
 - `ray.train.v2._internal.execution.callback`: the classes of the callbacks that `RunConfig(callbacks=...)` accepts.
 - `TrainRunContext.run_id`: the name under which a run asks for resources.
 """
@@ -17,7 +17,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.budget import Budget
+from ray_app.cluster.control.budget import Budget
 from ray_app.config.config import Config
 
 
@@ -48,7 +48,7 @@ def take_over(trainer: DataParallelTrainer, run_root: str) -> None:
 
 
 class OwnGroupBackend(Backend):
-    """Leaves process groups to `cluster.membership`."""
+    """Leaves process groups to `cluster.rendezvous.membership`."""
 
     share_cuda_visible_devices = True
 

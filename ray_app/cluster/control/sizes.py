@@ -1,7 +1,7 @@
 """How many workers there can and should be: Ray Train's elastic scaling policy (Ray 2.60) with other answers.
 
 How many are possible comes from Ray's client of the autoscaling coordinator, and from `ray._private.state`: `state.get_draining_nodes` for
-notices of nodes that are about to go away, `available_resources_per_node`. How many are wanted comes from `cluster.scaling`.
+notices of nodes that are about to go away, `available_resources_per_node`. How many are wanted comes from `cluster.control.scaling`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import ray
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
-from ray_app.cluster.hooks import Control
+from ray_app.cluster.control.hooks import Control
+from ray_app.cluster.control.scaling import sizing
 from ray_app.cluster.labels import Node, labelled
-from ray_app.cluster.scaling import sizing
 from ray_app.errors import RayAppError
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import ray
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ray_app.cluster.lines import orders_of, packed
+from ray_app.cluster.rendezvous.lines import orders_of, packed
 from ray_app.exchange.exchange import World, collective
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import put_event

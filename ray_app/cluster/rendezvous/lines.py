@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
-from ray_app.cluster.rendezvous import Rendezvous
+from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import Beat, Flags, Formed, Orders
 

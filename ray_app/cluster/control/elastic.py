@@ -3,9 +3,9 @@
 Stock Ray Train knows one reaction to every change: end all workers and start all again. Here a worker that is lost is dropped, one whose
 node goes away leaves, and new ones are added while the others train on. What that needs of Ray's internals:
 
-- `WorkerGroup`: see `cluster.group`.
+- `WorkerGroup`: see `cluster.control.group`.
 - `TrainController`: where it would restart the group it drops the failed workers; where it would resize it adds some.
-- `ElasticScalingPolicy`: see `cluster.sizes`.
+- `ElasticScalingPolicy`: see `cluster.control.sizes`.
 - `DataParallelTrainer._initialize_and_run_controller`: the only place where a controller of one's own can be put in.
 
 Another Ray version may lack any of it; then importing this module fails, and `cluster.trainer` falls back to restarting all workers.
@@ -28,9 +28,9 @@ from ray.train.v2._internal.execution.controller.state import RunningState
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.cluster.group import ElasticGroup, id_of
-from ray_app.cluster.hooks import Control, FailureBudget, OwnGroupBackend
-from ray_app.cluster.sizes import Sizes
+from ray_app.cluster.control.group import ElasticGroup, id_of
+from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupBackend
+from ray_app.cluster.control.sizes import Sizes
 
 logger = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 A generation is a set of workers that step together. A new one forms whenever the set changes: somebody died, fell silent, is asked to
 leave its node, or has just started. Whoever holds the training state keeps it and comes back here; nobody is restarted.
 
-It is a small actor (`cluster.rendezvous_actor`), which may itself be killed: members tell it who they are with every heartbeat, so a new
+It is a small actor (`cluster.rendezvous.actor`), which may itself be killed: members tell it who they are with every heartbeat, so a new
 instance knows them after a moment. Here is what it decides, in one thread and by a clock that is given; no method waits for anything. A
-heartbeat costs the same whatever the number of workers (`cluster.members`), and the more there are the rarer are those of each; what
-cannot wait for the next one is told at once.
+heartbeat costs the same whatever the number of workers (`cluster.rendezvous.members`), and the more there are the rarer are those of each;
+what cannot wait for the next one is told at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ray_app.cluster.members import Kind, Member, Members
+from ray_app.cluster.rendezvous.members import Kind, Member, Members
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import BEAT_S, Beat, Flags, Formed, Orders, Status
 from ray_app.train.group.standstill import Standstill
