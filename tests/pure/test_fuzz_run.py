@@ -11,7 +11,7 @@ import yaml
 
 from ray_app.checkpoint.commit import COMMIT
 from ray_app.checkpoint.store import CheckpointStore, Fallback
-from ray_app.config.config import Config
+from ray_app.config.config import SECTIONS, Config
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.record.paths import RunPaths
@@ -113,3 +113,11 @@ def test_a_damaged_file_of_a_user_is_refused(tmp_path: Path, seeds: range) -> No
         file.write_bytes(mutant(text, seed))
         refused += bool(refusal(lambda: load_config(file), ConfigError))
     assert refused > len(seeds) / 2
+
+
+@pytest.mark.parametrize("section", ["optimizer", *sorted(SECTIONS)])
+def test_a_section_that_is_empty_is_refused_by_name(tmp_path: Path, section: str) -> None:
+    given = {name: value for name, value in yaml.safe_load(USERS).items() if name != section}
+    file = tmp_path / "my.yaml"
+    file.write_text(f"{yaml.safe_dump(given)}{section}:\n")
+    assert section in refusal(lambda: load_config(file), ConfigError)

@@ -8,7 +8,9 @@ import json
 import pickle
 import re
 import shutil
+import struct
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +29,7 @@ from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.config.config import Config
 from ray_app.errors import CheckpointError, ConfigError, DataError, RegistryError
 from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.readers.unpickled import unpickled
 from ray_app.models import loader
 from ray_app.models.package import make_package
 from ray_app.models.packaged import fetch_package, read_export
@@ -401,3 +404,14 @@ def test_nothing_of_ours_turns_authentication_off_or_opens_a_dashboard() -> None
     assert {file.relative_to(ROOT).as_posix(): found for file in files if (found := opened_by(file.read_text()))} == {}
     starting = [file.name for file in files if "require_token()" in file.read_text()]
     assert len(starting) >= 3, "the clusters that we start are not found"
+
+
+def test_a_length_beyond_the_end_of_a_pickle_takes_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 30) + b"few.")  # BINBYTES8
+    tracemalloc.start()
+    try:
+        with (tmp_path / "data").open("rb") as file, pytest.raises(ValueError, match="bytes"):
+            unpickled(file)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -36,6 +36,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_TUPLE": tuple,
     "MARK": lambda: _MARK,
 }
+_PART_BYTES = 1 << 20
 _IGNORED = ("PROTO", "FRAME", "STOP")
 
 
@@ -53,6 +54,26 @@ class _Name:
     meaning: str
 
 
+class _Bounded:
+    """A file of which a damaged length takes no more memory than there is to read.
+
+    Args:
+        file: To read from.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.readline, self.tell = file.readline, file.tell
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, fewer at the end of the file."""
+        parts = []
+        while size > 0 and (part := self._file.read(min(size, _PART_BYTES))):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
 def unpickled(file: IO[bytes]) -> Any:
     """The data in a pickle; text of Python 2 is returned as `str`, byte for byte (latin-1).
 
@@ -62,7 +83,7 @@ def unpickled(file: IO[bytes]) -> Any:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     try:
-        for opcode, argument, position in pickletools.genops(file):
+        for opcode, argument, position in pickletools.genops(cast("IO[bytes]", _Bounded(file))):
             try:
                 _apply(opcode.name, argument, stack, memo)
             except (IndexError, KeyError, TypeError, AttributeError, StopIteration) as error:

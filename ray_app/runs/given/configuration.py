@@ -91,6 +91,8 @@ def parse_more(
     except (AttributeError, ImportError, TypeError, ValueError) as error:  # it imports every class_path below init_args
         raise ConfigError(f"The configuration is refused: a class_path below init_args cannot be imported: {error}.") from error
     values = yaml.safe_load(dumped) or {}
+    if not values.get("optimizer"):
+        raise ConfigError("The configuration is refused: optimizer is empty; write a class_path below it, or leave the section out.")
     groups = (values["optimizer"].get("init_args") or {}).pop(_GROUPS, None)
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
