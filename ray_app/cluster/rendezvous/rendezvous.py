@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ray_app.cluster.rendezvous.members import Kind, Member, Members
+from ray_app.cluster.rendezvous.forming import brought, is_complete, ranked, state_stays, steps_now
+from ray_app.cluster.rendezvous.members import Member, Members
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.group.messages import BEAT_S, Beat, Flags, Formed, Orders, Status
 from ray_app.train.group.standstill import Standstill
@@ -100,7 +101,7 @@ class Rendezvous:
         if current and self._wants_reform():
             flags |= Flags.REFORM
         leave = beat.node in self._members.draining and member not in self._brought()
-        if leave and not self._state_stays():
+        if leave and not state_stays(self._members):
             flags |= Flags.SAVE
         exits = member.exit and not any(other.dump for other in self._members if other is not member)  # who show what they do now
         aborts, formed = stale or (current and self._urgent), None if waits or not beat.waits else member.formed
@@ -116,7 +117,7 @@ class Rendezvous:
 
     def _notice(self) -> None:
         """Calls all if what they are told has changed."""
-        told = (self._members.number, self._urgent, self._flags, self._members.draining, self._wants_reform(), self._state_stays())
+        told = (self._members.number, self._urgent, self._flags, self._members.draining, self._wants_reform(), state_stays(self._members))
         if told != self._told:
             self._told = told
             self.call()
@@ -124,7 +125,7 @@ class Rendezvous:
     def _enter(self, member: Member, beat: Beat) -> None:
         """A worker waits for the next generation from now on."""
         member.ticket, member.formed = beat.waits, None
-        steps = member.kind is not None and _steps(member.kind)
+        steps = member.kind is not None and steps_now(member.kind)
         if steps and (beat.lost or beat.generation < self._members.number):
             self._urgent = True  # the others of this generation wait for it
         member.joined_s = self._clock()
@@ -181,7 +182,7 @@ class Rendezvous:
         leaving = {m.beat.worker for m in self._members.leavers()} if self._members.draining else set()
         lost = {worker: self._clock() - since for worker, since in self._lost.items()}
         step, stops = max(0, self._standstill.step), bool(self._flags & Flags.STOP)
-        here, stepping, limit_s = {m.beat.worker for m in self._members} - leaving, self._members.count(_steps), self._standstill.limit_s
+        here, stepping, limit_s = {m.beat.worker for m in self._members} - leaving, self._members.count(steps_now), self._standstill.limit_s
         return Status(here, leaving, lost, stepping, step, self._record, self._waiting, stops, limit_s)
 
     async def workers(self) -> list[Beat]:
@@ -211,22 +212,7 @@ class Rendezvous:
         self._notice()
 
     def _brought(self) -> list[Member]:
-        """Those on nodes that go away who come back from a broken generation with a step that nobody has finished who stays."""
-        if self._is_held() or not self._members.any(lambda k: k.leaving and k.waits and k.has_state):
-            return []
-        if not self._members.any(lambda k: not k.leaving and k.has_state):
-            return []
-        newest = max(m.beat.step for m in self._members if m.beat.node not in self._members.draining)
-        return [m for m in self._members.waiting.values() if m.beat.node in self._members.draining and m.beat.step > newest]
-
-    def _state_stays(self) -> bool:
-        return self._members.any(lambda k: k.has_state and not k.leaving)
-
-    def _is_complete(self) -> bool:
-        """Whether all of the last generation are back; of one that broke those on draining nodes, too, whose step may be the newest."""
-        return not self._members.any(
-            lambda k: k.current and not k.waits and (not k.leaving or (self._urgent and k.phase not in ("saving", "done")))
-        )
+        return [] if self._is_held() else brought(self._members)
 
     def _is_held(self) -> bool:
         return self._waiting is not None and not self._flags & Flags.STOP
@@ -241,7 +227,7 @@ class Rendezvous:
         return self._members.count(lambda k: not k.leaving) >= self._expected or self._clock() - oldest.joined_s > _COALESCE_S
 
     def _try_form(self) -> None:
-        if not self._members.waiting or self._is_held() or not self._is_complete():
+        if not self._members.waiting or self._is_held() or not is_complete(self._members, self._urgent):
             return
         brought = self._brought()
         ready = self._members.count(lambda k: k.waits and not k.leaving) + len(brought)
@@ -251,15 +237,13 @@ class Rendezvous:
         if not ready or (not complete and not (incumbents and settled)):
             return
         has_it = brought or self._members.any(lambda k: k.has_state and k.waits and not k.leaving)
-        if not has_it and self._members.any(lambda k: k.has_state or _steps(k)):
+        if not has_it and self._members.any(lambda k: k.has_state or steps_now(k)):
             return  # who has the state, or may by now, saves it before it leaves, or comes back
         staying = [m for m in self._members.waiting.values() if m.kind is not None and not m.kind.leaving]
         self._form(staying + brought)
 
     def _form(self, ready: list[Member]) -> None:
-        ready.sort(key=lambda m: (m.beat.step < 0, m.beat.rank if m.beat.generation else 0, m.joined_s))
-        places = {host: place for place, host in enumerate(dict.fromkeys(m.beat.host for m in ready))}
-        ready.sort(key=lambda m: places[m.beat.host])  # the first stays the first
+        ready = ranked(ready)
         number = max(self._members.number + 1, self._first)
         self._urgent = False
         self._standstill.begin(max(m.beat.step for m in ready))
@@ -281,9 +265,9 @@ class Rendezvous:
         self._notice()
 
     def _look_for_standstill(self, now: float) -> None:
-        if not self._members.any(lambda k: _steps(k) and k.phase != "done"):
+        if not self._members.any(lambda k: steps_now(k) and k.phase != "done"):
             return
-        if self._members.any(lambda k: _steps(k) and k.phase == "saving"):
+        if self._members.any(lambda k: steps_now(k) and k.phase == "saving"):
             self._standstill.moves()
             return
         times = self._standstill.times(now)
@@ -299,7 +283,3 @@ class Rendezvous:
         else:
             self._urgent = True  # all wait for each other: a collective is stuck
         self.call()
-
-
-def _steps(kind: Kind) -> bool:
-    return kind.current and not kind.waits
