@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.columns import class_names, count_classes, need_column
 from ray_app.task.losses import Losses
+from ray_app.task.rows.columns import class_names, count_classes, need_column
 from ray_app.task.rows.drawing import uniform
 from ray_app.task.rows.plain import plain
 from ray_app.task.rows.ragged import LENGTHS, Arrays

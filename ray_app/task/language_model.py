@@ -17,8 +17,8 @@ from ray_app.errors import ConfigError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Rows, Task
-from ray_app.task.columns import need_column
 from ray_app.task.losses import Losses
+from ray_app.task.rows.columns import need_column
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Ragged
 from ray_app.task.rows.transforms import Spec, made
 
