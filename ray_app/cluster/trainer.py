@@ -101,8 +101,9 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
         from ray_app.cluster.control.elastic import ElasticTrainer
         from ray_app.cluster.control.sizes import StoppedWaitingError
 
-        sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.max_workers), **options)
-        trainer = ElasticTrainer(control, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)
+        sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.most_workers + scaling.spare_workers), **options)
+        prepare = ray.put(functools.partial(_prepare, arguments))
+        trainer = ElasticTrainer(control, prepare, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)
         take_over(trainer, job.run_root)
         try:
             trainer.fit()
@@ -132,14 +133,27 @@ def _recovers_in_place(config: Config) -> bool:
     return True
 
 
+def _prepare(arguments: dict[str, Any]) -> None:
+    """What a worker does before it joins: imports the user's code, which comes with the job, and opens its device."""
+    try:
+        start: Start = ray.get(arguments["start"])
+        torch.zeros(1, device=_device(start.job.config))
+    except Exception as error:  # it happens again where it is told: when it trains
+        logger.warning("Preparing to train failed: %r", error)
+
+
+def _device(config: Config) -> torch.device:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpu_of(ray.get_gpu_ids(), visible) if config.scaling.gpus_per_worker else torch.device("cpu")
+
+
 def _work(arguments: dict[str, Any]) -> None:
     """Runs in every worker."""
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     start: Start = ray.get(arguments["start"])
     job = start.job
     guard(job.config.to_dict())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    device = gpu_of(ray.get_gpu_ids(), visible) if job.config.scaling.gpus_per_worker else torch.device("cpu")
+    device = _device(job.config)
     recovers = _recovers_in_place(job.config)
     backend = job.config.train.backend
     membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers)

@@ -48,6 +48,13 @@ def _check_scaling(config: Config) -> list[str]:
         )
     if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
         problems.append("scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.")
+    if config.train.strategy == "single" or config.failure.recovery == "restart":
+        problems += [
+            f"scaling.{name} is {getattr(scaling, name)} with train.strategy {config.train.strategy} and failure.recovery"
+            f" {config.failure.recovery}, with which no worker joins others that go on. Leave it out."
+            for name in ("spare_workers", "replace_slow_s")
+            if getattr(scaling, name)
+        ]
     if scaling.balance == "speed" and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
         problems.append(
             f"scaling.balance is speed with train.strategy {config.train.strategy} and train.reduction {config.train.reduction}; logical"

@@ -14,6 +14,7 @@ AT_LEAST: dict[str, float] = {
     "scaling.threads_per_worker": 1,
     "scaling.cpus_per_worker": 0,
     "scaling.gpus_per_worker": 0,
+    "scaling.spare_workers": 0,
     "data.global_batch_size": 1,
     "data.shuffle_window_rows": 1,
     "data.prefetch_windows": 1,
@@ -49,6 +50,7 @@ AT_LEAST: dict[str, float] = {
 }
 ABOVE_ZERO = (
     "scaling.resize_check_s",
+    "scaling.replace_slow_s",
     "data.read_task_mb",
     "data.cache_gb",
     "train.grad_clip_norm",

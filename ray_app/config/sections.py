@@ -65,6 +65,10 @@ class ScalingSection:
             conditions such as `in(a,b)` and `!a`; not given: any node. Reading goes anywhere, the evaluator and parameter servers where
             selectors of their own say.
         resize_check_s: Seconds between two looks for more capacity.
+        spare_workers: Processes beside the workers that have imported everything and opened their device, each in a slot that it reserves
+            like a worker; one of them takes the place of a lost worker, or uses new room, at the next step boundary.
+        replace_slow_s: Seconds for which a worker must have kept the others waiting (event `slowed`) to be replaced by another one, on
+            another node if there is one; where there is no room, it leaves if the rest is faster without it. Not given: it stays.
         balance: `none`: workers play equally many logical workers. `speed`: logical workers move from workers that take longer to those
             that are done sooner, with the same bits; needs more logical workers than workers, `train.reduction: exact`, and the strategy
             `ddp` or `central_storage`.
@@ -78,6 +82,8 @@ class ScalingSection:
     gpus_per_worker: float = result(0)
     label_selector: dict[str, str] | None = None
     resize_check_s: float = 10.0
+    spare_workers: int = 0
+    replace_slow_s: float | None = None
     balance: Literal["none", "speed"] = "none"
 
     @property

@@ -227,6 +227,7 @@ def described(event: Event) -> str:
         "preempted": f"preemption {details.get('number')}{step}: {details.get('workers')} workers had to leave",
         "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}: {details.get('reason')}",
         "replaced": f"lost workers replaced, {details.get('before')} to {details.get('after')}{step}",
+        "spares": f"{details.get('ready')} spare workers are ready",
         "start_failed": f"{details.get('workers')} more workers could not start: {details.get('reason')}",
         "checkpointed": f"checkpoint{step} ({details.get('why')}), took {seconds(float(details.get('duration_s') or 0.0))}",
         "evaluation_skipped": f"no evaluation{step}: {details.get('reason')}",
@@ -240,6 +241,7 @@ def described(event: Event) -> str:
         "stalled": f"{_slow(details)} in one step{step}",
         "balanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
         "spent": f"until{step.removeprefix(' at')} the workers' time was: {_spent(details)}",
+        "retired": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
         "lied": f"rank {details.get('rank')}{_at_host(details)} computed logical worker {details.get('logical_worker')}{step} wrongly, and"
         f" ended; it was last known to be right at step {details.get('clean')}",
         "suspected": f"checkpoints {details.get('steps')} are marked: {details.get('reason')}",

@@ -47,7 +47,8 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
         console.print(f"Warning: {doubt}", markup=False, highlight=False, soft_wrap=True)
     passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
     capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.most_workers else ""
-    where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}"
+    spares = f" and {config.scaling.spare_workers} spare" if config.scaling.spare_workers else ""
+    where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}{spares}"
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch{passes},"
         f" {config.train.epochs} epochs; {where}, arithmetic of {job.plan.logical_workers}",
@@ -71,7 +72,7 @@ def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
     scaling, evaluate = config.scaling, config.evaluate
     has = sum(node["Resources"].get("GPU", 0.0) for node in labelled(nodes, scaling.label_selector))
     evaluator = evaluate.num_gpus if config.data.eval_path is not None and evaluate.where == "actor" else 0
-    idle = int(has - workers * scaling.gpus_per_worker - evaluator)
+    idle = int(has - (workers + scaling.spare_workers) * scaling.gpus_per_worker - evaluator)
     if idle < 1:
         return None
     advice = "Raise scaling.max_workers (all: as many as fit), or leave them to others."

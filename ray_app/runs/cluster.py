@@ -59,7 +59,7 @@ def cluster(config: Config) -> Iterator[bool]:
     ):  # with a `runtime_env` the processes that Ray starts in advance would be of no use
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.most_workers))),
+            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.spare_workers))),
             include_dashboard=False,
             logging_level=logging.WARNING,
             log_to_driver=False,

@@ -66,6 +66,12 @@ def test_the_valid_one_is_accepted() -> None:
         ({"scaling__cpus_per_worker": -1}, "scaling.cpus_per_worker is -1; it must be at least 0."),
         ({"scaling__gpus_per_worker": -0.5}, "scaling.gpus_per_worker is -0.5; it must be at least 0."),
         ({"scaling__resize_check_s": 0}, "scaling.resize_check_s is 0; it must be greater than 0."),
+        ({"scaling__spare_workers": -1}, "scaling.spare_workers is -1; it must be at least 0."),
+        (
+            {"scaling__spare_workers": 1, "failure__recovery": "restart"},
+            "scaling.spare_workers is 1 with train.strategy ddp and failure.recovery restart, with which no worker joins others that go on."
+            " Leave it out.",
+        ),
         ({"data__shuffle_window_rows": 0}, "data.shuffle_window_rows is 0; it must be at least 1."),
         ({"data__prefetch_windows": 0}, "data.prefetch_windows is 0; it must be at least 1."),
         ({"data__global_batch_size": 0}, "data.global_batch_size is 0; it must be at least 1."),
@@ -230,6 +236,8 @@ def changed(**fields: Any) -> bool:
         {"scaling__min_workers": 2},
         {"scaling__cpus_per_worker": 2},
         {"scaling__resize_check_s": 1.0},
+        {"scaling__spare_workers": 1},
+        {"scaling__replace_slow_s": 60.0},
         {"scaling__balance": "speed"},
         {"failure__replay_rate": 0.01, "failure__compare_every_steps": 7},
         {"checkpoint__every_steps": 7, "checkpoint__every_epochs": None, "checkpoint__keep_last": 5, "checkpoint__keep_best": 0},

@@ -71,15 +71,31 @@ def test_what_is_waited_for_is_said_once_and_again_when_it_is_something_else(job
     assert lines[2].startswith("epoch 1/2 step 3/8 ")
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, now: int, possible: int) -> tuple[str | None, int | None]:
-    """What `Sizes` waits for with this many workers, room for this many and at least two wanted, and how many it starts, if any."""
+class Ready:
+    """Newcomers that are all ready."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def ready(self, since_s: float = 0.0) -> int:
+        return self.count
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, now: int, possible: int, ready: int = 0) -> tuple[str | None, int | None, int]:
+    """What `Sizes` waits for with this many workers, room for this many and at least two wanted, how many are to train, if that is to
+    change, and how many are to be on their way."""
     waits: list[str | None] = []
     monkeypatch.setattr(sizes, "ray", SimpleNamespace(get=lambda status: SimpleNamespace(stopping=False)))
-    config = SimpleNamespace(logical_workers=4, scaling=SimpleNamespace(resize_check_s=30.0))
+    scaling = SimpleNamespace(resize_check_s=30.0, min_workers=2, most_workers=4, spare_workers=1)
+    config = SimpleNamespace(logical_workers=4, scaling=scaling)
     control = SimpleNamespace(config=config, rendezvous=SimpleNamespace(status=SimpleNamespace(remote=lambda: None)))
     policy: Any = SimpleNamespace(
         _control=control,
-        scaling_config=SimpleNamespace(min_workers=2, max_workers=4),
+        newcomers=Ready(ready),
+        coming=0,
         _maybe_send_resource_request=lambda: None,
         _get_resize_decision=lambda workers: workers,
         possible=lambda *_: possible,
@@ -92,11 +108,20 @@ def decided(monkeypatch: pytest.MonkeyPatch, now: int, possible: int) -> tuple[s
     else:
         found = Sizes.make_decision_for_non_running_worker_group(policy)
     [reason] = waits
-    return reason, found if isinstance(found, int) else None
+    return reason, found if isinstance(found, int) else None, policy.coming
 
 
 def test_below_the_minimum_it_waits_and_goes_on_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decided(monkeypatch, 0, 1) == ("room for 1 of at least 2 workers; waiting for capacity", None)
-    assert decided(monkeypatch, 0, 3) == (None, 3)
-    assert decided(monkeypatch, 1, 1) == ("1 of at least 2 workers; waiting for capacity", None)
-    assert decided(monkeypatch, 1, 2) == (None, 2)
+    assert decided(monkeypatch, 0, 1) == ("room for 1 of at least 2 workers; waiting for capacity", None, 0)
+    assert decided(monkeypatch, 0, 3) == (None, 3, 0)
+    assert decided(monkeypatch, 1, 1) == ("1 of at least 2 workers; waiting for capacity", None, 0)
+    assert decided(monkeypatch, 1, 2) == (None, None, 1), "one begins"
+    assert decided(monkeypatch, 1, 2, ready=1) == (None, 2, 1), "and joins once it is ready"
+
+
+def test_spares_are_begun_where_there_is_room_and_start_alone_if_all_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decided(monkeypatch, 4, 4) == (None, None, 0)
+    assert decided(monkeypatch, 4, 5) == (None, None, 1)
+    assert decided(monkeypatch, 4, 9) == (None, None, 1)
+    assert decided(monkeypatch, 0, 5, ready=1) == (None, 4, 0), "one is fewer than there must be"
+    assert decided(monkeypatch, 0, 5, ready=2) == (None, 2, 0), "two begin at once, the others join"

@@ -24,7 +24,7 @@ from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from tests.support.cluster import record_of
-from tests.support.injector import AwaitNewcomer, Fail, Freeze, Kill, KillAt, KillSaving, Linger, Spare, Stall, WaitFor
+from tests.support.injector import AwaitNewcomer, Drag, Fail, Freeze, Kill, KillAt, KillSaving, Linger, Spare, Stall, WaitFor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
@@ -63,6 +63,51 @@ def test_the_others_go_on_and_a_new_worker_joins(short_run: ShortRun, reference:
     assert summary["world_sizes"][2][1] == 2
     assert (summary["restarts"]["failures"], len(summary["recovery_s"])) == (1, 1)
     assert "died" in next(iter(events["failed"][0].details["errors"].values()))
+
+
+def test_a_spare_takes_the_place_of_a_killed_worker(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__spare_workers=1)
+    kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
+    ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
+    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15, each_s=60)
+    summary, events = run_with(config, reference, after_step=Several((ready, kill, joined)))
+    assert kill.happened == 1
+    assert [event.details["ready"] for event in events["spares"]][:2] == [1, 0], "it was there before, and joined"
+    assert sizes(events) == [2, 1, 2]
+    assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
+    [replaced] = events["replaced"]
+    assert (replaced.details["before"], replaced.details["after"]) == (1, 2)
+
+
+def test_all_are_killed_and_the_run_goes_on_with_the_spare(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=2, scaling__spare_workers=1, checkpoint__snapshot_every_steps=1)
+    kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
+    ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
+    committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
+    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15, each_s=60)
+    summary, events = run_with(config, reference, after_step=Several((ready, committed, kill, joined)))
+    assert kill.happened == 2
+    assert sizes(events) == [2, 1, 2]
+    assert summary["redone_steps"] <= 1
+
+
+def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: Path) -> None:
+    longer = {"train__epochs": 30, "train__max_steps": 500, "checkpoint__every_steps": 250}
+    alone = run_training(short_run(run__name="alone", train__strategy="single", scaling__max_workers=1, **longer))
+    scaling = {"scaling__min_workers": 2, "scaling__max_workers": 2, "scaling__spare_workers": 1, "scaling__replace_slow_s": 1.0}
+    run = tmp_path / "runs" / "run"
+    drag = Drag(str(tmp_path / "slow"), step=20, rank=1)
+    ready = Linger(str(run), "spares", {"ready": 1}, after=5, each_s=60)
+    joined = Linger(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
+    result = run_training(short_run(**scaling, **longer), faults=Faults(train=Hooks(after_step=Several((ready, drag, joined)))))
+    assert result.summary["params_digest"] == alone.summary["params_digest"]
+    paths = RunPaths(run)
+    [retired] = read_events(paths, "retired")
+    slow = int(Path(f"{drag.proof}-1").read_text())
+    assert retired.details["pid"] == slow == next(e.details["pid"] for e in read_events(paths, "slowed"))
+    assert retired.details["reason"].endswith("another takes its place")
+    assert [e.details["workers"] for e in read_events(paths, "formed")] == [2, 1, 2]
+    assert (result.summary["restarts"]["failures"], result.summary["redone_steps"]) == (0, 0)
 
 
 def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:

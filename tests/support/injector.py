@@ -66,6 +66,19 @@ class Kill(At):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class Drag(At):
+    """The process that has a rank at a step takes longer for every step from then on."""
+
+    extra_s: float = 0.05
+
+    def __call__(self, rank: int, step: int) -> None:
+        self.is_due(rank, step)
+        pid = Path(f"{self.proof}-{self.rank}")
+        if step >= self.step and pid.exists() and pid.read_text() == str(os.getpid()):
+            time.sleep(self.extra_s)
+
+
 class Break(At):
     """An error in every worker that starting again cannot mend: the run ends."""
 

@@ -153,7 +153,7 @@ class World:
         elif kind == "cut_off":
             chosen.cut_until_s = self.now + self.random.choice((1.0, 6.0))
         elif kind == "drain":
-            self.draining.add(chosen.node)
+            self.draining.add(self.random.choice((chosen.node, chosen.name)))
 
     def _die(self, worker: Worker) -> None:
         if worker not in self.live:

@@ -1,10 +1,11 @@
 """Workers that come and go one by one: Ray Train's controller (Ray 2.60), changed where it restarts everybody.
 
 Stock Ray Train knows one reaction to every change: end all workers and start all again. Here a worker that is lost is dropped, one whose
-node goes away leaves, and new ones are added while the others train on. What that needs of Ray's internals:
+node goes away leaves, and new ones, which have prepared themselves beside (`cluster.control.newcomers`), join while the others train on.
+What that needs of Ray's internals:
 
 - `WorkerGroup`: see `cluster.control.group`.
-- `TrainController`: where it would restart the group it drops the failed workers; where it would resize it adds some.
+- `TrainController`: where it would restart the group it drops the failed workers; where it would resize it lets newcomers join.
 - `ElasticScalingPolicy`: see `cluster.control.sizes`.
 - `DataParallelTrainer._initialize_and_run_controller`: the only place where a controller of one's own can be put in.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -30,6 +32,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.cluster.control.group import ElasticGroup, id_of
 from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupBackend
+from ray_app.cluster.control.newcomers import Newcomers
+from ray_app.cluster.control.retiring import Retiring
 from ray_app.cluster.control.sizes import Sizes
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,8 @@ _RETRY_S = 5.0
 
 class _Backend(OwnGroupBackend):
     has_replica_groups = True
+    share_cuda_visible_devices = False
+    """Each sees its own GPUs, also those that come later; since CUDA 10.1 NCCL copies between GPUs that do not see each other, too."""
 
 
 class _BackendConfig(BackendConfig):
@@ -54,10 +60,16 @@ class _Controller(TrainController):
     worker_group_cls = ElasticGroup
     _owed = 0
     """Workers that were lost and not replaced yet."""
+    _ready = 0
+    """Newcomers that were ready when it was last told."""
 
-    def __init__(self, env: dict[str, str], **arguments: Any) -> None:
+    def __init__(self, env: dict[str, str], callbacks: list[Any], scaling_policy: Sizes, prepare: list[Any], **arguments: Any) -> None:
         os.environ |= env  # with a `runtime_env` of its own a process that is there already would be of no use
-        super().__init__(**arguments)
+        self._newcomers = scaling_policy.newcomers = Newcomers(prepare[0])
+        config = scaling_policy._control.config
+        scaling = config.scaling
+        self._retiring = Retiring(scaling.replace_slow_s, config.logical_workers, scaling.min_workers, scaling.most_workers)
+        super().__init__(callbacks=[*callbacks, self._newcomers], scaling_policy=scaling_policy, **arguments)
 
     @property
     def _budget(self) -> FailureBudget:
@@ -85,23 +97,37 @@ class _Controller(TrainController):
         group = self._worker_group
         if group is None or not group.has_started():
             return super()._execute_resize_decision(decision)
-        before = len(group)
+        policy, before = self._scaling_policy, len(group)
         try:
-            added = group.grow(decision.num_workers - before)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            added = 0
-            self._budget.budget.note("start_failed", workers=decision.num_workers - before, reason=str(error)[:2000])
-        if not added:
-            self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S
-        else:
-            self._scaling_policy.changed_s = time.monotonic()
-            self._expect()
-            replaced = min(added, self._owed)
-            self._owed -= replaced
-            step = ray.get(self._rendezvous.status.remote()).step
-            kind = "resized" if added > replaced else "replaced"
-            self._budget.budget.note(kind, before=before, after=before + added, step=step, reason=self._scaling_policy.reason)
+            joined = group.join(decision.num_workers - before)
+        except ray.exceptions.RayError as error:
+            self._note_lost([str(error)])
+            return self._running()
+        if before + joined == policy.wanted:
+            policy.changed_s = time.monotonic()
+        self._expect()
+        replaced = min(joined, self._owed)
+        self._owed -= replaced
+        step = ray.get(self._rendezvous.status.remote()).step
+        kind = "resized" if joined > replaced else "replaced"
+        self._budget.budget.note(kind, before=before, after=before + joined, step=step, reason=policy.reason)
         return self._running()
+
+    def _welcome(self) -> None:
+        """Looks after newcomers: as many as the policy wants are to be on their way."""
+        newcomers, policy = self._newcomers, self._scaling_policy
+        self._note_lost(newcomers.look(policy.draining))
+        newcomers.keep(policy.coming)
+        if policy.has_spares and (ready := newcomers.ready()) != self._ready:
+            self._ready = ready
+            self._budget.budget.note("spares", ready=ready)
+        if time.monotonic() >= policy.full_until_s:
+            newcomers.begin(policy.coming - len(newcomers), self._worker_group.slot(policy.shunned))
+
+    def _note_lost(self, reasons: list[str]) -> None:
+        if reasons:
+            self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S
+            self._budget.budget.note("start_failed", workers=len(reasons), reason="\n".join(dict.fromkeys(reasons))[:2000])
 
     @property
     def _dwell_s(self) -> float:
@@ -117,19 +143,44 @@ class _Controller(TrainController):
         """Looks after workers that are silent, or have left, or have to leave."""
         group, policy = self._worker_group, self._scaling_policy
         workers = group.get_workers()
-        draining = set(policy.draining)
+        self._welcome()
         self._expect()  # again and again: the rendezvous may have been started anew
-        seen = ray.get([self._rendezvous.drain.remote(draining), self._rendezvous.status.remote()])[1]
-        left = {i for i, s in status.worker_statuses.items() if not s.running and workers[i].metadata.node_id in draining}
+        leaving = {*policy.draining, *self._retiring.retired}
+        seen = ray.get([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])[1]
+        ended = {i for i, s in status.worker_statuses.items() if not s.running}
+        left = {i for i in ended if workers[i].metadata.node_id in policy.draining}
+        retired = {i for i in ended - left if id_of(workers[i].actor) in self._retiring.retired}
         silent = {i for i, w in enumerate(workers) if seen.silent.get(id_of(w.actor), 0.0) > _GRACE_S}
         if left and len(left) < len(workers):
             self._budget.budget.preempted(len(left), seen.step, len(workers) - len(left))
             self._drop(left)
+        elif retired and len(retired) < len(workers):
+            self._drop(retired)
         elif silent:
             limit = policy._control.config.failure.heartbeat_timeout_s
             error = ConnectionError(f"no sign of life for {limit:g} s")
             self._budget.budget.failed(dict.fromkeys(silent, error), seen.step, len(workers) - len(silent))
             self._drop(silent)
+        elif self._retiring.is_on and seen.record is not None:
+            self._retire(seen.record.slow, seen.step)
+
+    def _retire(self, slow: Mapping[str, float], step: int) -> None:
+        """Has a worker leave that stays slow, if that helps.
+
+        Args:
+            slow: How many times as long as the others the slow workers take, by rank.
+            step: Finished steps.
+        """
+        group, policy = self._worker_group, self._scaling_policy
+        by_rank = ray.get(self._rendezvous.workers.remote()) if slow else []
+        times = {by_rank[int(rank)].worker: slow[rank] for rank in slow if int(rank) < len(by_rank)}
+        nodes = {id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
+        others = self._newcomers.ready()
+        decision = self._retiring.decide(times, len(group), lambda worker: others or policy.room_beside(nodes.get(worker, ""), len(group)))
+        if decision is not None:
+            policy.shun(nodes.get(decision.worker, ""))
+            worker = next(beat for beat in by_rank if beat.worker == decision.worker)
+            self._budget.budget.note("retired", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=decision.reason)
 
     def _drop(self, places: set[int]) -> None:
         group = self._worker_group
@@ -150,11 +201,18 @@ class _Controller(TrainController):
 
 
 class ElasticTrainer(DataParallelTrainer):
-    """Ray Train's trainer with a controller and a scaling policy of our own."""
+    """Ray Train's trainer with a controller and a scaling policy of our own.
 
-    def __init__(self, control: Control, *arguments: Any, **options: Any) -> None:
+    Args:
+        control: The run.
+        prepare: Reference of a function without arguments that each worker calls before it joins; what it raises is not looked at.
+        arguments: Of `DataParallelTrainer`.
+        options: Likewise.
+    """
+
+    def __init__(self, control: Control, prepare: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, backend_config=_BackendConfig(), **options)
-        self._control = control
+        self._control, self._prepare = control, prepare
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         # Ray's cleaner knows one placement group per run, and waits for a dashboard that may not be there; ours go with the job.
@@ -162,6 +220,7 @@ class ElasticTrainer(DataParallelTrainer):
         unused = (PlacementGroupCleanerCallback, DatasetsCallback)
         arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unused)]
         arguments["scaling_policy"] = Sizes(self.scaling_config, self._control)
+        arguments["prepare"] = [self._prepare]  # in a list, so that Ray does not put what it refers to in its place
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
         controller = ray.remote(_Controller).options(num_cpus=0, scheduling_strategy=here).remote(env, **arguments)

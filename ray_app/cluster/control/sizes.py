@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Iterable
 from math import ceil
 from typing import Any
 
@@ -17,6 +18,7 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
 from ray_app.cluster.control.hooks import Control
+from ray_app.cluster.control.newcomers import Newcomers
 from ray_app.cluster.control.scaling import sizing
 from ray_app.cluster.labels import Node, labelled
 from ray_app.errors import RayAppError
@@ -24,6 +26,7 @@ from ray_app.errors import RayAppError
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_COALESCE_S = 2.0  # those who are ready wait so long for others
 _PROBE_S, _SUSPECT_S = 0.5, 120.0
 
 
@@ -32,7 +35,24 @@ class StoppedWaitingError(RayAppError):
 
 
 class Sizes(ElasticScalingPolicy):
-    """How many workers there can and should be."""
+    """How many workers there can and should be, spares included.
+
+    Args:
+        scaling_config: How many at least, and with the spares at most.
+        control: The run.
+
+    Attributes:
+        newcomers: Those on their way; given by the controller.
+        wanted: How many workers there should be.
+        coming: How many should be on their way: what is missing, and spares.
+        reason: Why so many are wanted.
+        draining: Ids of nodes that go away.
+        shunned: Ids of nodes on which nobody is begun, because a worker was slow there.
+        changed_s: When the number of workers changed as it should.
+        full_until_s: Until when nobody more is begun.
+    """
+
+    newcomers: Newcomers
 
     def __init__(self, scaling_config: Any, control: Control) -> None:
         super().__init__(scaling_config)
@@ -42,10 +62,17 @@ class Sizes(ElasticScalingPolicy):
         self._looked_s = 0.0
         self._waiting: str | None = None
         self.draining: dict[str, int] = {}
+        self.shunned: set[str] = set()
         self.suspects: dict[str, float] = {}
         self.changed_s = time.monotonic()
         self.full_until_s = 0.0
         self.reason = ""
+        self.wanted = self.coming = 0
+
+    @property
+    def has_spares(self) -> bool:
+        """Whether there are to be workers beside those that train."""
+        return self._control.config.scaling.spare_workers > 0
 
     def _get_num_workers_for_resource_request(self) -> int:
         """How many bundles an autoscaler is asked to make room for: those of the workers, and as many as the CPUs of all else are worth.
@@ -57,16 +84,15 @@ class Sizes(ElasticScalingPolicy):
         return self.scaling_config.max_workers + (ceil(rest / scaling.cpus_per_worker) if rest else 0)
 
     def possible(self, now: int = 0) -> int:
-        """Workers that fit on nodes that stay, the `now` workers of now included."""
+        """Workers that fit on nodes that stay, spares and the `now` of now included."""
         if time.monotonic() - self._looked_s < _LOOK_S:
             return self._possible
         self._looked_s = time.monotonic()
         self.draining = ray._private.state.state.get_draining_nodes() or {}
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and self._is_there(node)}
         staying = {name: node for name, node in alive.items() if name not in self.draining}
-        scaling = self._control.config.scaling
-        if scaling.label_selector:
-            count = now + self._free_on(labelled(staying.values(), scaling.label_selector))
+        if self._control.config.scaling.label_selector or self.shunned:
+            count = now + self._free_on([node for name, node in staying.items() if name not in self.shunned])
         else:
             nodes = frozenset((name, name in self.draining) for name in alive)
             reserved = self._reserved(recompute=nodes != self._nodes)
@@ -74,11 +100,21 @@ class Sizes(ElasticScalingPolicy):
                 return self._possible
             self._nodes = nodes
             count = self._count_possible_workers({name: part for name, part in reserved.items() if name in staying})
-        if scaling.cpus_per_worker:
-            cpus = sum(node["Resources"].get("CPU", 0.0) for node in staying.values())
-            count = min(count, int((cpus - self._control.reading_cpus) // scaling.cpus_per_worker))
+        count = min(count, self._beside_reading(staying.values()))
         self._possible = max(0, count)
         return self._possible
+
+    def _beside_reading(self, nodes: Iterable[Node]) -> int:
+        """Workers for whom these nodes have CPUs, but for what else the run needs."""
+        each = self._control.config.scaling.cpus_per_worker
+        cpus = sum(node["Resources"].get("CPU", 0.0) for node in nodes)
+        return int((cpus - self._control.reading_cpus) // each) if each else self.scaling_config.max_workers
+
+    def room_beside(self, node: str, now: int) -> int:
+        """How many more than the `now` of now fit, on other nodes than this one."""
+        staying = [each for each in ray.nodes() if each["Alive"] and each["NodeID"] not in self.draining]
+        free = self._free_on([each for each in staying if each["NodeID"] not in {node, *self.shunned}])
+        return max(0, min(free, self._beside_reading(staying) - now))
 
     def _reserved(self, recompute: bool) -> dict[str, dict[str, float]] | None:
         """What each node has for the workers of this run, as Ray shares it out among runs; it does not look at labels."""
@@ -90,9 +126,9 @@ class Sizes(ElasticScalingPolicy):
             return None
 
     def _free_on(self, nodes: list[Node]) -> int:
-        """More workers that there is room for now on these nodes."""
-        free = ray._private.state.available_resources_per_node()
-        return self._count_possible_workers({node["NodeID"]: free.get(node["NodeID"], {}) for node in nodes})
+        """More workers that there is room for now on those of these nodes that workers may run on."""
+        free, labels = ray._private.state.available_resources_per_node(), self._control.config.scaling.label_selector
+        return self._count_possible_workers({node["NodeID"]: free.get(node["NodeID"], {}) for node in labelled(nodes, labels)})
 
     def _is_there(self, node: dict[str, Any]) -> bool:
         """Asks a node that a worker was lost on whether it lives: Ray itself counts a lost node as alive for seconds to a minute."""
@@ -109,37 +145,48 @@ class Sizes(ElasticScalingPolicy):
         if ray.get(self._control.rendezvous.status.remote()).stopping:
             raise StoppedWaitingError("stopped while there were no workers")
         self._maybe_send_resource_request()
-        possible, scaling = self.possible(), self.scaling_config
+        possible, scaling = self.possible(len(self.newcomers)), self._control.config.scaling
         if possible >= scaling.min_workers:
             self.wait(None)
-            self.changed_s = time.monotonic()
-            return self._get_resize_decision(min(possible, scaling.max_workers))
+            self.shunned = set()
+            ready, most = self.newcomers.ready(), min(possible, scaling.most_workers)
+            at_once = min(ready, most) if ready >= scaling.min_workers else most
+            self.changed_s = time.monotonic() - (scaling.resize_check_s if at_once < most else 0.0)
+            return self._get_resize_decision(at_once)
         self.wait(f"room for {possible} of at least {scaling.min_workers} workers; waiting for capacity")
         time.sleep(_LOOK_S / 4)
         return NoopDecision()
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
-        """Adds workers where it pays."""
+        """Adds workers where it pays, once they are ready, all that are wanted at once if they do not take too long."""
         del worker_group_status
         self._maybe_send_resource_request()
-        now, scaling = worker_group_state.num_workers, self.scaling_config
-        possible = self.possible(now)
+        now, coming, scaling = worker_group_state.num_workers, len(self.newcomers), self._control.config.scaling
+        possible = self.possible(now + coming)
         if time.monotonic() < self.full_until_s:
-            possible = min(possible, now)
-        since, dwell = time.monotonic() - self.changed_s, self._control.config.scaling.resize_check_s
-        logical = self._control.config.logical_workers
-        wanted = sizing(now, possible, logical, scaling.min_workers, scaling.max_workers, since, dwell)
-        short = now < scaling.min_workers and wanted.workers == now
-        self.wait(f"{now} of at least {scaling.min_workers} workers; waiting for capacity" if short else None, now)
-        if wanted.workers == now:
+            possible = min(possible, now + coming)
+        since = time.monotonic() - self.changed_s
+        logical, least, most = self._control.config.logical_workers, scaling.min_workers, scaling.most_workers
+        wanted = sizing(now, possible, logical, least, most, since, scaling.resize_check_s)
+        short = now < least and wanted.workers == now
+        self.wait(f"{now} of at least {least} workers; waiting for capacity" if short else None, now)
+        self.wanted, self.reason = wanted.workers, wanted.reason
+        self.coming = self.wanted - now + max(0, min(scaling.spare_workers, possible - self.wanted))
+        ready = min(self.newcomers.ready(), self.wanted - now)
+        if not ready or (now + ready < self.wanted and not self.newcomers.ready(since_s=_COALESCE_S)):
             return NoopDecision()
-        self.reason = wanted.reason
-        return self._get_resize_decision(wanted.workers)
+        return self._get_resize_decision(now + ready)
 
     def suspect(self, nodes: set[str]) -> None:
         """These nodes may be gone."""
         self.suspects |= dict.fromkeys(nodes, time.monotonic() + _SUSPECT_S)
         self._looked_s = 0.0
+
+    def shun(self, node: str) -> None:
+        """Nobody is begun on this node any more, if there are others."""
+        if any(each["Alive"] and each["NodeID"] not in {node, *self.shunned, *self.draining} for each in ray.nodes()):
+            self.shunned.add(node)
+            self._looked_s = 0.0
 
     def wait(self, reason: str | None, workers: int = 0) -> None:
         """Tells the workers and the console whether to wait for capacity."""

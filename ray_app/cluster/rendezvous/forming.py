@@ -16,11 +16,11 @@ def state_stays(members: Members) -> bool:
 
 
 def brought(members: Members) -> list[Member]:
-    """Those on nodes that go away who come back from a broken generation with a step that nobody has finished who stays."""
+    """Those who have to leave and come back from a broken generation with a step that nobody has finished who stays."""
     if not members.any(lambda k: k.leaving and k.waits and k.has_state) or not state_stays(members):
         return []
-    newest = max(m.beat.step for m in members if m.beat.node not in members.draining)
-    return [m for m in members.waiting.values() if m.beat.node in members.draining and m.beat.step > newest]
+    newest = max(m.beat.step for m in members if not members.leaves(m))
+    return [m for m in members.waiting.values() if members.leaves(m) and m.beat.step > newest]
 
 
 def is_complete(members: Members, broken: bool) -> bool:
@@ -28,7 +28,7 @@ def is_complete(members: Members, broken: bool) -> bool:
 
     Args:
         members: All that are known.
-        broken: Whether it broke: then those on draining nodes, too, since their step may be the newest.
+        broken: Whether it broke: then those who have to leave, too, since their step may be the newest.
     """
     return not members.any(lambda k: k.current and not k.waits and (not k.leaving or (broken and k.phase not in ("saving", "done"))))
 

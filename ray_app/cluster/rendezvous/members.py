@@ -14,7 +14,7 @@ class Kind(NamedTuple):
     """What matters of a member when it is decided who forms a generation.
 
     Args:
-        leaving: Whether its node goes away.
+        leaving: Whether it has to leave.
         current: Whether it is in the newest generation.
         waits: Whether it waits for the next one.
         has_state: Whether it has a training state.
@@ -60,12 +60,12 @@ class Members:
 
     Attributes:
         number: The newest generation.
-        draining: The nodes that go away.
+        leaving: Ids of the nodes that go away, and of the workers that have to leave although theirs stay.
         waiting: Who waits, the longest first.
     """
 
     def __init__(self) -> None:
-        self.number, self.draining = 0, frozenset[str]()
+        self.number, self.leaving = 0, frozenset[str]()
         self.waiting: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
         self._counts: Counter[Kind] = Counter()
@@ -95,7 +95,7 @@ class Members:
     def changed(self, member: Member) -> None:
         """Counts a member as what it is now."""
         beat, waits = member.beat, member.joined_s is not None
-        kind = Kind(beat.node in self.draining, beat.generation == self.number > 0, waits, _has_state(beat), beat.phase)
+        kind = Kind(self.leaves(member), beat.generation == self.number > 0, waits, _has_state(beat), beat.phase)
         if kind == member.kind:
             return
         if not waits:
@@ -104,10 +104,14 @@ class Members:
             self.waiting[beat.worker] = member
         self._count(member, kind)
 
-    def now(self, number: int | None = None, draining: frozenset[str] | None = None) -> None:
-        """The newest generation or the nodes that go away are others from now on: all are counted again."""
+    def leaves(self, member: Member) -> bool:
+        """Whether a member has to leave."""
+        return member.beat.node in self.leaving or member.beat.worker in self.leaving
+
+    def now(self, number: int | None = None, leaving: frozenset[str] | None = None) -> None:
+        """The newest generation or those who have to leave are others from now on: all are counted again."""
         self.number = self.number if number is None else number
-        self.draining = self.draining if draining is None else draining
+        self.leaving = self.leaving if leaving is None else leaving
         for member in self:
             self.changed(member)
 
@@ -129,8 +133,8 @@ class Members:
         return any(map(test, self._counts))
 
     def leavers(self) -> list[Member]:
-        """Those whose nodes go away."""
-        return [m for m in self if m.beat.node in self.draining]
+        """Those who have to leave."""
+        return [m for m in self if self.leaves(m)]
 
     def stepping(self) -> list[Member]:
         """Those who are in the newest generation."""

@@ -100,7 +100,7 @@ class Rendezvous:
         flags = self._flags
         if current and self._wants_reform():
             flags |= Flags.REFORM
-        leave = beat.node in self._members.draining and member not in self._brought()
+        leave = self._members.leaves(member) and member not in self._brought()
         if leave and not state_stays(self._members):
             flags |= Flags.SAVE
         exits = member.exit and not any(other.dump for other in self._members if other is not member)  # who show what they do now
@@ -117,7 +117,7 @@ class Rendezvous:
 
     def _notice(self) -> None:
         """Calls all if what they are told has changed."""
-        told = (self._members.number, self._urgent, self._flags, self._members.draining, self._wants_reform(), state_stays(self._members))
+        told = (self._members.number, self._urgent, self._flags, self._members.leaving, self._wants_reform(), state_stays(self._members))
         if told != self._told:
             self._told = told
             self.call()
@@ -163,10 +163,10 @@ class Rendezvous:
         """All workers wait for somebody who waits for the storage, which is no standstill; said again and again meanwhile."""
         self._standstill.moves()
 
-    async def drain(self, nodes: set[str]) -> None:
-        """Workers on these nodes have to leave."""
-        if nodes != self._members.draining:
-            self._members.now(draining=frozenset(nodes))
+    async def drain(self, leaving: set[str]) -> None:
+        """Workers on the nodes of these ids, and the workers of these ids, have to leave."""
+        if leaving != self._members.leaving:
+            self._members.now(leaving=frozenset(leaving))
         self._try_form()
         self._notice()
 
@@ -179,7 +179,7 @@ class Rendezvous:
 
     async def status(self) -> Status:
         """How things are."""
-        leaving = {m.beat.worker for m in self._members.leavers()} if self._members.draining else set()
+        leaving = {m.beat.worker for m in self._members.leavers()} if self._members.leaving else set()
         lost = {worker: self._clock() - since for worker, since in self._lost.items()}
         step, stops = max(0, self._standstill.step), bool(self._flags & Flags.STOP)
         here, stepping, limit_s = {m.beat.worker for m in self._members} - leaving, self._members.count(steps_now), self._standstill.limit_s
