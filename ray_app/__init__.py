@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ray_app.version import __version__
@@ -49,7 +50,9 @@ __all__ = [
     "start_training",
 ]
 
-logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook Ray asks for ipywidgets, which nothing here needs
+# In a notebook Ray asks for ipywidgets, which nothing here needs.
+logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 _PLACES = {
     "Comparison": "report.comparison",

@@ -86,6 +86,11 @@ def outputs(notebook: nbformat.NotebookNode) -> list[Any]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
+def has_bar(notebook: nbformat.NotebookNode) -> bool:
+    """Whether it shows how far a run has come."""
+    return any("<progress" in output.get("data", {}).get("text/html", "") for output in outputs(notebook))
+
+
 def pictures(notebook: nbformat.NotebookNode) -> list[bytes]:
     """Its pictures, as PNG files."""
     found = [output.get("data", {}).get("image/png") for output in outputs(notebook)]
