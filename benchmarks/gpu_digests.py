@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from benchmarks.gpu_lines import Found, Line, NotYetError
 from benchmarks.gpu_models import Transformer, resnet
 from benchmarks.gpu_workers import Bench
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.task import environment
 from ray_app.task.base import Task
 from ray_app.train.hooks import Hooks
+from tests.support.campaign import Campaign
 from tests.support.local_world import DieAfter, KilledError
+from tests.support.server_world import World as ServedWorld
 
-L, STEPS = 4, 4
+L, STEPS, DEATHS = 4, 4, 3
 WORKERS = (1, 2, 4)
 BF16 = {"train__precision": "bf16", "train__channels_last": True}
 
@@ -75,6 +80,32 @@ def resumed(bench: Bench) -> Found:
     return Found(f"W = 1 to step {step}, then 2: {digests[1][:12]}, undisturbed {digests[0][:12]}", same, {"digests": digests})
 
 
+def killed(bench: Bench) -> Found:
+    """Two workers that are killed again and again, each time in another phase of a step, against a run that is not disturbed."""
+    fields = {"train__max_steps": 12, "train__epochs": 10, "checkpoint__every_steps": 4}
+    jobs = [bench.job(network(bench), bench.small, logical_workers=2, batch=bench.sizes.digest_batch, **fields) for _ in range(2)]
+    with bench.pool(1) as pool:
+        whole = bench.trained(pool, jobs[0], 1)
+    campaign = Campaign(bench.new("kills"), 0, jobs[1], 2, device=torch.device(bench.device))
+    campaign.run(DEATHS)
+    deaths, digest = campaign.fired.total(), CheckpointStore(jobs[1].paths).commits()[-1].params_digest
+    same = digest == whole.commit.params_digest and deaths > 0
+    return Found(f"{deaths} deaths: {digest[:12]}, undisturbed {whole.commit.params_digest[:12]}", same, {"deaths": dict(campaign.fired)})
+
+
+def served(bench: Bench) -> Found:
+    """Parameter servers in host memory, one worker and two that take turns, in one process."""
+    fields = {"train__strategy": "parameter_server", "train__servers": 2, "train__max_steps": STEPS}
+    digests = {}
+    for workers in (1, 2):
+        job = bench.job(transformer(bench), bench.small, logical_workers=L, batch=bench.sizes.digest_batch, **fields)
+        environment.set_up_torch(job.config, torch.device(bench.device))
+        ServedWorld(job, workers, device=torch.device(bench.device)).run()
+        digests[workers] = CheckpointStore(job.paths).commits()[-1].params_digest
+    same = len(set(digests.values())) == 1
+    return Found(", ".join(f"W = {size}: {digest[:12]}" for size, digest in digests.items()), same, {"digests": digests})
+
+
 def fsdp_offloaded(bench: Bench) -> Found:
     """Shards and updates in host memory."""
     if bench.device == "cpu":
@@ -99,5 +130,7 @@ LINES = [
     Line("bits: fsdp", of(transformer, train__strategy="fsdp"), 40, "equal"),
     Line("bits: fsdp, cpu_offload", fsdp_offloaded, 40, "equal"),
     Line("bits: central_storage", of(transformer, train__strategy="central_storage"), 40, "equal"),
+    Line("SIGKILL of a worker, in place", killed, 60, "equal digest"),
+    Line("bits: parameter_server", served, 40, "equal"),
     Line("bits: NCCL, a GPU each", nccl, 60, "equal", gpus=2),
 ]

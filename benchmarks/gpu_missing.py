@@ -21,17 +21,7 @@ def missing(name: str, bar: str, why: str = UNWRITTEN, gpus: int = 1) -> Line:
 
 LINES = [
     missing("bits: capture", "equal", NO_CAPTURE),
-    missing("SIGKILL of a worker, in place", "equal digest"),
-    missing("bits: parameter_server", "equal"),
-    missing("memory of each strategy", ""),
-    missing("memory: exact at W = L / torch's DDP", "at most 1.10"),
-    missing("ResNet-50, bf16, channels last, batch 256, in memory: images/s / bare loop as a CUDA graph", "at least 0.98"),
-    missing("the same, fed from Parquet", "at least 0.98"),
     missing("small step: captured / eager", "at least 2 times as fast below 5 ms", NO_CAPTURE),
-    missing("step on 2 workers: exact / plain DDP", ""),
-    missing("recipe of CIFAR-10's size: s per epoch", ""),
-    missing("stall of a checkpoint with 1 GB of state", ""),
-    missing("profile of a step: kernels, gaps", ""),
     missing("NCCL: SIGKILL to the next step", "2 s", gpus=2),
     missing("NCCL: overlap of the exchange in a profile", "", gpus=2),
 ]

@@ -100,7 +100,8 @@ class Dense(ImageClassification):
 
 def resnet(sizes: Sizes, name: str = "resnet18") -> ImageClassification:
     """A ResNet of torchvision; in a dry run a small network with convolutions and batch-norm."""
-    return ImageClassification(model_args={"channels": 4}) if sizes is DRY else ImageClassification(model=name, num_classes=CLASSES)
+    small = {"model_args": {"channels": 4}} if sizes is DRY else {"model": name}
+    return ImageClassification(num_classes=CLASSES, **small)
 
 
 def write_rows(folder: Path, rows: int, pixels: int) -> Path:

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.exchange.exchange import World
@@ -117,10 +119,10 @@ class PipedMembership(LocalMembership):
         return asked
 
 
-def _work(pipe: Connection, folder: Path, job: Job, windows: OpenWindows) -> None:
+def _work(pipe: Connection, folder: Path, job: Job, windows: OpenWindows, device: torch.device) -> None:
     death = Death(pipe)
     try:
-        train(job, PipedMembership(pipe, folder, job.plan.logical_workers, death), windows, CPU, death.hooks)
+        train(job, PipedMembership(pipe, folder, job.plan.logical_workers, death), windows, device, death.hooks)
         death.arm(None)
         pipe.send(("done", None))
     except BaseException:
@@ -144,15 +146,16 @@ class Campaign:
         job: The run.
         workers: Most of them.
         windows: Where the data comes from.
+        device: Where all of them compute.
 
     Attributes:
         fired: How many deaths there were in which phase.
         story: What happened, for a failing test.
     """
 
-    def __init__(self, folder: Path, seed: int, job: Job, workers: int, windows: OpenWindows = cached) -> None:
+    def __init__(self, folder: Path, seed: int, job: Job, workers: int, windows: OpenWindows = cached, device: torch.device = CPU) -> None:
         folder.mkdir()
-        self._folder, self._job, self._most, self._windows = folder, job, workers, windows
+        self._folder, self._job, self._most, self._windows, self._device = folder, job, workers, windows, device
         self._random = random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.campaign", "ray_app.task.image", "torchmetrics"])
@@ -186,7 +189,7 @@ class Campaign:
     def _start(self, most: int) -> None:
         for _ in range(most - len(self._live)):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(theirs, self._folder, self._job, self._windows), daemon=True)
+            process = self._context.Process(target=_work, args=(theirs, self._folder, self._job, self._windows, self._device), daemon=True)
             process.start()
             theirs.close()
             self._live.append(_Worker(process, ours))

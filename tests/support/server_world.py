@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
+
 from ray_app.train.group.alone import Alone
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
@@ -36,15 +38,15 @@ class Here:
 class World:
     """A coordinator, its servers and its workers."""
 
-    def __init__(self, job: Job, workers: int, windows: OpenWindows = cached) -> None:
-        self.job, self.servers, self.windows = job, Here(job), windows
+    def __init__(self, job: Job, workers: int, windows: OpenWindows = cached, device: torch.device = CPU) -> None:
+        self.job, self.servers, self.windows, self.device = job, Here(job), windows, device
         self.coordinator = Coordinator(job, self.servers)
         self.workers = {str(i): self.worker(str(i)) for i in range(workers)}
         self._number = itertools.count(workers)
         self.order: list[tuple[str, int]] = []
 
     def worker(self, name: str) -> ParameterWorker:
-        return ParameterWorker(self.job, name, self.coordinator.ask, self.servers, Alone(4, lambda: False), self.windows, CPU)
+        return ParameterWorker(self.job, name, self.coordinator.ask, self.servers, Alone(4, lambda: False), self.windows, self.device)
 
     def turn(self, name: str) -> bool:
         """One unit of a worker; returns whether the run goes on."""

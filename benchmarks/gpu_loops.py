@@ -1,0 +1,145 @@
+"""Loops written by hand, as fast as PyTorch allows, and clocks: what the lines about speed and memory compare with."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.gpu_models import CLASSES, Sizes, resnet
+
+WARM_UP = 3
+"""Steps before the first that counts: allocations, autotuning, compilation."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A hook for `Hooks.after_step`: rank 0 notes when each step has ended, and at the last one what its device held at most.
+
+    Args:
+        file: Where it is written, as JSON: `at_s`, the seconds of all steps from `WARM_UP` on, and `peak_bytes`, 0 without a device.
+        last: The last step.
+    """
+
+    file: str
+    last: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        """Called after every step."""
+        if rank or step < WARM_UP:
+            return
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if cuda and step in (WARM_UP, self.last):
+            torch.cuda.synchronize()
+        with Path(self.file).open("a") as file:
+            file.write(json.dumps({"at_s": time.perf_counter(), "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0}) + "\n")
+
+    def read(self) -> tuple[list[float], int]:
+        """Seconds of the steps after `WARM_UP`, and the most bytes that the device held."""
+        lines = [json.loads(line) for line in Path(self.file).read_text().splitlines()]
+        at_s = [line["at_s"] for line in lines]
+        return [b - a for a, b in pairwise(at_s)], lines[-1]["peak_bytes"]
+
+
+def _batches(rows: int, pixels: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Eight batches of uint8 images and labels in host memory, pinned for a GPU."""
+    generator = torch.Generator().manual_seed(0)
+    made = [
+        (
+            torch.randint(0, 256, (rows, 3, pixels, pixels), dtype=torch.uint8, generator=generator),
+            torch.randint(0, CLASSES, (rows,), generator=generator),
+        )
+        for _ in range(8)
+    ]
+    return [(x.pin_memory(), y.pin_memory()) for x, y in made] if device.type == "cuda" else made
+
+
+def bare(rank: int, store: Path, name: str, sizes: Sizes, steps: int) -> float:
+    """Seconds per step of a ResNet in bf16 and channels last that is fed from pinned memory; on a GPU one CUDA graph is the whole step."""
+    del rank, store
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark = True
+    torch.set_num_threads(1)
+    model = resnet(sizes, name).build_model().to(device).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+    rows, pixels = sizes.large_batch, sizes.large_pixels
+    batches = _batches(rows, pixels, device)
+    x = torch.zeros(rows, 3, pixels, pixels, dtype=torch.uint8, device=device)
+    y = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            outputs = model((x.float() / 255).contiguous(memory_format=torch.channels_last))
+            loss = nn.functional.cross_entropy(outputs, y)
+        loss.backward()
+        optimizer.step()
+
+    run = _captured(step) if device.type == "cuda" else step
+    began_s = 0.0
+    for i in range(WARM_UP + steps):
+        if i == WARM_UP:
+            _settle(device)
+            began_s = time.perf_counter()
+        images, labels = batches[i % len(batches)]
+        x.copy_(images, non_blocking=True)
+        y.copy_(labels, non_blocking=True)
+        run()
+    _settle(device)
+    return (time.perf_counter() - began_s) / steps
+
+
+def _captured(step: Any) -> Any:
+    """A step as a CUDA graph, after some on a stream beside, as PyTorch asks for."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def plain_ddp(rank: int, store: Path, model: nn.Module, size: int, rows: int, steps: int) -> tuple[float, int]:
+    """PyTorch's own DDP over gloo with Adam, all processes on the first GPU.
+
+    Returns:
+        Seconds per step, and the most bytes that the device held for this process.
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    torch.set_num_threads(1)
+    meet = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=meet, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model.to(device))
+        optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.001, fused=True)
+        batches, began_s = _batches(rows, 32, device), 0.0
+        for i in range(WARM_UP + steps):
+            if i == WARM_UP:
+                _settle(device)
+                began_s = time.perf_counter()
+            x, y = (each.to(device, non_blocking=True) for each in batches[i % len(batches)])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrapped(x.float() / 255), y).backward()
+            optimizer.step()
+        _settle(device)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        return (time.perf_counter() - began_s) / steps, peak
+    finally:
+        dist.destroy_process_group()

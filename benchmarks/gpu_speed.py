@@ -1,0 +1,171 @@
+"""Lines about speed and memory: figures, beside loops written by hand where there is something to compare with."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.gpu_digests import BF16, network, transformer
+from benchmarks.gpu_lines import Found, Line
+from benchmarks.gpu_loops import WARM_UP, Clock, bare, plain_ddp
+from benchmarks.gpu_models import Dense, resnet
+from benchmarks.gpu_workers import Bench
+from ray_app.record.progress.journal import read_events
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from tests.support.local_world import Pool
+
+SHARDED: dict[str, Any] = {"train__strategy": "fsdp", "train__reduction": "overlapped"}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "local_sgd": {"train__strategy": "local_sgd"},
+    "central_storage": {"train__strategy": "central_storage"},
+    "fsdp": SHARDED,
+    "fsdp, cpu_offload": SHARDED | {"train__cpu_offload": True},
+}
+ADAM = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001, "fused": True}}}
+
+
+def clocked(bench: Bench, pool: Pool, job: Job, size: int = 1) -> tuple[list[float], int]:
+    """Trains a run to its end; returns the seconds of its steps after the first few, and the most bytes that rank 0's device held."""
+    clock = Clock(str(bench.new("clock")), job.total_steps)
+    failed = [outcome.trace for outcome in bench.outcomes(pool, job, size, hooks=Hooks(after_step=clock)) if outcome.error is not None]
+    if failed:
+        raise RuntimeError(failed[0])
+    return clock.read()
+
+
+def steps(bench: Bench) -> dict[str, Any]:
+    """As many as are measured, and those before."""
+    return {"train__max_steps": WARM_UP + bench.sizes.steps, "train__epochs": 1000}
+
+
+def memory_of_strategies(bench: Bench) -> Found:
+    """What two workers of each strategy hold at most, a dense network with Adam."""
+    found = {}
+    for name, fields in STRATEGIES.items():
+        if bench.device == "cpu" and fields.get("train__cpu_offload"):
+            continue
+        job = bench.job(Dense(bench.sizes.width // 4), bench.small, logical_workers=2, batch=64, **steps(bench), **ADAM, **fields)
+        with bench.pool(2) as pool:
+            found[name] = clocked(bench, pool, job, 2)[1] / 1e6
+    return Found(", ".join(f"{name} {mb:,.0f} MB" for name, mb in found.items()), None, {"peak_mb": found})
+
+
+def against_ddp(bench: Bench, reduction: str) -> tuple[float, float, int, int]:
+    """Two workers on one device, a dense network with Adam: seconds of a step and most bytes, ours and PyTorch's own DDP."""
+    task, rows = Dense(bench.sizes.width // 4), 64
+    fields = steps(bench) | ADAM | {"train__reduction": reduction}
+    with bench.pool(2) as pool:
+        times, peak = clocked(bench, pool, bench.job(task, bench.small, logical_workers=2, batch=2 * rows, **fields), 2)
+    with bench.pool(2) as pool:
+        theirs_s, theirs = pool.run(2, plain_ddp, task.build_model(), 2, rows, bench.sizes.steps)[0]
+    return median(times), theirs_s, peak, theirs
+
+
+def memory_against_ddp(bench: Bench) -> Found:
+    """The bar of the issue: exact at W = L holds at most a tenth more than DDP."""
+    _, _, ours, theirs = against_ddp(bench, "exact")
+    if not theirs:
+        return Found("a dry run has no device whose memory could be read")
+    said = f"{ours / theirs:.2f}: {ours / 1e6:,.0f} MB, DDP {theirs / 1e6:,.0f} MB"
+    return Found(said, ours <= 1.1 * theirs, {"ours": ours, "ddp": theirs})
+
+
+def step_against_ddp(bench: Bench) -> Found:
+    """What the exact order costs, and the overlapped exchange, both through gloo."""
+    found = {}
+    for reduction in ("exact", "overlapped"):
+        ours, theirs, _, _ = against_ddp(bench, reduction)
+        found[reduction] = ours / theirs
+    return Found(", ".join(f"{name} {ratio:.2f}" for name, ratio in found.items()), None, found)
+
+
+def images_per_s(bench: Bench, **fields: Any) -> Found:
+    """A large ResNet, ours and a loop that is one CUDA graph, in turn."""
+    sizes = bench.sizes
+    task = resnet(sizes, "resnet50")
+    ours, theirs = [], []
+    for _ in range(sizes.rounds):
+        job = bench.job(task, bench.large, logical_workers=1, batch=sizes.large_batch, **(steps(bench) | BF16 | fields))
+        with bench.pool(1) as pool:
+            ours.append(sizes.large_batch / median(clocked(bench, pool, job)[0]))
+        with bench.pool(1) as pool:
+            theirs.append(sizes.large_batch / pool.run(1, bare, "resnet50", sizes, sizes.steps)[0])
+    ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
+    said = f"{ratio:.3f}: {median(ours):,.0f} images/s, bare {median(theirs):,.0f}"
+    passed = ratio >= 0.98 if bench.device == "cuda" else None
+    return Found(said, passed, {"ours": ours, "bare": theirs})
+
+
+def from_parquet(bench: Bench) -> Found:
+    """Read and decoded while it trains."""
+    return images_per_s(bench, data__cache="none", data__reader_threads=4)
+
+
+def recipe(bench: Bench) -> Found:
+    """A ResNet-18 in bf16 over 50,000 images of 32 x 32, in memory."""
+    batch = bench.sizes.recipe_batch
+    job = bench.job(network(bench), bench.small, logical_workers=1, batch=batch, **(steps(bench) | BF16))
+    with bench.pool(1) as pool:
+        step_s = median(clocked(bench, pool, job)[0])
+    rows = job.plan.manifest.num_rows
+    return Found(f"{step_s * rows / batch:.2f} s per epoch of {rows:,} images", None, {"step_ms": step_s * 1e3})
+
+
+def stall(bench: Bench) -> Found:
+    """By how much the step that makes a checkpoint, and the one after, take longer than the median step."""
+    total = WARM_UP + 3 * bench.sizes.steps
+    fields = {"train__max_steps": total, "train__epochs": 1000, "checkpoint__every_steps": bench.sizes.steps}
+    job = bench.job(Dense(bench.sizes.width), bench.small, logical_workers=1, batch=64, **fields, **ADAM)
+    with bench.pool(1) as pool:
+        times, _ = clocked(bench, pool, job)
+    usual = median(times)
+    made = [e.details for e in read_events(job.paths, "checkpointed") if e.details["step"] < total]
+    first = WARM_UP + 1  # the step that the first of the times is of
+    over = [sum(times[e["step"] - first + i] - usual for i in (0, 1) if e["step"] - first + i < len(times)) for e in made]
+    newest = sorted(Path(str(job.paths.checkpoints)).iterdir())[-1]
+    size = sum(file.stat().st_size for file in newest.iterdir())
+    said = f"{median(over) * 1e3:.0f} ms beside a step of {usual * 1e3:.1f} ms, state of {size / 1e6:,.0f} MB"
+    return Found(said, None, {"stall_ms": [s * 1e3 for s in over], "step_ms": usual * 1e3, "bytes": size})
+
+
+def profiled(bench: Bench) -> Found:
+    """How many kernels a step of the transformer starts, and which part of it the device is idle."""
+    last = WARM_UP + 3
+    fields = {"train__max_steps": last, "train__epochs": 1000, "train__profile_steps": [last - 1, last - 1]}
+    job = bench.job(transformer(bench), bench.small, logical_workers=1, batch=bench.sizes.digest_batch, **fields)
+    with bench.pool(1) as pool:
+        bench.trained(pool, job, 1)
+    [file] = Path(str(job.paths.profile)).iterdir()
+    with gzip.open(file) as packed:
+        events = [event for event in json.load(packed)["traceEvents"] if event.get("ph") == "X"]
+    kind = "kernel" if bench.device == "cuda" else "cpu_op"
+    kernels = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == kind)
+    busy, until = 0.0, kernels[0][0]
+    for begin, end in kernels:
+        busy, until = busy + max(0.0, end - max(begin, until)), max(until, end)
+    whole = until - kernels[0][0]
+    said = f"{len(kernels)} {'kernels' if bench.device == 'cuda' else 'operators'}, busy {busy / whole:.0%} of {whole / 1e3:.1f} ms"
+    return Found(said, None, {"kernels": len(kernels), "busy": busy / whole, "ms": whole / 1e3})
+
+
+def line(name: str, look: Callable[[Bench], Found], limit_s: float, bar: str = "") -> Line:
+    """A line on one GPU."""
+    return Line(name, look, limit_s, bar)
+
+
+LINES = [
+    line("memory of each strategy", memory_of_strategies, 60),
+    line("memory: exact at W = L / torch's DDP", memory_against_ddp, 30, "at most 1.10"),
+    line("ResNet-50, bf16, channels last, batch 256, in memory: images/s / bare loop as a CUDA graph", images_per_s, 90, "at least 0.98"),
+    line("the same, fed from Parquet", from_parquet, 90, "at least 0.98"),
+    line("step on 2 workers: exact, overlapped / plain DDP", step_against_ddp, 40),
+    line("recipe of CIFAR-10's size: s per epoch", recipe, 30),
+    line("stall of a checkpoint with 1 GB of state", stall, 60),
+    line("profile of a step: kernels, gaps", profiled, 30),
+]
