@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -118,6 +118,7 @@ class Disturbance:
         room: Workers that the drill's own cluster has room for at first; None: for all.
         changes: Other values of the configuration.
         before: A start of the same run that ends before; the run itself is then started again.
+        around: What is there from before the run until it has been judged; gives more values of the configuration.
     """
 
     steps: list[int]
@@ -129,6 +130,7 @@ class Disturbance:
     room: int | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     before: Callable[[Config], None] | None = None
+    around: Callable[[], AbstractContextManager[dict[str, Any]]] = lambda: nullcontext({})
 
 
 def is_gone(proof: dict[str, Any]) -> bool | None:

@@ -163,17 +163,18 @@ class Drill:
     def _scenario(self, name: str, plan: Disturbance, ground: Ground, undisturbed: Trace, first: Start) -> dict[str, Any]:
         """Runs one scenario and says what came of it."""
         result: dict[str, Any] = {"scenario": name, "what": SCENARIOS[name].__doc__, "steps": plan.steps, "changes": plan.changes}
-        config = ground.config.replace(**plan.changes)
         try:
             if self._nodes is not None:
                 self._nodes.shape(plan.room or self._workers)
-            if plan.before is not None:
-                plan.before(config)
-            ended = self._train(config, plan.faults, plan.observe)
-            end_frozen(ground.proofs)
-            run = Ended(RunPaths(ended.path), ended.summary, ground.proofs.all())
-            outcome, reason = judge(plan, run, undisturbed)
-            result |= {"outcome": outcome, "reason": reason, **measures(plan, run), **restart(run, first)}
+            with plan.around() as more:
+                config = ground.config.replace(**plan.changes, **more)
+                if plan.before is not None:
+                    plan.before(config)
+                ended = self._train(config, plan.faults, plan.observe)
+                end_frozen(ground.proofs)
+                run = Ended(RunPaths(ended.path), ended.summary, ground.proofs.all())
+                outcome, reason = judge(plan, run, undisturbed)
+                result |= {"outcome": outcome, "reason": reason, **measures(plan, run), **restart(run, first)}
         except TimeoutError as error:
             result |= {"outcome": "failed", "reason": str(error), "hangs": True}
         except Exception as error:

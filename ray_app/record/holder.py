@@ -30,7 +30,11 @@ class Holder:
     @classmethod
     def here(cls) -> Holder:
         """This process."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Holder:
+        """A process of this machine that lives."""
         return cls(platform.node(), _machine(), pid, _ticks(pid))
 
     def is_gone(self) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from rich.console import Console
 from ray_app import load_config
 from ray_app.cli.drill import DrillSection, chosen, drilled, main
 from ray_app.config.config import Config
-from ray_app.drill import session
 from ray_app.drill.certificate import Start, Trace, conclusion, difference, judge, measures, restart, start_since, table, without
 from ray_app.drill.delays import Slow
 from ray_app.drill.faults import Kill, KillNewcomer, Proofs
@@ -29,7 +27,6 @@ from ray_app.drill.ground import Disturbance, Ended, Ground
 from ray_app.drill.processes import evaluator, kill
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
-from ray_app.record.files import read_json
 from ray_app.record.holder import Holder
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import MetricsWriter, put_event
@@ -263,26 +260,3 @@ def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[
 def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(ROOT / "conf" / "digits.yaml"), "--drill.scenarios", "kill,foo"]) == 2
     assert "'foo' is no scenario. There are kill, kill_twice" in capsys.readouterr().err
-
-
-def test_a_run_that_takes_longer_than_its_limit_has_failed_and_the_drill_ends_there(
-    digits_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever that run still does would disturb the next."""
-
-    def hangs(config: Config, console: Console, faults: Any, observe: Callable[[Any], None]) -> None:
-        while True:
-            observe(None)
-
-    config = digits_config()
-    made = drilled(config, DrillSection(max_steps=40), own=True)
-    monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=list))
-    monkeypatch.setattr(session, "facts", dict)
-    monkeypatch.setattr(session, "run_training", hangs)
-    monkeypatch.setattr(session.Drill, "_undisturbed", lambda self: (trace(), Start(1.0, 2)))
-    said = StringIO()
-    drill = session.Drill(made, config, ["kill", "kill_two"], 0, 0.25, None, Console(file=said, width=200))
-    assert drill.go() == 1
-    [found] = read_json(drill.certificate)["scenarios"]
-    assert (found["outcome"], found["reason"]) == ("failed", "The run 'kill' did not end within drill.limit_s = 0.25 s.")
-    assert "(1 failed, 1 not reached)" in said.getvalue()

@@ -1,0 +1,52 @@
+"""A scenario of the drill and the record of a run, made by hand."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ray_app import load_config
+from ray_app.drill.faults import Proofs
+from ray_app.drill.ground import Ended, Ground
+from ray_app.record.holder import Holder
+from ray_app.record.paths import RunPaths
+from ray_app.record.progress.journal import MetricsWriter
+from ray_app.record.progress.segments import StepRecord
+from tests.support.places import ROOT
+
+SUMMARY: dict[str, Any] = {"status": "finished", "params_digest": "d", "rows": 8, "redone_steps": 0, "recovery_s": []}
+
+
+def record(step: int, **fields: Any) -> StepRecord:
+    values = {"step": step, "epoch": 0, "time_s": 100.0 + step, "loss": 1.0 / step, "lr": 0.1, "grad_norm": 1.0, "step_ms": 1000.0}
+    return StepRecord(**(values | {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"} | fields))
+
+
+def ended(root: Path, proofs: dict[str, Any], records: list[StepRecord], **summary: Any) -> Ended:
+    writer = MetricsWriter(RunPaths(root), 1)
+    for made in records:
+        writer.add(made)
+    writer.close()
+    return Ended(RunPaths(root), SUMMARY | {"world_sizes": [[0, 2]]} | summary, proofs)
+
+
+def ground(folder: Path, workers: int = 2, **fields: Any) -> Ground:
+    """On a cluster that is not the drill's own."""
+    config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(folder), run__name="run", **fields)
+    return Ground(config, workers, 60, 20, 7, Proofs(str(folder / "proofs")), random.Random(0), None, _runs_nothing)
+
+
+def _runs_nothing(*_: Any) -> Any:
+    raise AssertionError("it runs nothing")
+
+
+def ended_process() -> dict[str, Any]:
+    """What a proof says of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        held = asdict(Holder.of(process.pid))
+        process.kill()
+    return held
