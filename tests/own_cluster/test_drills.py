@@ -54,11 +54,11 @@ def test_a_drill_on_a_cluster_of_its_own(digits: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").rglob("mlflow.db"))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_scenario(digits: Path, tmp_path: Path) -> None:
     command = [*arguments(digits, tmp_path / "out"), "--scaling.max_workers=3"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "jobs" / "drill.py"), *command], capture_output=True, text=True, timeout=880, check=False
+        [sys.executable, str(ROOT / "jobs" / "drill.py"), *command], capture_output=True, text=True, timeout=1780, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
