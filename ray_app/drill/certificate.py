@@ -146,7 +146,7 @@ def measures(disturbance: Disturbance, run: Ended) -> dict[str, Any]:
     records, repeated = _records(run.paths)
     waits = _waits(disturbance, run.proofs)
     names = [*disturbance.held.values()] or disturbance.expected
-    struck = sorted((run.proofs[name]["time_s"], run.proofs[name]["step"]) for name in names if name in run.proofs)
+    struck = sorted((run.proofs[name]["time_s"], run.proofs[name]["step"]) for name in names if "step" in run.proofs.get(name, {}))
     return {
         "world_sizes": run.summary["world_sizes"],
         "redone_steps": max(run.summary["redone_steps"], _redone(struck, run)),
