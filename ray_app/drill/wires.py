@@ -33,7 +33,7 @@ _ATTACH, _DETACH, _MEMORY = 26, 27, 55
 _DROPS = 8
 """Place of the packets thrown away in what `SO_MEMINFO` says, see `SK_MEMINFO_DROPS`."""
 _RETURN = 0x06
-_LOOK_S = 0.02
+_LOOK_S, _STANDSTILL_S = 0.02, 8.0
 
 Address = tuple[str, int]
 
@@ -203,3 +203,15 @@ def partition(ground: Ground) -> Disturbance | str:
         return fewer + ([] if gone is not False or back else ["the worker still lives and is not one of them again"])
 
     return _without_wires(ground) or _cut(ground, ground.workers, True, confirm, expected=["cut", "went_on", "mended"])
+
+
+def half_open(ground: Ground) -> Disturbance | str:
+    """The connections between two workers neither say anything more nor end."""
+
+    def confirm(run: Ended, step: int) -> list[str]:
+        stood = [e for e in run.events("stacks") if e.details["step"] == step]
+        again = [e for e in run.events("formed") if e.details["step"] == step]
+        return ([] if stood else ["the run has no record of a standstill"]) + ([] if again else [f"no generation formed at step {step}"])
+
+    changes = {"failure__step_timeout_s": _STANDSTILL_S}
+    return _without_wires(ground) or _cut(ground, 1, False, confirm, expected=["cut", "silent"], changes=changes)

@@ -11,8 +11,9 @@ import pytest
 
 from ray_app.drill.faults import Proofs
 from ray_app.drill.ground import Disturbance
-from ray_app.drill.wires import Cut, Wire, partition, wires
+from ray_app.drill.wires import Cut, Wire, half_open, partition, wires
 from ray_app.record.holder import Holder
+from ray_app.record.progress.journal import put_event
 from tests.support.drilled import SUMMARY, ended, ended_process, ground
 from tests.support.waiting import until
 
@@ -121,3 +122,18 @@ def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) 
         "no connection to another worker was cut",
         "the worker still lives and is not one of them again",
     ]
+
+
+def test_a_half_open_connection_is_found_by_the_standstill(tmp_path: Path) -> None:
+    made = half_open(ground(tmp_path))
+    assert isinstance(made, Disturbance)
+    step = made.steps[0]
+    proofs = {"cut": {"connections": ["a"], "of_the_rendezvous": 0}, "silent": {"thrown_away": [1]}}
+    run = ended(tmp_path / "run", proofs, [])
+    assert made.confirm(run) == ["the run has no record of a standstill", f"no generation formed at step {step}"]
+    put_event(run.paths, "stacks", 1, rank=0, step=step, doing="exchange", stacks="")
+    put_event(run.paths, "formed", 1, generation=2, workers=2, step=step)
+    assert made.confirm(run) == []
+    assert half_open(ground(tmp_path, 1)) == "one worker has no connection to another"
+    no_group = ground(tmp_path, train__strategy="parameter_server")
+    assert partition(no_group) == "workers of parameter servers have no connections to each other"
