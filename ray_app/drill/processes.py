@@ -16,7 +16,9 @@ from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 
 
-def _died(names: list[str]) -> Callable[[Ended], list[str]]:
+def died(names: list[str]) -> Callable[[Ended], list[str]]:
+    """Confirms that the processes of these proofs have ended, and that the run has recorded a failure."""
+
     def confirm(run: Ended) -> list[str]:
         missing = [f"the process of {name} still lives" for name in names if is_gone(run.proofs[name]) is False]
         return missing if run.events("failed") else [*missing, "the run has no record of a failure"]
@@ -30,7 +32,7 @@ def _killed(ground: Ground, step: int, ranks: list[int], how: Callable[[Kill], H
     pace = ground.pace(step + 1)
     hooks = how(kill) if how else Hooks(after_step=kill)
     after = Several((hooks.after_step, pace)) if hooks.after_step else pace
-    return Disturbance([step], names, _died(names), Faults(train=Hooks(after_step=after, at=hooks.at)))
+    return Disturbance([step], names, died(names), Faults(train=Hooks(after_step=after, at=hooks.at)))
 
 
 def kill(ground: Ground) -> Disturbance | str:
@@ -48,7 +50,7 @@ def kill_twice(ground: Ground) -> Disturbance | str:
     one, other = Kill(ground.proofs, ["killed-0"], first, [ground.rank()]), Kill(ground.proofs, ["killed-1"], last, [0])
     paces = ground.pace(first + 1, last - 1), ground.pace(last + 1)
     hooks = Hooks(after_step=Several((one, other, *paces)))
-    return Disturbance([first, last], ["killed-0", "killed-1"], _died(["killed-0", "killed-1"]), Faults(train=hooks))
+    return Disturbance([first, last], ["killed-0", "killed-1"], died(["killed-0", "killed-1"]), Faults(train=hooks))
 
 
 def kill_two(ground: Ground) -> Disturbance | str:
@@ -77,7 +79,7 @@ def kill_forming(ground: Ground) -> Disturbance | str:
     step, (first, second) = ground.step(), ground.random.sample(range(ground.workers), 2)
     one, other = Kill(ground.proofs, ["killed-0"], step, [first]), Kill(ground.proofs, ["killed-1"], step, [second])
     hooks = Hooks(after_step=Several((one, ground.pace(step + 1))), at=KillAt("forming", other))
-    return Disturbance([step], ["killed-0", "killed-1"], _died(["killed-0", "killed-1"]), Faults(train=hooks))
+    return Disturbance([step], ["killed-0", "killed-1"], died(["killed-0", "killed-1"]), Faults(train=hooks))
 
 
 def kill_joining(ground: Ground) -> Disturbance | str:
@@ -87,7 +89,7 @@ def kill_joining(ground: Ground) -> Disturbance | str:
     kill = Kill(ground.proofs, names, step, ground.random.sample(range(ground.workers), victims))
     newcomer = KillNewcomer(ground.proofs, "newcomer", names[0])
     hooks = Hooks(after_step=Several((kill, ground.pace(step + 1))), at=newcomer)
-    return Disturbance([step], [*names, "newcomer"], _died([*names, "newcomer"]), Faults(train=hooks))
+    return Disturbance([step], [*names, "newcomer"], died([*names, "newcomer"]), Faults(train=hooks))
 
 
 def kill_phases(ground: Ground) -> Disturbance | str:
@@ -98,7 +100,7 @@ def kill_phases(ground: Ground) -> Disturbance | str:
     kills = zip(phases, names, steps, strict=True)
     at = Several(tuple(KillAt(phase, Kill(ground.proofs, [name], step, [0])) for phase, name, step in kills))
     paces = [ground.pace(step + 1, until) for step, until in zip(steps, [step - 1 for step in steps[1:]] + [None], strict=True)]
-    return Disturbance(steps, names, _died(names), Faults(train=Hooks(after_step=Several(tuple(paces)), at=at)))
+    return Disturbance(steps, names, died(names), Faults(train=Hooks(after_step=Several(tuple(paces)), at=at)))
 
 
 def kill_saving(ground: Ground) -> Disturbance | str:
@@ -108,7 +110,7 @@ def kill_saving(ground: Ground) -> Disturbance | str:
 
     def confirm(run: Ended) -> list[str]:
         written = any(e.details["step"] == step for e in run.events("checkpointed"))
-        return _died(["killed-0"])(run) + ([] if written else [f"the checkpoint of step {step} was never written"])
+        return died(["killed-0"])(run) + ([] if written else [f"the checkpoint of step {step} was never written"])
 
     return Disturbance([step], ["killed-0"], confirm, Faults(train=hooks))
 
@@ -212,7 +214,7 @@ def rendezvous(ground: Ground) -> Disturbance | str:
     def confirm(run: Ended) -> list[str]:
         killed = run.proofs["rendezvous_killed"]
         same = ["the rendezvous listens where it did before"] if killed["before"] == killed["after"] else []
-        return same + _died(["killed-0"])(run)
+        return same + died(["killed-0"])(run)
 
     hooks = Hooks(after_step=Several((hold, kill, ground.pace(step + 2))))
     names, held = ["held", "rendezvous_killed", "killed-0"], {"held": "rendezvous_killed"}
