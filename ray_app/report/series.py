@@ -155,20 +155,21 @@ def rates(records: Sequence[StepRecord], clock: Clock, most: int = 160) -> list[
     """Rows per second over equally long times of the run's clock, at most `most` of them, standing at the middle of each.
 
     Args:
-        records: The steps in the order of time.
+        records: The steps in their order, also of a machine whose clock was set back meanwhile.
         clock: The run's.
         most: How many.
     """
     if len(records) < 2:
         return []
-    low, high = clock.at(records[0].time_s), clock.at(records[-1].time_s)
+    times = [clock.at(record.time_s) for record in records]
+    low, high = min(times), max(times)
     bins = min(most, max(1, len(records) // 8))
     width_s = (high - low) / bins
     if width_s <= 0:
         return []
     rows = [0.0] * bins
-    for record in records[1:]:
-        rows[min(bins - 1, int((clock.at(record.time_s) - low) / width_s))] += sum(record.rows)
+    for record, time_s in zip(records[1:], times[1:], strict=True):
+        rows[min(bins - 1, int((time_s - low) / width_s))] += sum(record.rows)
     return [(low + (i + 0.5) * width_s, count / width_s) for i, count in enumerate(rows)]
 
 

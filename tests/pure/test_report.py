@@ -26,7 +26,7 @@ from ray_app.report.facts import read_facts
 from ray_app.report.figures import learning_figures
 from ray_app.report.page import render, write_report
 from ray_app.report.rows import shares
-from ray_app.report.series import Clock, smoothed, sparkline, thinned
+from ray_app.report.series import Clock, rates, smoothed, sparkline, thinned
 from ray_app.report.story import what_happened
 from ray_app.report.tables import budgets, comparison, counters, happenings, time_parts
 from ray_app.runs.outcome.report import report_end
@@ -370,6 +370,19 @@ def test_the_clock_leaves_out_pauses() -> None:
     assert [clock.at(t) for t in (100.0, 130.0, 500.0, 520.0)] == [0.0, 30.0, 30.0, 50.0]
     assert [(p.at_s, p.seconds, p.number) for p in clock.pauses] == [(30.0, 370.0, 2)]
     assert clock.end_s == 50.0
+
+
+def test_a_clock_that_was_set_back_spoils_no_curve(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    for first, ahead_s in ((1, 0.0), (21, 7200.0), (41, -7200.0), (61, 0.0)):
+        run.steps(first, first + 19, ahead_s + first, each_s=1.0)
+    facts = read_facts(run.paths)
+    render(facts)
+    times_s, speeds = zip(*rates(facts.records, facts.clock), strict=True)
+    assert list(times_s) == sorted(times_s)
+    width_s = times_s[1] - times_s[0]
+    assert sum(speeds) * width_s == pytest.approx(sum(sum(r.rows) for r in facts.records[1:]))
 
 
 def test_axes() -> None:
