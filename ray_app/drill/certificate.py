@@ -143,7 +143,8 @@ def proof_of(proofs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def measures(disturbance: Disturbance, run: Ended) -> dict[str, Any]:
     """What the run's summary and record say of the disturbance; waits of the drill's own making are taken out of `goodput`."""
-    records, repeated = _records(run.paths)
+    found, again = _records(run.paths)
+    records, repeated = {step: _on_time(r, run.proofs) for step, r in found.items()}, [_on_time(r, run.proofs) for r in again]
     waits = _waits(disturbance, run.proofs)
     names = [*disturbance.held.values()] or disturbance.expected
     struck = sorted((run.proofs[name]["time_s"], run.proofs[name]["step"]) for name in names if "step" in run.proofs.get(name, {}))
@@ -206,6 +207,12 @@ def without(records: Iterable[StepRecord], waits: dict[int, float]) -> list[Step
         return replace(record, time_s=record.time_s - before_s, step_ms=step_ms)
 
     return [shortened(record) for record in records]
+
+
+def _on_time(record: StepRecord, proofs: dict[str, dict[str, Any]]) -> StepRecord:
+    """The record as a clock would have it that the drill has not moved."""
+    moved = sorted((p["step"], p["clock_s"]) for p in proofs.values() if "clock_s" in p and p["step"] < record.step)
+    return replace(record, time_s=record.time_s - moved[-1][1]) if moved else record
 
 
 def _records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:

@@ -21,6 +21,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, digest, flatten
 from ray_app.drill import processes
 from ray_app.drill.certificate import Start, Trace, conclusion, facts, judge, measures, proof_of, restart, start_since, table, trace_of
+from ray_app.drill.clock import clock_jump
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Proofs, Several
 from ray_app.drill.flips import flip
@@ -44,7 +45,7 @@ _MADE = (
     *(processes.kill, processes.kill_twice, processes.kill_two, processes.kill_all, processes.kill_exchange, processes.kill_saving),
     *(processes.kill_forming, processes.kill_joining, processes.kill_phases, processes.rendezvous, processes.evaluator),
     *(processes.freeze, processes.slow, processes.slow_storage, processes.storage_away, processes.full_disk, flip),
-    *(partition, half_open, memory, node, node_rank0, grow, shrink, mlflow),
+    *(partition, half_open, memory, clock_jump, node, node_rank0, grow, shrink, mlflow),
     *(damage, torn_write, driver, evaluator_and_driver),
 )
 SCENARIOS: dict[str, Callable[[Ground], Disturbance | str]] = {scenario.__name__: scenario for scenario in _MADE}
