@@ -39,8 +39,8 @@ class DrillSection:
     Args:
         scenarios: Names of scenarios, separated by commas; not given: all of them. Names: kill, kill_twice, kill_two, kill_all,
             kill_exchange, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator, freeze, slow, slow_storage,
-            storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node, node_rank0, grow (or resize), shrink (or
-            preempt), mlflow, damage, torn_write, driver, evaluator_and_driver.
+            storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node, node_rank0, grow (or resize), shrink
+            (or preempt), head, mlflow, damage, torn_write, driver, evaluator_and_driver.
         max_steps: Most optimizer steps of every drilled run.
         seed: Chooses the steps and the workers that are struck.
         out: New folder for the runs and the certificate, which every node sees under the same path; not given: a folder by the time in

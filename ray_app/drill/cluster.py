@@ -6,9 +6,10 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from ray.cluster_utils import Cluster
 
 from ray_app.cluster.search_path import search_path
 from ray_app.cluster.token import require_token
+from ray_app.record.holder import Holder
 from ray_app.runs.cluster import environment
 
 _SETTLE_S = 60.0
@@ -29,17 +31,54 @@ class Nodes:
     Args:
         workers: Workers that the cluster has room for at first.
         evaluates: Whether there is an evaluator.
+        storage: Folder in which the head's GCS, the process that knows the nodes and the actors, keeps what it knows; None: nowhere.
     """
 
-    def __init__(self, workers: int, evaluates: bool) -> None:
+    def __init__(self, workers: int, evaluates: bool, storage: str | None = None) -> None:
+        self._workers, self._evaluates = workers, evaluates
         memory = max(100 << 20, int(0.3 * psutil.virtual_memory().total) // (workers + 2))
         self._options = {"object_store_memory": memory, "dashboard_agent_listen_port": 0}
         self._cluster = Cluster()
-        self._cluster.add_node(num_cpus=int(evaluates), include_dashboard=False, object_store_memory=memory, _system_config=_HEALTH)
+        kept = {"gcs_storage": "rocksdb", "gcs_storage_path": storage} if storage else {}  # Ray 2.60 calls it an alpha
+        head = {"num_cpus": int(evaluates), "include_dashboard": False, "object_store_memory": memory}
+        self._cluster.add_node(**head, _system_config=_HEALTH | kept)
         self._nodes: dict[str, Any] = {}
         self._drained: set[str] = set()
-        ray.init(address=self._cluster.address, logging_level=logging.WARNING, log_to_driver=False)
+        self._connect()
         self.shape(workers)
+
+    def _connect(self) -> None:
+        ray.init(address=self._cluster.address, logging_level=logging.WARNING, log_to_driver=False)
+
+    @contextmanager
+    def with_storage(self) -> Iterator[Nodes]:
+        """Another cluster in place of this one meanwhile, as large as this was at first, whose GCS keeps what it knows on disk."""
+        ray.shutdown()
+        try:
+            with (
+                tempfile.TemporaryDirectory(prefix="ray-app-drill-") as folder,
+                closing(Nodes(self._workers, self._evaluates, folder)) as other,
+            ):
+                yield other
+        finally:
+            ray.shutdown()  # if the other one is there in part only
+            self._connect()
+
+    def lose_gcs(self) -> Holder:
+        """Kills the GCS of the head; returns which process that was."""
+        process = Holder.of(self._gcs)
+        self._cluster.head_node.kill_gcs_server()
+        return process
+
+    def start_gcs(self) -> Holder:
+        """Starts a GCS where the last one was; returns which process it is once it knows that all nodes are alive."""
+        self._cluster.head_node.start_gcs_server()
+        _wait_until(list(self._nodes), alive=True)
+        return Holder.of(self._gcs)
+
+    @property
+    def _gcs(self) -> int:
+        return int(self._cluster.head_node.all_processes["gcs_server"][0].process.pid)
 
     def shape(self, workers: int) -> None:
         """Makes room for so many workers and one reading task, on nodes that are sound."""

@@ -26,6 +26,7 @@ from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Proofs, Several
 from ray_app.drill.flips import flip
 from ray_app.drill.ground import Disturbance, Ended, Ground, end_frozen
+from ray_app.drill.head import head
 from ray_app.drill.memory import memory
 from ray_app.drill.nodes import grow, node, node_rank0, shrink
 from ray_app.drill.restarts import damage, driver, evaluator_and_driver, torn_write
@@ -45,7 +46,7 @@ _MADE = (
     *(processes.kill, processes.kill_twice, processes.kill_two, processes.kill_all, processes.kill_exchange, processes.kill_saving),
     *(processes.kill_forming, processes.kill_joining, processes.kill_phases, processes.rendezvous, processes.evaluator),
     *(processes.freeze, processes.slow, processes.slow_storage, processes.storage_away, processes.full_disk, flip),
-    *(partition, half_open, memory, clock_jump, node, node_rank0, grow, shrink, mlflow),
+    *(partition, half_open, memory, clock_jump, node, node_rank0, grow, shrink, head, mlflow),
     *(damage, torn_write, driver, evaluator_and_driver),
 )
 SCENARIOS: dict[str, Callable[[Ground], Disturbance | str]] = {scenario.__name__: scenario for scenario in _MADE}
