@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,8 @@ from ray_app.task.base import Task
 
 _GROUPS = "groups"
 """Stands beside `class_path` and `init_args` of an optimizer; the parser has it among the latter."""
+_UNTYPED = {"fail_untyped": False}
+"""An argument without a type hint may be anything: people write models so."""
 _TRAINS = "Trains a model on a Ray cluster of any size; the number of workers does not change the result."
 
 
@@ -137,10 +140,27 @@ class Parser(ArgumentParser):
         """See `ArgumentParser.add_class_arguments`."""
         if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
             kwargs["skip"] = {"optimizer", *kwargs.get("skip", ())}
-        added = super().add_class_arguments(theclass, *args, **kwargs)
+        added = super().add_class_arguments(theclass, *args, **(kwargs | _UNTYPED))
+        self._need_untyped(theclass, added)
         if isinstance(theclass, type) and issubclass(theclass, Optimizer):
             self.add_argument(f"--{_GROUPS}", type=list[dict[str, Any]] | None, default=None)
         return added
+
+    def add_function_arguments(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+        """See `ArgumentParser.add_function_arguments`."""
+        added: list[str] = super().add_function_arguments(function, *args, **(kwargs | _UNTYPED))
+        self._need_untyped(function, added)
+        return added
+
+    def _need_untyped(self, of: Callable[..., Any], added: list[str]) -> None:
+        """Marks arguments without type hint and default as needed, which jsonargparse takes for None where they are not given."""
+        empty, parameters = inspect.Parameter.empty, list[inspect.Parameter]()
+        with suppress(TypeError, ValueError):  # some that are written in C have no signature
+            parameters = list(inspect.signature(of).parameters.values())
+        needed = {parameter.name for parameter in parameters if parameter.annotation is parameter.default is empty}
+        for action in self._actions:
+            if action.dest in needed.intersection(added):
+                action.required, action.default = True, argparse.SUPPRESS
 
 
 def _guard_given(arguments: Sequence[str]) -> None:

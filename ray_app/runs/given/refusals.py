@@ -25,6 +25,7 @@ _LIKE = {
 _FIELD = re.compile(r'Parser key "(task|optimizer|schedule)"')
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
 _OPTION = re.compile(r"Option '([^']+)' is not accepted")
+_NEEDED = re.compile(r"the following arguments are required: ([\w, ]+)")
 _NO_SUBCLASS = re.compile(r"Import path (\S+) does not correspond to a subclass of (\w+)")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
 _VALUE = re.compile(r"""Parser key "(?!task"|optimizer"|schedule")([\w.]+)".*?Given value: ([^\n]*)""", re.DOTALL)
@@ -65,6 +66,8 @@ def _of_class(field: str, message: str) -> str | None:
         told = f"{field} has {keys}, and nothing else; look at the names of its keys."
     elif named and (why := _missing(named[-1], _BASES[field])):
         told = f"{field}.{why}"
+    elif named and (needed := _NEEDED.search(message)):
+        told = f"{named[-1]} needs {needed[1]}, which is not given; write it below {field}.init_args."
     elif named and (value := _VALUE.search(message)):
         told = _of_value(named[-1], value[1], value[2])
     elif (found := _NO_PATH.search(message)) and not named:

@@ -1,0 +1,66 @@
+"""Models, a loss and a task whose arguments have no type hints, as most people write them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ray_app.task.base import Batch, Task
+
+
+class Numbers(nn.Module):
+    """A network of two layers for columns of numbers."""
+
+    def __init__(self, width, outputs=1):  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, width), nn.ReLU(), nn.Linear(width, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x[:, None])  # type: ignore[no-any-return]
+
+
+def numbers(width, outputs=1):  # type: ignore[no-untyped-def]
+    return Numbers(width, outputs)
+
+
+class Scaled(nn.Module):
+    """A squared error."""
+
+    def __init__(self, scale, reduction="none"):  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return self.scale * (outputs - target) ** 2  # type: ignore[no-any-return]
+
+
+class Stepping(Numbers):
+    """A module with the steps of Lightning's."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x)[:, 0], y)
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Untyped(Task):
+    """A task that has no type hints either."""
+
+    def __init__(self, width):  # type: ignore[no-untyped-def]
+        self.width = width
+
+    def columns(self) -> list[str]:
+        return ["x", "y"]
+
+    def targets(self) -> list[str]:
+        return ["y"]
+
+    def build_model(self) -> nn.Module:
+        return Numbers(self.width)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return (outputs[:, 0] - batch["y"]) ** 2
