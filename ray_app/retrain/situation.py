@@ -21,6 +21,7 @@ from ray_app.retrain.triggers import Decision, Facts, decide
 from ray_app.runs.cluster import cluster
 from ray_app.runs.preparing.prepare import make_task
 from ray_app.task.base import Task
+from ray_app.task.score.deciding import mode_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Situation:
     def metric(self) -> str:
         """The metric that decides."""
         return self.config.evaluate.metric or self.task.best_metric
+
+    @property
+    def _own_mode(self) -> str:
+        """Whether less or more of `metric` is better, as far as can be said without the data."""
+        return (mode_of(self.metric, None) if self.metric != self.task.best_metric else None) or self.task.best_mode
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -140,7 +146,7 @@ class Situation:
             new_rows=sum(rows for file, rows in zip(manifest.file_of.tolist(), manifest.rows.tolist(), strict=True) if is_new[file]),
             rows=manifest.num_rows,
             metric=self.metric,
-            mode=self.config.evaluate.mode or self.task.best_mode,
+            mode=self.config.evaluate.mode or self._own_mode,
             then=self.champion.accepted(self.metric),
             judged=judged,
         )

@@ -49,7 +49,7 @@ class LightningTask(BatchTask):
         pad_to: See `ModuleTask`.
         max_length: See `ModuleTask`.
         best_metric: What `validation_step` logs that decides which checkpoint is best, or `loss`, which it returns.
-        best_mode: Whether less (`min`) or more (`max`) of it is better.
+        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
     """
 
     def build_model(self) -> nn.Module:

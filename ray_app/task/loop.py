@@ -15,6 +15,7 @@ from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.task.losses import Losses
 from ray_app.task.rows.transforms import Spec
+from ray_app.task.score.deciding import Mode
 from ray_app.task.script.batches import BatchTask, Evaluated, mean_of
 from ray_app.task.script.scripted import Loop, Running
 
@@ -53,7 +54,7 @@ class LoopTask(BatchTask):
         pad_to: See `ModuleTask`.
         max_length: See `ModuleTask`.
         best_metric: Which of the means that `evaluate` returns decides which checkpoint is best.
-        best_mode: Whether less (`min`) or more (`max`) of it is better.
+        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("train", "evaluate")
@@ -75,7 +76,7 @@ class LoopTask(BatchTask):
         pad_to: int = 1,
         max_length: int | None = None,
         best_metric: str = "loss",
-        best_mode: str = "min",
+        best_mode: Mode | None = None,
     ) -> None:
         super().__init__(
             module, rows, target, transforms, evaluate_transforms, mean, std, pad_with, pad_to, max_length, best_metric, best_mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from ray_app.task.losses import Losses
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
 from ray_app.task.rows.transforms import Spec, made, made_once
+from ray_app.task.score.deciding import Mode, mode_of
 
 _PADDING = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")
@@ -65,7 +66,7 @@ class ModuleTask(Task):
         pad_to: What the length of padded lists is a multiple of.
         max_length: Most numbers of a list that are used, from its beginning; not given: all.
         best_metric: Metric that decides which checkpoint is best.
-        best_mode: Whether less (`min`) or more (`max`) of it is better.
+        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: as the metric's `higher_is_better` says, of a loss less.
     """
 
     def __init__(
@@ -84,16 +85,35 @@ class ModuleTask(Task):
         pad_to: int = 1,
         max_length: int | None = None,
         best_metric: str = "loss",
-        best_mode: str = "min",
+        best_mode: Mode | None = None,
     ) -> None:
         if not inputs:
             raise ConfigError("task.init_args.inputs is empty; name the columns that the model takes.")
         self.model, self.inputs, self.target, self.loss_spec, self.output = model, inputs, target, loss, output
         self.metric_specs, self.transforms, self.evaluate_transforms = metrics or {}, transforms or [], evaluate_transforms or []
         self.mean, self.std, self.pad_with, self.pad_to, self.max_length = mean or [0.0], std or [1.0], pad_with, pad_to, max_length
-        self.best_metric, self.best_mode = best_metric, best_mode  # type: ignore[misc]
+        self.best_metric = best_metric  # type: ignore[misc]
+        self.best_mode = self._mode(best_metric, best_mode)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}
         self.classes: list[str] = []
+
+    def _mode(self, metric: str, mode: Mode | None) -> Mode:
+        """Whether less or more of the metric that decides is better.
+
+        Raises:
+            ConfigError: Nothing says so.
+        """
+        if mode is not None and mode not in get_args(Mode):
+            raise ConfigError(f"task.init_args.best_mode is {mode!r}; it must be min or max.")
+        spec = self.metric_specs.get(metric) if mode is None else None
+        found = mode or mode_of(metric, made(spec, f"task.init_args.metrics.{metric}") if spec else None)
+        if found is None:
+            named = f" The metrics are {', '.join(['loss', *self.metric_specs])}." if self.metric_specs and not spec else ""
+            raise ConfigError(
+                f"task.init_args.best_metric is {metric!r}, and nothing says whether less or more of it is better.{named} Set"
+                " task.init_args.best_mode to min or max."
+            )
+        return found
 
     def prepare(self, data: DataFacts) -> ModuleTask:
         """Looks at the columns; see `Task.prepare`."""

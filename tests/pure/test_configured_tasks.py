@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from ray_app import load_config
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, DataError
 from ray_app.runs.preparing.prepare import prepare
+from ray_app.train.job import Job
 from tests.support.pictures import table_data
 
 TASKS, UNTYPED = "ray_app.task.", "tests.support.untyped_models."
@@ -50,6 +51,64 @@ def test_arguments_need_no_type_hints(task: dict[str, Any], numbers: dict[str, A
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump({"task": task, "data": numbers, "run": {"storage_path": str(tmp_path / "runs")}}))
     prepare(load_config(file))
+
+
+TM = "torchmetrics."
+MEASURED: dict[str, Any] = {
+    "error": {"class_path": TM + "MeanAbsoluteError"},
+    "r2": {"class_path": TM + "R2Score"},
+    "pairs": {"class_path": TM + "MetricCollection", "init_args": {"metrics": {"mae": {"class_path": TM + "MeanAbsoluteError"}}}},
+}
+
+
+def prepared(task: dict[str, Any], data: dict[str, Any], tmp_path: Path, **fields: Any) -> Job:
+    named = {f"data__{name}": value for name, value in data.items()}
+    return prepare(load_config(task=task, run__storage_path=str(tmp_path / "runs"), **named, **fields)).job
+
+
+def refused(task: dict[str, Any], data: dict[str, Any], tmp_path: Path, **fields: Any) -> str:
+    with pytest.raises((ConfigError, DataError)) as found:
+        prepared(task, data, tmp_path, **fields)
+    assert not (tmp_path / "runs").exists()
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [({}, ("loss", "min")), ({"best_metric": "r2"}, ("r2", "max")), ({"best_metric": "error"}, ("error", "min"))],
+)
+def test_the_metric_says_whether_more_is_better(
+    metric: dict[str, str], mode: tuple[str, str], numbers: dict[str, Any], tmp_path: Path
+) -> None:
+    job = prepared(module(metrics=MEASURED, **metric), numbers, tmp_path)
+    assert (job.best_metric, job.best_mode) == mode
+    best = {"evaluate__metric": mode[0]} if metric else {}
+    again = prepared(module(metrics=MEASURED, best_metric="r2"), numbers, tmp_path, **best)
+    assert (again.best_metric, again.best_mode) == (mode if metric else ("r2", "max"))
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "said"),
+    [
+        (module(best_mode="maximum"), {}, "ModuleTask got best_mode = 'maximum'; it must be "),
+        (
+            module(best_metric="acc", best_mode="max"),
+            {},
+            "best_metric of ModuleTask is 'acc'; the task's metrics of one number are error, ",
+        ),
+        (module(best_metric="acc"), {}, "task.init_args.best_metric is 'acc', and nothing says whether less or more of it is better. The"),
+        (module(best_metric="mae"), {}, "The metrics are loss, error, pairs, r2. Set task.init_args.best_mode to min or max."),
+        (module(), {"evaluate__metric": "mae"}, "evaluate.metric is 'mae', and nothing says whether less or more of it is better."),
+        (module(), {"evaluate__metric": "acc", "evaluate__mode": "max"}, "evaluate.metric is 'acc'; the task's metrics of one number are"),
+        (lightning(best_metric="accuracy"), {}, "best_metric is 'accuracy', and nothing says whether less or more of it is better. Set"),
+    ],
+)
+def test_what_decides_must_be_there_and_have_a_direction(
+    task: dict[str, Any], fields: dict[str, Any], said: str, numbers: dict[str, Any], tmp_path: Path
+) -> None:
+    if task["class_path"].endswith("ModuleTask"):
+        task = {**task, "init_args": {**task["init_args"], "metrics": MEASURED}}
+    assert said in refused(task, numbers, tmp_path, **fields)
 
 
 def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> None:

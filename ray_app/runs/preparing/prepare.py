@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass, replace
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from ray_app.config.checks import check
@@ -15,7 +14,7 @@ from ray_app.config.config import Config, digest
 from ray_app.config.optimizers import OWN_OPTIMIZER
 from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.read.first import first_row, first_rows, probe, specs_like
+from ray_app.data.read.first import first_row, probe, specs_like
 from ray_app.data.read.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError, StorageError
 from ray_app.evaluate.job import EvaluationJob
@@ -34,7 +33,7 @@ from ray_app.runs.preparing.reconfigured import put_config, reconfigure
 from ray_app.runs.preparing.rehearsal import rehearse
 from ray_app.task.base import Task
 from ray_app.task.rows.ragged import Arrays
-from ray_app.task.score.scoring import combine, score
+from ray_app.task.score.deciding import completed_mode
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
@@ -90,6 +89,7 @@ def prepare(config: Config) -> Prepared:
     if config.optimizer == Config.optimizer and config.optimizers is None and task.brings_optimizer:
         config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
         check(config)
+    config = config.replace(evaluate__mode=completed_mode(task, config.evaluate.metric, config.evaluate.mode))
     plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
     code, changed = code_of(config), list[str]()
     if before is not None:
@@ -222,7 +222,6 @@ def _prepare_evaluation(job: Job) -> RowSource | None:
 
     Raises:
         DataError: It is not like the training data, or not what this run was evaluated on before.
-        ConfigError: The task has no such metric.
     """
     config = job.config
     if config.data.eval_path is None:
@@ -233,11 +232,6 @@ def _prepare_evaluation(job: Job) -> RowSource | None:
             f"A decoded row of data.eval_path {config.data.eval_path} is {source.fields}, of data.path {config.data.path} it is"
             f" {job.fields}; both must be alike. Ingest them the same way."
         )
-    if config.evaluate.metric is not None:
-        rows = first_rows(source.reader, source.manifest, 2)
-        known = sorted(combine(job.task, score(job.task, job.task.build_model(), rows, 2, torch.device("cpu"))).values)
-        if job.best_metric not in known:
-            raise ConfigError(f"evaluate.metric is {job.best_metric!r}; the task's metrics of one number are {', '.join(known)}.")
     check_evaluation_data(job.paths, config, source.manifest.digest)
     return source
 

@@ -22,7 +22,7 @@ from ray_app.task.environment import given_back, pin
 from ray_app.task.losses import of_rows, summed
 from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, to_batch, twice
-from ray_app.task.score.scoring import score
+from ray_app.task.score.scoring import Chunk, combine, score
 from ray_app.train.job import Job
 from ray_app.train.keep.snapshots import refuse_if_too_big
 from ray_app.train.state.state import TrainingState
@@ -93,11 +93,11 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
 
 
 def _try_task(job: Job, state: TrainingState, rows: Arrays) -> None:
-    """Takes two rows through training and evaluation, as workers and evaluator will; the metrics' values are not asked for.
+    """Takes two rows through training and evaluation, as workers and evaluator will.
 
     Raises:
         TaskError: Something of it fails.
-        ConfigError: The losses are not one for each row, or a GPU would refuse an operation.
+        ConfigError: The losses are not one for each row, a GPU would refuse an operation, or no metric is the one that decides.
     """
     task, count, config = job.task, len(next(iter(rows.values()))), job.config
     with own_code(lambda: "training on two rows"), _kernels(config, config.scaling.gpus_per_worker) as gpus:
@@ -112,9 +112,28 @@ def _try_task(job: Job, state: TrainingState, rows: Arrays) -> None:
     if config.data.eval_path is None:
         return
     with _kernels(config, config.scaling.gpus_per_worker if job.workers_evaluate else config.evaluate.num_gpus):
-        list(score(task, state.model, rows, count, torch.device("cpu")))
+        chunks = list(score(task, state.model, rows, count, torch.device("cpu")))
+        _refuse_unknown_metric(job, chunks)
     with own_code(lambda: "predicting two rows"), torch.inference_mode():
         task.predictions(task.forward(state.model, to_batch(rows)))
+
+
+def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
+    """Refuses a metric that is to decide and that an evaluation does not give.
+
+    Raises:
+        ConfigError: It is none of those of one number.
+    """
+    task, metric = job.task, job.best_metric
+    if metric == "loss":
+        return
+    try:
+        known = sorted({"loss", *combine(task, chunks).values})
+    except TaskError:  # it may need more rows than these
+        known = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
+    if metric not in known:
+        given = "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"
+        raise ConfigError(f"{given} is {metric!r}; the task's metrics of one number are {', '.join(known)}.")
 
 
 @contextmanager

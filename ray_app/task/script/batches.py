@@ -13,6 +13,7 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch
 from ray_app.task.module import ModuleTask
 from ray_app.task.rows.transforms import Spec
+from ray_app.task.score.deciding import Mode
 
 
 class Evaluated(NamedTuple):
@@ -37,7 +38,7 @@ class BatchTask(ModuleTask):
         pad_to: See `ModuleTask`.
         max_length: See `ModuleTask`.
         best_metric: Which mean of an evaluation decides which checkpoint is best.
-        best_mode: Whether less (`min`) or more (`max`) of it is better.
+        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BatchTask(ModuleTask):
         pad_to: int = 1,
         max_length: int | None = None,
         best_metric: str = "loss",
-        best_mode: str = "min",
+        best_mode: Mode | None = None,
     ) -> None:
         columns = list(batch.values() if isinstance(batch, dict) else batch)
         if not columns or (target is not None and target not in columns):
