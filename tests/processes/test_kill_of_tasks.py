@@ -51,7 +51,15 @@ def pixels(folder: Path) -> Made:
     return write_pictures(folder)["path"], task, {}
 
 
-@pytest.mark.parametrize("make", [texts, objects, pixels])
+def images(folder: Path) -> Made:
+    model = {"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}}
+    resize = [{"class_path": "torchvision.transforms.v2.Resize", "init_args": {"size": [16, 16]}}]
+    random = [*CROPS, {"class_path": "torchvision.transforms.v2.RandAugment"}]
+    task = ModuleTask(model, ["image"], "large", LOSS, transforms=random, evaluate_transforms=resize)
+    return write_pictures(folder)["path"], task, {}
+
+
+@pytest.mark.parametrize("make", [texts, objects, pixels, images])
 def test_a_killed_worker_costs_no_bit_and_a_killed_run_goes_on(pool: Pool, tmp_path: Path, make: Callable[[Path], Made]) -> None:
     path, task, fields = make(tmp_path / "data")
 

@@ -49,6 +49,11 @@ RANDOM = [
     {"class_path": V2 + "RandomHorizontalFlip"},
 ]
 
+TO_FLOAT = {
+    "class_path": V2 + "ToDtype",
+    "init_args": {"dtype": {"class_path": "tests.support.small_models.fractions"}, "scale": True},
+}
+
 
 @pytest.mark.rest
 def test_images_are_classified_with_random_crops_and_augmentations(pictures: dict[str, str], tmp_path: Path) -> None:
@@ -116,6 +121,26 @@ def test_texts_are_classified_by_a_transformer(tmp_path: Path) -> None:
     assert_trains(config)
 
 
+@pytest.mark.rest
+def test_the_trial_decodes_its_rows_as_training_does(pictures: dict[str, str], tmp_path: Path) -> None:
+    config = config_of(
+        pictures,
+        tmp_path,
+        model={"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}},
+        inputs=["image"],
+        target="large",
+        loss={"class_path": "torch.nn.CrossEntropyLoss"},
+        transforms=[*RESIZE, {"class_path": "tests.support.small_models.EveryThird"}],
+        evaluate_transforms=RESIZE,
+    )
+    found = {finding.topic: (finding.level, finding.text) for finding in check_task(config).findings}
+    failed = {topic for topic, (level, _) in found.items() if level == "failed"}
+    assert failed & {"training", "workers"}, "the steps of the trial saw other rows than training sees"
+    level, text = found["randomness"]
+    assert level == "failed"
+    assert text.startswith("decode_training gives something else when it is called again with the same rows, keys")
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -126,6 +151,18 @@ def test_texts_are_classified_by_a_transformer(tmp_path: Path) -> None:
         ({"inputs": []}, "inputs is empty"),
         ({"evaluate_transforms": []}, "give them one size"),
         ({"loss": {"class_path": "torch.nn.CrossEntropyLoss", "arguments": {}}}, "has arguments beside class_path"),
+        (
+            {"transforms": [{"class_path": V2 + "RandomResizedCrop", "init_args": {"size": [24, 24]}}]},
+            "ModuleTask decodes 'image' of a row to train on to uint8 of shape (3, 24, 24), of one to evaluate on to uint8 of shape"
+            " (3, 16, 16); both must be alike, in every epoch. Let task.init_args.transforms and evaluate_transforms give the same size",
+        ),
+        (
+            {"transforms": [*RANDOM, {"class_path": V2 + "Normalize", "init_args": {"mean": [0.5], "std": [0.5]}}]},
+            "A row to train on cannot be decoded: TypeError: Input tensor should be a float tensor. Got torch.uint8.",
+        ),
+        ({"transforms": [*RANDOM, TO_FLOAT]}, "make float32 of the image 'image'; leave that out (ToDtype), the model gets images from 0"),
+        ({"transforms": [*RESIZE, TO_FLOAT], "evaluate_transforms": [*RESIZE, TO_FLOAT]}, "make float32 of the image 'image'; leave"),
+        ({"transforms": [{"class_path": V2 + "RandomHorizontalFlip"}]}, "to train on to uint8 of shape (3, "),
     ],
 )
 def test_what_cannot_be_is_refused_with_words(changed: dict[str, Any], said: str, pictures: dict[str, str], tmp_path: Path) -> None:

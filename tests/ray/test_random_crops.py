@@ -11,7 +11,7 @@ from ray_app import load_config, run_training
 from ray_app.config.config import Config
 from tests.support.pictures import write_pictures
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("ray_cluster")]
 V2 = "torchvision.transforms.v2."
 
 

@@ -38,7 +38,7 @@ def trained_job(paths: RunPaths) -> Job:
     dataset = training_data(paths, job.config)
     task = job.task.prepare(dataset.facts)
     skips = job.config.data.on_bad_row == "skip"
-    fields = specs_like(training_row(job.config, dataset, task), dataset, task.columns(), task.decode, skips)
+    fields = specs_like(training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
     return replace(job, task=task, data_root=dataset.root, fields=fields)
 
 

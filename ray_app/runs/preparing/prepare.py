@@ -24,6 +24,7 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.record.stored_config import as_given, parsed, read_manifest
 from ray_app.runs.cluster import counted
+from ray_app.runs.preparing.by_epoch import refuse_other_fields
 from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
 from ray_app.runs.preparing.growing import refuse_other_run
 from ray_app.runs.preparing.initial import find_beginning
@@ -31,7 +32,7 @@ from ray_app.runs.preparing.names import new_run_name
 from ray_app.runs.preparing.plan import classes_of, make_plan, mixing_doubts, refuse_other_classes
 from ray_app.runs.preparing.reconfigured import put_config, reconfigure
 from ray_app.runs.preparing.rehearsal import rehearse
-from ray_app.task.base import Task
+from ray_app.task.base import Rows, Task
 from ray_app.task.rows.ragged import Arrays
 from ray_app.task.score.deciding import completed_mode
 from ray_app.train.job import Job
@@ -97,9 +98,10 @@ def prepare(config: Config) -> Prepared:
         refuse_other_run(paths.name, before, stored, config, plan)
         refuse_other_classes(paths, plan)
         changed = changed_code(paths, config, code)
-    row = training_row(config, dataset, task)
+    stored_row, row = training_row(config, dataset, task)
     fields = specs_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
     _refuse_cache(config, task, fields)
+    refuse_other_fields(task, stored_row, fields)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
     if config.train.init_from is not None:
@@ -140,14 +142,20 @@ def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> N
         )
 
 
-def training_row(config: Config, dataset: Dataset, task: Task) -> Arrays:
-    """The first row to train on that can be decoded, each field of shape (1, ...).
+def training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Arrays]:
+    """The first row to train on that can be decoded, as it was read and decoded, each field of shape (1, ...).
 
     Raises:
         BadRowError: More rows before it than the configuration allows to skip cannot be decoded.
     """
-    most_bad = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0
-    return first_row(dataset, task.columns(), task.decode, most_bad)
+    most_bad, read = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0, list[Rows]()
+
+    def decode(rows: Rows) -> Arrays:
+        read.append(rows)
+        return task.decode(rows)
+
+    decoded = first_row(dataset, task.columns(), decode, most_bad)
+    return read[-1], decoded
 
 
 def _stored_config(paths: RunPaths) -> Config | None:

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.data.feed.windows import CachedWindows
+from ray_app.data.feed.streamed import StreamedWindows
+from ray_app.data.feed.windows import CachedWindows, Windows
 from ray_app.data.read.reader import RowSource
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.errors import PeerLostError, RayAppError
 from ray_app.exchange.exchange import World, collective
+from ray_app.plan.cursor import Cursor
 from ray_app.plan.manifest import Manifest
 from ray_app.record.evaluations import read_scores
 from ray_app.runs.preparing.plan import make_plan
@@ -73,6 +75,8 @@ def trial_job(prepared: Prepared, folder: Path) -> Job:
     job = prepared.job
     micro_batch = min(_MICRO_BATCH, job.plan.micro_batch)
     config = job.config.replace(run__storage_path=str(folder), data__global_batch_size=WORKERS * micro_batch, **_AS_IN_THE_TRIAL)
+    if job.task.decodes_by_epoch:  # which a cache cannot hold
+        config = config.replace(data__cache="none")
     if config.train.precision == "fp16":  # needs a GPU
         config = config.replace(train__precision="fp32")
     plan = make_plan(config, _some_rows(job.plan.manifest), None)
@@ -123,11 +127,17 @@ class _Together(Alone):
 
 def _train_as(job: Job, rank: int, size: int, store: Path) -> None:
     """Trains as one of several processes; called in each."""
-    decoded = load_all(fetch_here, job.source)
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_here, evaluation).arrays) if evaluation is not None else None
     membership = _Together(World(rank, size, WORKERS), store)
-    train(job, membership, lambda *_: CachedWindows(decoded), torch.device("cpu"), load_evaluation=load)
+    train(job, membership, _open_windows, torch.device("cpu"), load_evaluation=load)
+
+
+def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
+    """The data as training has it, decoded another way in every epoch where the task does that."""
+    if job.config.data.cache == "none":
+        return StreamedWindows(job.plan, cursor, played, job.passes, fetch_here, job.source)
+    return CachedWindows(load_all(fetch_here, job.source))
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,12 @@ def _one_by_one(
     for row in range(len(next(iter(rows.values())))):
         sample = {name: _mask(rows[name][row]) if kind == MASK else image_of(rows[name][row]) for name, kind in kinds.items()}
         sample = transformed(sample, transforms, None if keys is None else int(keys[row]))
-        for name in kinds:
+        for name, kind in kinds.items():
+            if kind == IMAGE and sample[name].dtype != torch.uint8:
+                raise ValueError(
+                    f"task.init_args.transforms or evaluate_transforms make {str(sample[name].dtype).removeprefix('torch.')} of the image"
+                    f" {name!r}; leave that out (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided by std"
+                )
             found[name].append(plain(sample[name]).numpy())
     for name, values in found.items():
         shapes = sorted({one.shape for one in values})
