@@ -126,6 +126,31 @@ def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
     return Ragged(inner.to_numpy(zero_copy_only=False).reshape(len(flat.values), *shape), offsets)
 
 
+def list_spec(kind: pa.DataType) -> ArraySpec | None:
+    """What a row of a column of lists of one size holds, or of lists of those; None if it is none of numbers."""
+    shape = []
+    while pa.types.is_fixed_size_list(kind):
+        shape.append(kind.list_size)
+        kind = kind.value_type
+    if not shape or not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        return None
+    return ArraySpec(np.dtype(kind.to_pandas_dtype()).str, tuple(shape))
+
+
+def fixed_lists(column: pa.ChunkedArray) -> Array | None:
+    """A column of lists of one size as one array of shape (rows, ...); None if it is none of numbers, or has missing values."""
+    spec = list_spec(column.type)
+    if spec is None or column.null_count:
+        return None
+    flat = column.combine_chunks()
+    flat = pa.concat_arrays(flat.chunks) if isinstance(flat, pa.ChunkedArray) else flat
+    for _ in spec.shape:
+        flat = flat.flatten()
+    if flat.null_count:
+        return None
+    return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(len(column), *spec.shape)
+
+
 def lists_of(rows: Ragged) -> pa.LargeListArray:
     """Ragged rows as a column of lists of numbers, or of lists of rows of as many numbers each, which `ragged_lists` reads."""
     own = rows.compact()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import is_numbers, is_text, spec_of
+from ray_app.data.dataset.arrays import is_numbers, is_text, list_spec, spec_of
 from ray_app.data.dataset.below import files_below
 from ray_app.data.dataset.files import Place, find, folders_in, is_folder, place_of
 from ray_app.data.dataset.footers import Footers, Range, kept_footers, read_footers
@@ -81,9 +81,9 @@ def _facts(path: str, root: Place, footers: Footers, manifest: Manifest) -> Data
 
 
 def _column_facts(field: pa.Field, found: Range) -> ColumnFacts:
-    spec = spec_of(field)
+    spec = spec_of(field) or list_spec(field.type)
     if spec is not None:
-        return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape)
+        return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape, found.least, found.most)
     kind = field.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind):
         dtype = str(kind.to_pandas_dtype().__name__)

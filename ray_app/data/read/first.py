@@ -76,7 +76,12 @@ def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str
 
 
 def specs_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False) -> dict[str, ArraySpec]:
-    """What decoded rows look like, of which one is known; where they have different lengths, the first ones are measured.
+    """What decoded rows look like, of which one is known; see `rows_like`."""
+    return {name: spec_like(values) for name, values in rows_like(row, dataset, columns, decode_rows, skips).items()}
+
+
+def rows_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False) -> Arrays:
+    """The first rows, where rows have different lengths; else the one that is known.
 
     Args:
         row: The first good one.
@@ -87,6 +92,6 @@ def specs_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: D
     """
     fields = {name: spec_like(values) for name, values in row.items()}
     if all(spec.padding is None for spec in fields.values()):
-        return fields
+        return row
     rows = first_rows(Reader(dataset.root, columns, decode_rows, fields, skips), dataset.manifest, _MEASURED)
-    return {name: spec_like(rows[name]) for name in fields}
+    return {name: rows[name] for name in fields}

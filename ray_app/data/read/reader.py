@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, is_text, ragged_lists, spec_of, to_column
+from ray_app.data.dataset.arrays import ArraySpec, fixed, fixed_lists, from_column, is_text, ragged_lists, spec_of, to_column
 from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.bad_rows import KEYS, REASON, Decode, decode_all, decode_around
 from ray_app.data.read.patience import patiently
@@ -147,8 +147,8 @@ def stored(file: pq.ParquetFile, span: Span, columns: list[str]) -> pa.Table:
 
 
 def rows_of(table: pa.Table) -> dict[str, Any]:
-    """A table as rows for `Task.decode`: arrays where the column has numbers or arrays, `Ragged` where it has lists of numbers, lists of
-    bytes or text otherwise.
+    """A table as rows for `Task.decode`: arrays where the column has numbers, arrays or lists of one size, `Ragged` where it has
+    other lists of numbers, lists of bytes or text otherwise.
     """
     rows: dict[str, Any] = {}
     for field, column in zip(table.schema, table.columns, strict=True):
@@ -157,6 +157,8 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
             rows[field.name] = from_column(column, spec)
         elif is_text(field.type) or pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
             rows[field.name] = column.to_pylist()
+        elif (array := fixed_lists(column)) is not None:
+            rows[field.name] = array
         elif (lists := ragged_lists(column)) is not None:
             rows[field.name] = lists
         else:
