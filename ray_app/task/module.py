@@ -17,6 +17,7 @@ from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
+from ray_app.task.configured.losses import loss_of_rows
 from ray_app.task.losses import Losses
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
@@ -54,7 +55,8 @@ class ModuleTask(Task):
         target: Column that the outputs are compared with; beside images it may be their masks, encoded (PNG of one channel or a palette) or
             integers of two axes: int64 class indices of pixels, which go through the same transforms.
         loss: Called with outputs and target, as `torch.nn.CrossEntropyLoss`; its `reduction` is set to `none`; what it
-            gives more than one value of for a row counts as often (pixels, but those of its `ignore_index`).
+            gives more than one value of for a row counts as often (pixels, but those of its `ignore_index`). Lists as `weight` and
+            `pos_weight` are weights of classes; a target of the outputs' shape becomes of their type (`torch.nn.BCEWithLogitsLoss`).
         output: What of the model's outputs is compared, where they are a dictionary or an object: `logits`, `out`.
         metrics: `torchmetrics` by the name that they are recorded under.
         transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key, which is another one in
@@ -95,6 +97,7 @@ class ModuleTask(Task):
         self.best_metric = best_metric  # type: ignore[misc]
         self.best_mode = self._mode(best_metric, best_mode)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}
+        self.ranges: dict[str, tuple[float, float]] = {}
         self.classes: list[str] = []
 
     def _mode(self, metric: str, mode: Mode | None) -> Mode:
@@ -138,6 +141,8 @@ class ModuleTask(Task):
             raise DataError(
                 f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a column of images."
             )
+        known = {name: (column.minimum, column.maximum) for name, column in facts.items() if prepared.kinds[name] in ("integer", "list")}
+        prepared.ranges = {name: (least, most) for name, (least, most) in known.items() if least is not None and most is not None}
         compared = facts[self.target]
         if compared.kind == "integer" and compared.maximum is not None and compared.minimum is not None and compared.minimum >= 0:
             prepared.classes = class_names(data, int(compared.maximum) + 1)
@@ -176,8 +181,11 @@ class ModuleTask(Task):
     def _values(self, values: Any, kind: str) -> Field:
         if kind == "list":
             return self._cut(values)
-        wanted = {"number": np.float32, "integer": np.int64}.get(kind)
-        return np.asarray(values, wanted) if wanted else np.asarray(values)
+        found = np.asarray(values)
+        if found.dtype == object:
+            raise ValueError("an array has a missing value")
+        wanted = {"number": np.float32, "integer": np.int64}.get(kind, np.float32 if found.dtype == np.float64 else None)
+        return found.astype(wanted, copy=False) if wanted else found
 
     def _cut(self, lists: Any) -> Ragged:
         if isinstance(lists, np.ndarray) and lists.dtype == np.int64:  # stands in for a target that was not read
@@ -226,17 +234,8 @@ class ModuleTask(Task):
         return outputs, target
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """What the loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of them."""
-        per_value = {**self.loss_spec, "init_args": {**(self.loss_spec.get("init_args") or {}), "reduction": "none"}}
-        loss = made_once(per_value, "task.init_args.loss")
-        outputs, target = self._compared(outputs, batch)
-        losses = loss(outputs, target)
-        if losses.ndim < 2:
-            return losses
-        counted = torch.ones_like(losses)
-        if losses.shape == target.shape and (ignored := getattr(loss, "ignore_index", None)) is not None:
-            counted = (target != ignored).to(losses.dtype)
-        return Losses(losses.flatten(1).sum(1), counted.flatten(1).sum(1))
+        """See `loss_of_rows`."""
+        return loss_of_rows(self.loss_spec, *self._compared(outputs, batch))
 
     def metrics(self) -> MetricCollection:
         """Those of the configuration."""

@@ -1,0 +1,72 @@
+"""A loss of the configuration: one of `torch.nn`, or whatever is called with outputs and target, for each row."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ray_app.errors import ConfigError
+from ray_app.task.losses import Losses
+from ray_app.task.rows.transforms import Spec, made
+
+_OF_CLASSES = ("weight", "pos_weight")
+"""Arguments of losses that are tensors, lists in a configuration."""
+
+
+def loss_of_rows(spec: Spec, outputs: Any, target: Tensor) -> Tensor | Losses:
+    """What a loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of them.
+
+    With weights of classes the mean is over these, as `torch.nn.CrossEntropyLoss` has it.
+
+    Args:
+        spec: The loss; its `reduction` is set to `none`.
+        outputs: What of the model's is compared.
+        target: What with; of the outputs' shape it becomes of their type.
+
+    Raises:
+        ConfigError: It compares each of a row's outputs with each of its targets.
+    """
+    loss = _made(json.dumps(spec), str(target.device))
+    if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
+        target = target.to(outputs.dtype)
+    losses = loss(outputs, target)
+    is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
+    if is_torchs and isinstance(outputs, Tensor) and losses.shape == outputs.shape != target.shape:
+        raise ConfigError(
+            f"The model's outputs are of shape {_rows(outputs)}, the target of {_rows(target)}; {spec['class_path']} compares each with"
+            " each of these. Let the model give as many outputs as there are numbers in a row of the target."
+        )
+    counted = _counted(spec, loss, losses, target)
+    if losses.ndim < 2:
+        return losses if counted is None else Losses(losses, counted)
+    counted = torch.ones_like(losses) if counted is None else counted
+    return Losses(losses.flatten(1).sum(1), counted.flatten(1).sum(1))
+
+
+def _rows(values: Tensor) -> str:
+    return f"({', '.join(['rows', *map(str, values.shape[1:])])})"
+
+
+def _counted(spec: Spec, loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
+    """How much each value of a loss that goes by class indices counts, as torch's own mean has it; None: as much as the others."""
+    if losses.shape != target.shape or target.is_floating_point() or (ignored := getattr(loss, "ignore_index", None)) is None:
+        return None
+    weights = getattr(loss, "weight", None)
+    if losses.ndim < 2 and weights is None and "ignore_index" not in (spec.get("init_args") or {}):
+        return None
+    counted = target != ignored
+    return counted.to(losses.dtype) if weights is None else weights[torch.where(counted, target, 0)] * counted
+
+
+@lru_cache(64)
+def _made(spec: str, device: str) -> Any:
+    """The loss on a device, made once in a process."""
+    given = json.loads(spec)
+    init_args = {**(given.get("init_args") or {}), "reduction": "none"}
+    tensors = {name: torch.tensor(init_args[name], dtype=torch.float32) for name in _OF_CLASSES if isinstance(init_args.get(name), list)}
+    loss = made({**given, "init_args": init_args | tensors}, "task.init_args.loss")
+    return loss.to(device) if isinstance(loss, nn.Module) else loss
