@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 
@@ -109,6 +110,95 @@ def test_what_decides_must_be_there_and_have_a_direction(
     if task["class_path"].endswith("ModuleTask"):
         task = {**task, "init_args": {**task["init_args"], "metrics": MEASURED}}
     assert said in refused(task, numbers, tmp_path, **fields)
+
+
+BCE = {"class_path": "torch.nn.BCEWithLogitsLoss"}
+BINARY = {"class_path": TM + "classification.BinaryAccuracy"}
+TAGGED = {"class_path": TM + "classification.MultilabelAccuracy", "init_args": {"num_labels": 3}}
+
+
+def outputs(count: int) -> dict[str, Any]:
+    return {"class_path": UNTYPED + "Numbers", "init_args": {"width": 3, "outputs": count}}
+
+
+def bert(**config: Any) -> dict[str, Any]:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    known = {"vocab_size": 200, "num_labels": 4} | config
+    return {
+        "class_path": "transformers.BertForSequenceClassification",
+        "init_args": {"config": {"class_path": "transformers.BertConfig", "init_args": small | known}},
+    }
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Columns of classes, tags and texts; the greatest numbers are not in the first row."""
+    random, rows = np.random.default_rng(0), 64
+    tags = random.integers(0, 2, (rows, 3))
+    columns = {
+        "x": random.random(rows),
+        "binary": random.integers(0, 2, rows),
+        "label": np.arange(rows) * 4 // rows,
+        "tags": pa.array(tags.tolist(), pa.list_(pa.int64(), 3)),
+        "wished": pa.array((tags > 0).tolist(), pa.list_(pa.bool_(), 3)),
+        "point": pa.array(random.random((rows, 2)).tolist(), pa.list_(pa.float64(), 2)),
+        "tokens": pa.array([list(range(1, 2 + n % 40)) for n in range(rows - 1)] + [[199]], pa.list_(pa.int32())),
+    }
+    return table_data(tmp_path_factory.mktemp("configured") / "classes", columns)
+
+
+TEXTS: dict[str, Any] = {
+    "inputs": {"input_ids": "tokens", "attention_mask": "tokens.mask"},
+    "target": "label",
+    "output": "logits",
+    "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
+}
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        module(target="binary", loss=BCE, metrics={"accuracy": BINARY}, best_metric="accuracy"),
+        module(target="binary", loss={**BCE, "init_args": {"pos_weight": [2]}}),
+        module(model=outputs(3), target="tags", loss=BCE, metrics={"accuracy": TAGGED}),
+        module(model=outputs(3), target="wished", loss={**BCE, "init_args": {"pos_weight": [1, 2, 3]}}),
+        module(model=outputs(2), target="point"),
+        module(model={"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 1}}, inputs=["point"], target="x"),
+        module(model=outputs(4), target="label", loss={**TEXTS["loss"], "init_args": {"weight": [1, 2, 3, 4]}}),
+        module(model=bert(), **TEXTS),
+    ],
+)
+def test_binary_and_multi_label_classes_and_lists_of_one_size(task: dict[str, Any], classes: dict[str, Any], tmp_path: Path) -> None:
+    prepared(task, classes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (
+            module(model=outputs(2), target="label", loss=TEXTS["loss"]),
+            "Column 'label' has values from 0 to 3, and with 3 there is no loss: IndexError: Target 3 is out of bounds. Let the model have",
+        ),
+        (module(model=bert(num_labels=2), **TEXTS), "Column 'label' has values from 0 to 3, and with 3 there is no loss"),
+        (
+            module(model=bert(vocab_size=100), **TEXTS),
+            "Column 'tokens' has values up to 199, and the model has no embedding for 199: IndexError: index out of range in self. Its"
+            " embeddings have 2, 100, 512 rows. Set the model's vocab_size",
+        ),
+        (module(model=bert(), **TEXTS, pad_with=300), "values up to 199 and is padded with 300, and the model has no embedding for 300"),
+        (
+            module(model=bert(max_position_embeddings=8), **TEXTS),
+            "Rows of 16 numbers in 'tokens' cannot be trained on, rows of one can. Models know only so many positions",
+        ),
+        (module(model=outputs(2), target="x"), "outputs are of shape (rows, 2), the target of (rows); torch.nn.MSELoss compares each with"),
+    ],
+)
+def test_what_a_model_lacks_for_the_data_is_refused(task: dict[str, Any], said: str, classes: dict[str, Any], tmp_path: Path) -> None:
+    assert said in refused(task, classes, tmp_path)
+
+
+def test_rows_that_are_cut_need_fewer_positions(classes: dict[str, Any], tmp_path: Path) -> None:
+    prepared(module(model=bert(max_position_embeddings=8), **TEXTS, max_length=8), classes, tmp_path)
 
 
 def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> None:

@@ -12,9 +12,9 @@ from ray_app.config.checks import check
 from ray_app.config.class_path import load_class
 from ray_app.config.config import Config, digest
 from ray_app.config.optimizers import OWN_OPTIMIZER
-from ray_app.data.dataset.arrays import ArraySpec
+from ray_app.data.dataset.arrays import ArraySpec, spec_like
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.read.first import first_row, probe, specs_like
+from ray_app.data.read.first import first_row, probe, rows_like
 from ray_app.data.read.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError, StorageError
 from ray_app.evaluate.job import EvaluationJob
@@ -26,6 +26,7 @@ from ray_app.record.stored_config import as_given, parsed, read_manifest
 from ray_app.runs.cluster import counted
 from ray_app.runs.preparing.by_epoch import refuse_other_fields
 from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
+from ray_app.runs.preparing.extremes import longest
 from ray_app.runs.preparing.growing import refuse_other_run
 from ray_app.runs.preparing.initial import find_beginning
 from ray_app.runs.preparing.names import new_run_name
@@ -99,7 +100,8 @@ def prepare(config: Config) -> Prepared:
         refuse_other_classes(paths, plan)
         changed = changed_code(paths, config, code)
     stored_row, row = training_row(config, dataset, task)
-    fields = specs_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
+    rows = rows_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
+    fields = {name: spec_like(values) for name, values in rows.items()}
     _refuse_cache(config, task, fields)
     refuse_other_fields(task, stored_row, fields)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
@@ -107,7 +109,7 @@ def prepare(config: Config) -> Prepared:
     if config.train.init_from is not None:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
-    rehearse(job, row, initial)
+    rehearse(job, longest(rows), initial)
     data = _prepare_evaluation(job)
     evaluation = None
     if data is not None and not job.workers_evaluate:

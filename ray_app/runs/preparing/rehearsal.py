@@ -16,10 +16,12 @@ from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
+from ray_app.runs.preparing.extremes import refuse_out_of_range, too_long
 from ray_app.runs.preparing.kernels import Kernels
 from ray_app.task.base import Task
 from ray_app.task.environment import given_back, pin
 from ray_app.task.losses import of_rows, summed
+from ray_app.task.module import ModuleTask
 from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, to_batch, twice
 from ray_app.task.score.scoring import Chunk, combine, score
@@ -51,7 +53,7 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
                 state.begin(initial)
-                _try_task(job, state, {name: twice(values) for name, values in row.items()})
+                _try_rows(job, state, {name: twice(values) for name, values in row.items()})
             finally:
                 task.finish(state.model)
     except TaskError as error:
@@ -90,6 +92,23 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
         )
     for schedule, moves in schedules:
         _check_steps(schedule, moves)
+
+
+def _try_rows(job: Job, state: TrainingState, rows: Arrays) -> None:
+    """`_try_task`, and for a model by configuration what the greatest numbers of the data need.
+
+    Raises:
+        TaskError: See `_try_task`.
+        ConfigError: Likewise, or the model lacks classes, a vocabulary or positions for the data.
+    """
+    try:
+        _try_task(job, state, rows)
+    except TaskError as error:
+        if isinstance(job.task, ModuleTask) and (why := too_long(job.task, state.model, rows)) is not None:
+            raise ConfigError(f"{why} What was raised: {error}") from error
+        raise
+    if isinstance(job.task, ModuleTask):
+        refuse_out_of_range(job.task, state.model, rows)
 
 
 def _try_task(job: Job, state: TrainingState, rows: Arrays) -> None:
