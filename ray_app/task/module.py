@@ -17,6 +17,7 @@ from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
+from ray_app.task.configured.arguments import need_channels, need_lists, need_numbers, need_specs
 from ray_app.task.configured.losses import loss_of_rows
 from ray_app.task.losses import Losses
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
@@ -94,6 +95,10 @@ class ModuleTask(Task):
         self.model, self.inputs, self.target, self.loss_spec, self.output = model, inputs, target, loss, output
         self.metric_specs, self.transforms, self.evaluate_transforms = metrics or {}, transforms or [], evaluate_transforms or []
         self.mean, self.std, self.pad_with, self.pad_to, self.max_length = mean or [0.0], std or [1.0], pad_with, pad_to, max_length
+        need_specs(model=model, metrics=self.metric_specs, transforms=self.transforms, evaluate_transforms=self.evaluate_transforms)
+        need_numbers(self.mean, self.std, pad_to, max_length)
+        if type(self).loss is ModuleTask.loss:
+            need_specs(loss=loss)
         self.best_metric = best_metric  # type: ignore[misc]
         self.best_mode = self._mode(best_metric, best_mode)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}
@@ -123,6 +128,7 @@ class ModuleTask(Task):
         prepared = copy.copy(self)
         prepared.kinds = {}
         facts = {name: need_column(data, name, _KINDS, "target" if name == self.target else "model") for name in self.columns()}
+        need_lists(data, facts, (name.removesuffix(_PADDING) for name in self._named() if name.endswith(_PADDING)))
         beside_images = any(is_image(facts[name]) for name in self._columns_of_model())
         for name, column in facts.items():
             is_target = name not in self._columns_of_model()
@@ -130,6 +136,8 @@ class ModuleTask(Task):
                 prepared.kinds[name] = MASK
             else:
                 prepared.kinds[name] = IMAGE if is_image(column) else column.kind
+            if prepared.kinds[name] == IMAGE:
+                need_channels(name, column, mean=self.mean, std=self.std)
             if column.kind == "bytes":
                 require("torchvision", f"Decoding the images of column {name!r}")
                 if not self.evaluate_transforms:
@@ -148,9 +156,11 @@ class ModuleTask(Task):
             prepared.classes = class_names(data, int(compared.maximum) + 1)
         return prepared
 
+    def _named(self) -> list[str]:
+        return list(self.inputs.values() if isinstance(self.inputs, dict) else self.inputs)
+
     def _columns_of_model(self) -> list[str]:
-        named = self.inputs.values() if isinstance(self.inputs, dict) else self.inputs
-        return list(dict.fromkeys(name.removesuffix(_PADDING) for name in named))
+        return list(dict.fromkeys(name.removesuffix(_PADDING) for name in self._named()))
 
     def columns(self) -> list[str]:
         """See `Task.columns`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, get_loader, set_loader
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,6 +23,7 @@ from ray_app.config.config import SECTIONS, Config, from_dict
 from ray_app.config.optimizers import TurnSpec
 from ray_app.errors import ConfigError
 from ray_app.record.redact import guard, redact
+from ray_app.runs.given.below import refuse_missing
 from ray_app.runs.given.refusals import explained
 from ray_app.runs.given.yaml_files import refuse_bad_files
 from ray_app.task.base import Task
@@ -89,6 +90,8 @@ def parse_more(
         parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *given])
     except ArgumentError as error:
         raise ConfigError(f"The configuration is refused: {explained(str(error), _fields(SECTIONS | more))}") from error
+    if parsed.task is not None:
+        refuse_missing(parsed.task.class_path, Namespace(parsed.task.get("init_args") or {}).as_dict())
     try:
         dumped = parser.dump(parsed, skip_default=True, skip_unset=False)
     except (AttributeError, ImportError, TypeError, ValueError) as error:  # it imports every class_path below init_args
@@ -221,6 +224,7 @@ def _turn(name: str, given: dict[str, Any]) -> dict[str, Any]:
     field, known = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
     if unknown := given.keys() - set(known):
         raise ConfigError(f"The configuration is refused: {field} has {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
+    _refuse_mistyped(field, given)
     parser = Parser(exit_on_error=False, parser_mode="ray_app")
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False)
     parser.add_subclass_arguments(LRScheduler, "schedule", instantiate=False)
@@ -236,10 +240,23 @@ def _turn(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return {**_as_set(values["optimizer"]), _GROUPS: groups, "schedule": _as_set(values.get("schedule")), **rest}
 
 
+def _refuse_mistyped(field: str, given: dict[str, Any]) -> None:
+    """Refuses what would be taken for something else: a text for its letters, a number in words.
+
+    Raises:
+        ConfigError: Something is no list of texts, or no number.
+    """
+    names, steps = given.get("parameters", []), given.get("steps", 1)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"The configuration is refused: {field}.parameters is {names!r}; it must be a list of names, as ['critic.*'].")
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise ConfigError(f"The configuration is refused: {field}.steps is {steps!r}; it must be a number of steps, at least 1.")
+
+
 def _loaded(text: str) -> Any:
     """YAML as the parser reads it."""
     found = get_loader("yaml")(text)
-    optimizer = found.get("optimizer") if isinstance(found, dict) else None
+    optimizer = found.get("optimizer", found) if isinstance(found, dict) else None  # a file's, or the value of --optimizer
     if isinstance(optimizer, dict) and optimizer.keys() >= {"class_path", _GROUPS}:
         optimizer["init_args"] = {**(optimizer.get("init_args") or {}), _GROUPS: optimizer.pop(_GROUPS)}
     return found

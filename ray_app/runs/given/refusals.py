@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
@@ -49,6 +50,11 @@ def explained(message: str, fields: Iterable[str]) -> str:
     if found := _IN_A_FILE.search(message):
         place = ".".join(filter(None, found.groups()))
         return _of_field(place, place, names)
+    if 'Parser key "optimizers"' in message:
+        return (
+            "optimizers is a mapping of names to optimizers that take turns, each with class_path and parameters, and if you like with"
+            " init_args, groups, steps and schedule; look at its shape."
+        )
     field = _FIELD.search(message)
     return (_of_class(field[1], message) if field is not None else None) or message
 
@@ -64,7 +70,7 @@ def _of_class(field: str, message: str) -> str | None:
     elif "Not a valid subclass of" in message:
         keys = "class_path, init_args and groups" if field == "optimizer" else "class_path and init_args"
         told = f"{field} has {keys}, and nothing else; look at the names of its keys."
-    elif named and (why := _missing(named[-1], _BASES[field])):
+    elif named and (why := missing(named[-1], _BASES[field])):
         told = f"{field}.{why}"
     elif named and (needed := _NEEDED.search(message)):
         told = f"{named[-1]} needs {needed[1]}, which is not given; write it below {field}.init_args."
@@ -82,7 +88,17 @@ def _of_value(class_path: str, name: str, given: str) -> str | None:
         wanted = inspect.signature(_get(class_path)).parameters[name].annotation
     except Exception:  # it cannot be looked into
         return None
-    return f"{class_path} got {name} = {given!r}; it must be {wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)}."
+    told = wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)
+    where = ", where Spec is {class_path: IMPORT.PATH, init_args: {NAME: VALUE}}" if "Spec" in told else ""
+    return f"{class_path} got {name} = {_own(given, name)!r}; it must be {told}{where}."
+
+
+def _own(given: str, name: str) -> Any:
+    """What an argument was given, where jsonargparse says what its whole class was given."""
+    try:
+        return ast.literal_eval(given)["init_args"][name]
+    except (ValueError, SyntaxError, TypeError, KeyError):
+        return given
 
 
 def _of_field(shown: str, given: str, fields: list[str]) -> str:
@@ -109,7 +125,7 @@ def _of_argument(field: str, class_path: str, given: str) -> str:
     return f"{class_path} has no argument {given!r}.{f' Did you mean {near}?' if near else ''} It has {', '.join(names) or 'none'}."
 
 
-def _missing(class_path: str, base: type) -> str | None:
+def missing(class_path: str, base: type) -> str | None:
     """Which part of an import path is not there, and what is like it; None if all of it is."""
     there: Any = None
     parts = class_path.split(".")
@@ -144,6 +160,8 @@ def _part(there: Any, path: str, name: str) -> Any:
 def _names(there: Any, base: type, is_last: bool) -> list[str]:
     if there is None:
         return [module.name for module in pkgutil.iter_modules()]
+    if base is object and is_last:  # whatever can be called
+        return sorted(name for name, value in vars(there).items() if callable(value) and not name.startswith("_"))
     classes = [name for name, value in vars(there).items() if isinstance(value, type) and issubclass(value, base) and value is not base]
     modules = [module.name for module in pkgutil.iter_modules(getattr(there, "__path__", []))]
     return sorted(classes if is_last and classes else [*classes, *modules])

@@ -1,0 +1,76 @@
+"""What the arguments of a task by configuration must be, beyond their types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.facts import ColumnFacts, DataFacts
+
+_AT = "task.init_args"
+_EVERY_HAS = ("loss", "rows")
+"""What an evaluation has besides its metrics."""
+
+
+def need_specs(**given: Any) -> None:
+    """Refuses what is no specification: `class_path` and `init_args`, or a list or mapping of such.
+
+    Raises:
+        ConfigError: Something is none.
+    """
+    for name, value in given.items():
+        if name == "metrics":
+            need_names(value)
+        several = {f"{name}.{key}": one for key, one in value.items()} if name == "metrics" else None
+        several = {f"{name}[{i}]": one for i, one in enumerate(value)} if isinstance(value, list) else several
+        for place, one in ({name: value} if several is None else several).items():
+            if not isinstance(one, dict) or not isinstance(one.get("class_path"), str):
+                raise ConfigError(
+                    f"{_AT}.{place} is {one!r}; it must have class_path, an import path such as torch.nn.CrossEntropyLoss, and may have"
+                    " init_args."
+                )
+
+
+def need_names(metrics: Iterable[str]) -> None:
+    """Refuses metrics by the name of something else."""
+    for name in metrics:
+        if name in _EVERY_HAS:
+            raise ConfigError(f"{_AT}.metrics has {name!r}, which every evaluation has. Give the metric another name.")
+
+
+def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_length: int | None) -> None:
+    """Refuses numbers with which nothing can be computed.
+
+    Raises:
+        ConfigError: One is such.
+    """
+    if not all(value > 0 for value in std):
+        raise ConfigError(f"{_AT}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
+    if not mean or not std:
+        raise ConfigError(f"{_AT}.mean and std are {list(mean)} and {list(std)}; give a number for each channel, or one for all.")
+    if pad_to < 1:
+        raise ConfigError(f"{_AT}.pad_to is {pad_to}; padded lists are as long as a multiple of it, so it must be at least 1.")
+    if max_length is not None and max_length < 1:
+        raise ConfigError(f"{_AT}.max_length is {max_length}; it must be at least 1, or null for all.")
+
+
+def need_channels(name: str, column: ColumnFacts, **given: Sequence[float]) -> None:
+    """Refuses a `mean` or `std` that an image column has not as many channels for."""
+    channels = 3 if column.kind == "bytes" else column.shape[2] if len(column.shape) == 3 else 1
+    for argument, values in given.items():
+        if len(values) not in (1, channels):
+            raise ConfigError(
+                f"{_AT}.{argument} is {list(values)}, {len(values)} numbers; images of {name!r} have {channels} channels. Give a number for"
+                " each, or one for all."
+            )
+
+
+def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterable[str]) -> None:
+    """Refuses `COLUMN.mask` of columns that are never padded."""
+    for name in padded:
+        if facts[name].kind != "list":
+            raise DataError(
+                f"{_AT}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded; column {name!r} of"
+                f" {data.path} holds {facts[name].kind}, no lists. Leave .mask out."
+            )
