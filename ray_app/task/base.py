@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
@@ -90,6 +91,11 @@ class Task(ABC):
             for name in self.columns():
                 need_column(data, name, _NUMBERS, f"task {type(self).__name__}, which leaves `decode` out,")
         return self
+
+    def unfit(self, config: Config) -> list[str]:
+        """What of a configuration does not go with the task, a sentence each that says what to do; not overridden: nothing."""
+        del config
+        return []
 
     @abstractmethod
     def columns(self) -> list[str]:
@@ -261,14 +267,9 @@ class Task(ABC):
             metrics.update(outputs, batch[targets[0]])
 
     def predictions(self, outputs: Any) -> Arrays:
-        """What a batch prediction writes for every row.
+        """What a batch prediction writes for every row: numbers or text by column, each (rows, ...), or `Ragged`, which become lists.
 
-        Args:
-            outputs: From `forward`, on the CPU.
-
-        Returns:
-            Numbers or text by column, each (rows, ...), or `Ragged`, which become lists; not overridden: the outputs themselves, a single
-            tensor as `predicted`.
+        Not overridden: the outputs of `forward`, which are on the CPU, themselves, a single tensor as `predicted`.
         """
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
         return {name: values.numpy() for name, values in named.items()}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.class_path import load_class
+from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.task.losses import Losses
@@ -52,6 +53,18 @@ class LightningTask(BatchTask):
         best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
     """
 
+    def unfit(self, config: Config) -> list[str]:
+        """What knows only calls of the module itself."""
+        problems = []
+        if config.train.strategy == "fsdp":
+            problems.append(
+                "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is called; of a Lightning"
+                " module it is training_step. Use ddp, local_sgd, parameter_server or central_storage."
+            )
+        if config.train.compile:
+            problems.append("train.compile compiles calls of the module, and training_step is none; compile parts of it in its __init__.")
+        return problems
+
     def build_model(self) -> nn.Module:
         """Makes the module.
 
@@ -77,17 +90,8 @@ class LightningTask(BatchTask):
         with played(model, "configure_optimizers"):
             return _one_optimizer(model.configure_optimizers())  # type: ignore[operator]
 
-    def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        """Refuses `train.strategy: fsdp`."""
-        raise ConfigError(
-            "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is called; of a Lightning"
-            " module it is training_step. Use ddp, local_sgd, parameter_server or central_storage."
-        )
-
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """The mean that `training_step` returns, for each of the rows, and what it logs."""
-        if not hasattr(type(model), "training_step"):
-            raise ConfigError("train.compile compiles calls of the module, and training_step is none; compile parts of it in its __init__.")
         returned, logged = self._step(model, "training_step", batch)
         if returned is None:
             raise ConfigError(

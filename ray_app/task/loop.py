@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.class_path import load_class
+from ray_app.config.config import Config
+from ray_app.config.optimizers import OWN_OPTIMIZER
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.task.losses import Losses
@@ -19,6 +21,7 @@ from ray_app.task.score.deciding import Mode
 from ray_app.task.script.batches import BatchTask, Evaluated, mean_of
 from ray_app.task.script.scripted import Loop, Running
 
+_STRATEGIES = ("ddp", "single")
 _RUNNING: dict[nn.Module, Running] = {}
 """The loops of this process, by the model that they train."""
 
@@ -82,6 +85,20 @@ class LoopTask(BatchTask):
             module, rows, target, transforms, evaluate_transforms, mean, std, pad_with, pad_to, max_length, best_metric, best_mode
         )
         self.train, self.settings, self.evaluate = train, settings or {}, evaluate
+
+    def unfit(self, config: Config) -> list[str]:
+        """What the script has of its own, or what takes its model from it."""
+        problems = []
+        if config.optimizers is not None or not (config.optimizer == Config.optimizer or config.optimizer.class_path == OWN_OPTIMIZER):
+            problems.append("The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out.")
+        if config.train.strategy not in _STRATEGIES:
+            problems.append(
+                f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop leaves it; use"
+                f" {' or '.join(_STRATEGIES)}."
+            )
+        if config.train.compile:
+            problems.append("train.compile compiles the model that a task is given; compile the model in the script, and leave it out.")
+        return problems
 
     def _script(self) -> Callable[[Loop], None]:
         return partial(load_class(self.train), **self.settings)

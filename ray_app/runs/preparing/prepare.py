@@ -88,6 +88,8 @@ def prepare(config: Config) -> Prepared:
     config, initial = find_beginning(config, before)
     dataset = open_dataset(config.data.path)
     task = make_task(config).prepare(dataset.facts)
+    if problems := task.unfit(config):
+        raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
     if config.optimizer == Config.optimizer and config.optimizers is None and task.brings_optimizer:
         config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
         check(config)

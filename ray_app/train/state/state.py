@@ -17,7 +17,7 @@ from ray_app.checkpoint.format import Snapshot, params_digest
 from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
-from ray_app.errors import CheckpointError
+from ray_app.errors import CheckpointError, ConfigError
 from ray_app.exchange.exchange import World, gather
 from ray_app.task.base import Task
 from ray_app.task.own_code import own_code
@@ -102,6 +102,11 @@ class TrainingState:
         else:
             self.optimizer = self._optimizer(config.optimizer, named)
         if config.schedule is not None:
+            if self.schedule is not None:
+                raise ConfigError(
+                    f"schedule is {config.schedule.class_path}, and the task brings a {type(self.schedule).__name__} with its optimizer; a"
+                    " run has one. Leave schedule out, or let the task bring the optimizer alone."
+                )
             self.schedule = make_schedule(config.schedule, self.optimizer, self._total_steps)
 
     def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
