@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ray_app import compare_runs, load_config
+from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.record.files import put_json
 from ray_app.record.progress.journal import read_events
@@ -39,6 +41,26 @@ def test_the_best_is_judged_by_the_metric_of_the_newest_start(job: Job) -> None:
         "checkpoint.keep_last": [job.config.checkpoint.keep_last, 7],
     }
     assert (event.fence, event.details["fields"]) == (2, fields)
+
+
+def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
+    turns = {
+        "rest": {"class_path": "torch.optim.Adam", "parameters": ["*.weight"], "schedule": schedule},
+        "biases": {"class_path": "torch.optim.SGD", "parameters": ["*.bias"], "init_args": {"lr": 0.1}, "steps": 2},
+    }
+    config = job.config.replace(run__name="turns", optimizer=asdict(Config().optimizer), optimizers=turns, schedule=None)
+    first = claim(prepare(config), 1).job
+    text = first.paths.config.read_text()
+    assert ("betas" in text, "gamma" in text) == (True, True), "arguments that were not given"
+    for fence in (2, 3):
+        claim(prepare(config), fence)
+    assert first.paths.config.read_text() == text
+    assert read_events(first.paths, "reconfigured") == []
+    claim(prepare(config.replace(checkpoint__keep_last=7)), 4)
+    [event] = read_events(first.paths, "reconfigured")
+    assert event.details["fields"] == {"checkpoint.keep_last": [config.checkpoint.keep_last, 7]}
+    assert first.paths.config.read_text() == text.replace(f"keep_last: {config.checkpoint.keep_last}", "keep_last: 7")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def changes(before: Code, now: Code) -> list[str]:
 
 
 def put_code(paths: RunPaths, code: Code) -> None:
-    """Writes `code.json`; which arguments were not given is never changed after the first start, as `config.yaml` is not."""
+    """Writes `code.json`; which arguments were not given stays as at the first start, as the classes in `config.yaml` do."""
     before = read_code(paths)
     put_json(paths.code, versioned(asdict(replace(code, defaults=before.defaults) if before is not None else code)))
 

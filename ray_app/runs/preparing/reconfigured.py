@@ -22,7 +22,7 @@ def reconfigure(job: Job) -> None:
     The classes stay as they are stored: with the arguments that were not given, as `code.json` names them.
     """
     before = parsed(job.paths, job.paths.config.read_text())
-    now = replace(job.config, task=before.task, optimizer=before.optimizer, schedule=before.schedule)
+    now = replace(job.config, task=before.task, optimizer=before.optimizer, optimizers=before.optimizers, schedule=before.schedule)
     one, other = (flatten(redacted(config.to_dict())) for config in (before, now))
     changed = {name: [one.get(name), other.get(name)] for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)}
     if changed:
