@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from rich.console import Console
 
+from ray_app.cluster.autoscaler import most_resources
 from ray_app.config.config import Config
 from ray_app.data.read.ray_tasks import Pool, through
 from ray_app.data.read.reader import ReadSpec
@@ -51,7 +52,7 @@ def predict(prepared: Prepared, config: Config, section: PredictSection, console
         asked |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
         room = config.replace(**asked)
         with cluster(room):
-            most = workers_that_fit(room, ray.cluster_resources(), ray.nodes())
+            most = workers_that_fit(room, ray.cluster_resources(), ray.nodes(), most_resources())
             put_json(out / MADE_FROM, prepared.made_from)
             pool = Pool(Predictor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
             for found in through(pool, prepared.reader, missing):

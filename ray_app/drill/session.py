@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cluster.autoscaler import most_resources
 from ray_app.config.config import Config, digest, flatten
 from ray_app.drill import processes
 from ray_app.drill.certificate import Start, Trace, conclusion, facts, judge, measures, proof_of, restart, start_since, table, trace_of
@@ -96,7 +97,7 @@ class Drill:
         self._config, self._seed, self._limit_s = config, seed, limit_s
         self._nodes, self._console = nodes, console
         self._out = location(config.run.storage_path)
-        self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes())
+        self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), most_resources())
         self._log = StringIO()
         job = prepare(config).job
         self._steps, self._per_epoch = job.total_steps, job.plan.steps_per_epoch

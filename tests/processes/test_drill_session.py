@@ -19,6 +19,7 @@ from ray_app.drill import session
 from ray_app.drill.certificate import Start, Trace
 from ray_app.drill.ground import Disturbance, Ended
 from ray_app.drill.session import SCENARIOS
+from ray_app.errors import ConfigError
 from ray_app.record.files import read_json
 from tests.support.drilled import SUMMARY
 from tests.support.places import ROOT
@@ -33,6 +34,7 @@ def short_drill(digits: Path, tmp_path: Path) -> Config:
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=list))
+    monkeypatch.setattr(session, "most_resources", lambda: None)
     monkeypatch.setattr(session, "facts", dict)
     monkeypatch.setattr(session.Drill, "_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), Start(1.0, 2)))
 
@@ -82,3 +84,13 @@ def test_a_run_that_takes_longer_than_its_limit_has_failed_and_the_drill_ends_th
     [found] = read_json(drill.certificate)["scenarios"]
     assert (found["outcome"], found["reason"]) == ("failed", "The run 'kill' did not end within drill.limit_s = 0.25 s.")
     assert "(1 failed, 1 not reached)" in said.getvalue()
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_cluster_that_scales_from_zero_is_waited_for(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))
+    monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 8.0})
+    assert session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True))._workers == 2
+    monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(ConfigError, match="the cluster grows to at most 2 CPU"):
+        session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
+from rich.console import Console
 
+from ray_app.cli import predict as command
 from ray_app.cli.predict import main
+from ray_app.data.read.ray_tasks import Pool
 from ray_app.errors import ConfigError
 from ray_app.predict.actor import Model
 from ray_app.predict.prepare import MADE_FROM, PredictSection, prepare_prediction
@@ -87,3 +92,26 @@ def test_a_model_with_other_parameters_than_registered_is_refused(run: Finished)
     model = Model(run.job.task, safetensors.torch.save(dict(run.job.task.build_model().state_dict())), None, "0" * 64)
     with pytest.raises(Exception, match="its parameters have the digest"):
         model.load(torch.device("cpu"))
+
+
+class ReachedError(Exception):
+    """The pool of actors is asked for."""
+
+
+@pytest.mark.parametrize(("grows_to", "expected"), [({"CPU": 4.0}, 2), ({"CPU": 16.0}, 3)])
+def test_a_cluster_that_scales_from_zero_is_waited_for(
+    run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows_to: dict[str, float], expected: int
+) -> None:
+    asked: list[int] = []
+
+    def through(pool: Pool, *_: object) -> None:
+        asked.append(pool.most)
+        raise ReachedError
+
+    there = SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list, put=lambda value: value)
+    for name, fake in {"ray": there, "cluster": nullcontext, "most_resources": lambda: grows_to, "through": through}.items():
+        monkeypatch.setattr(command, name, fake)
+    section = PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root), workers=3)
+    with pytest.raises(ReachedError):
+        command.predict(prepare_prediction(run.config, section), run.config, section, Console(quiet=True))
+    assert asked == [expected]
