@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ray_app.config.training import TrainSection
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, PeerLostError
 from ray_app.exchange.build import build_exchange
 from ray_app.exchange.ddp import DataParallel, _bucketed
-from ray_app.exchange.exchange import World
+from ray_app.exchange.exchange import World, collective
 from ray_app.train.group.messages import Formed
 from ray_app.train.group.process_group import ProcessGroup, _sockets
 from tests.support.local_world import LocalMembership, Pool, TinyImages, make_job, write_images
@@ -215,6 +215,55 @@ def test_an_abort_while_a_group_forms_breaks_nothing_else(pool: Pool) -> None:
     """Other connections of a worker are Ray's."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert pool.run(1, bystanders_of_an_abort, server.port) == [[b"hello", b"hello"]]
+
+
+def bystander_of_a_group(rank: int, store: Path, port: int, size: int, aborts: tuple[int, ...]) -> tuple[bytes, list[str]]:
+    """What goes through a connection that was made while a group opened, when that was aborted, and what its members but rank 0 are told.
+
+    They wait in an exchange for rank 0. The last rank opens when the others have made their connections.
+    """
+    del store
+    meeting, group, server = dist.TCPStore("127.0.0.1", port), ProcessGroup(), socket.create_server(("127.0.0.1", 0))
+    opening = threading.Thread(target=group.open, args=(Formed(1, rank, size, "127.0.0.1", port), CPU, "auto"))
+    meeting.wait([f"made-{before}" for before in range(rank)])
+    opening.start()
+    until(lambda: any(group._is_store(number) for number, _ in _sockets()) or not opening.is_alive(), "it has not begun to open")
+    assert group._sockets is None or rank == size - 1, "it opened without the others"
+    mine = socket.create_connection(server.getsockname())
+    meeting.set(f"made-{rank}", "")
+    opening.join()
+    said: list[str] = []
+
+    def exchanges() -> None:
+        try:
+            with collective():
+                dist.all_reduce(torch.ones(4))
+        except PeerLostError:
+            said.append("lost")
+
+    waiting = threading.Thread(target=exchanges)
+    if rank != 0:
+        waiting.start()
+        meeting.set(f"waits-{rank}", "")
+    meeting.wait([f"waits-{other}" for other in range(1, size)])
+    if rank in aborts:
+        group.abort()
+    if rank != 0:
+        waiting.join()
+        meeting.set(f"freed-{rank}", "")
+    meeting.wait([f"freed-{other}" for other in range(1, size)])
+    group.close()
+    with suppress(BrokenPipeError):
+        mine.sendall(b"hello")
+    return server.accept()[0].recv(5), said
+
+
+@pytest.mark.parametrize(("size", "aborts"), [(2, (0,)), (3, (0, 1, 2))], ids=["by who is missing", "by all"])
+def test_an_abort_frees_those_who_wait_and_breaks_nothing_else(pool: Pool, size: int, aborts: tuple[int, ...]) -> None:
+    """Not the connections either that came while the group formed."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    expected = [(b"hello", [] if rank == 0 else ["lost"]) for rank in range(size)]
+    assert pool.run(size, bystander_of_a_group, server.port, size, aborts) == expected
 
 
 @pytest.mark.parametrize("mb", [8.0, SMALL_MB, SMALL_MB / 100])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -66,9 +67,22 @@ class ProcessGroup:
         self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT)
         for group in {None, *self.groups}:
             dist.set_timeout(_COLLECTIVE_TIMEOUT, group)
-        self._sockets = [s for s in _sockets() if s not in self._before]
+        if not self._broken:
+            self._sockets = self._of_this_group(PrefixStore(f"generation-{formed.number}/listens", store), formed)
         if self._broken:  # before there was what could be aborted
             raise PeerLostError("the group was given up while it formed")
+
+    def _of_this_group(self, store: PrefixStore, formed: Formed) -> list[tuple[int, str]]:
+        """The connections that came with this group and go to where a member listens for it, or to the store; others are Ray's.
+
+        Of where they listen the members tell each other, so this waits for all.
+        """
+        came = [found for found in _sockets() if found not in self._before]
+        ends = {number: _ends(number) for number, _ in came}
+        store.set(str(formed.rank), json.dumps([mine for mine, other in ends.values() if mine and not other]))
+        told = store.multi_get([str(rank) for rank in range(formed.size)])
+        listens = {self._store, *((host, port) for each in told for host, port in json.loads(each))}
+        return [(number, name) for number, name in came if listens.intersection(ends[number])]
 
     @property
     def settle(self) -> Callable[[], None] | None:
@@ -109,11 +123,7 @@ class ProcessGroup:
             _shut_down(number, name)
 
     def _is_store(self, number: int) -> bool:
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6):
-                host, port = found.getpeername()[:2]
-                return (host.removeprefix("::ffff:"), port) == self._store
-        return False
+        return self._store is not None and _ends(number)[1] == self._store
 
     def close(self, broken: bool = False) -> None:
         """Leaves the group; of one that is broken NCCL would wait for exchanges that never end."""
@@ -148,6 +158,17 @@ def _sockets() -> list[tuple[int, str]]:
             if target.startswith("socket:"):
                 found.append((int(name), target))
     return found
+
+
+def _ends(number: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """Host and port of both ends of a TCP connection; of a socket that listens there is no other end, of any other socket neither."""
+    ends: list[tuple[str, int] | None] = [None, None]
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+            for place, ask in enumerate((found.getsockname, found.getpeername)):
+                host, port = ask()[:2]
+                ends[place] = host.removeprefix("::ffff:").partition("%")[0], port
+    return ends[0], ends[1]
 
 
 def _shut_down(number: int, name: str) -> None:
