@@ -103,7 +103,7 @@ def test_a_damaged_configuration_is_refused_by_name(tmp_path: Path, seeds: range
 
 
 @pytest.mark.parametrize("seeds", seeds())
-def test_a_damaged_file_of_a_user_is_refused(tmp_path: Path, seeds: range) -> None:
+def test_a_damaged_file_of_a_user_is_refused_by_name(tmp_path: Path, seeds: range) -> None:
     file = tmp_path / "my.yaml"
     text = USERS.encode()
     file.write_bytes(text)
@@ -111,7 +111,9 @@ def test_a_damaged_file_of_a_user_is_refused(tmp_path: Path, seeds: range) -> No
     refused = 0
     for seed in seeds:
         file.write_bytes(mutant(text, seed))
-        refused += bool(refusal(lambda: load_config(file), ConfigError))
+        said = refusal(lambda: load_config(file), ConfigError)
+        assert not said or str(file) in said, f"{seed}: no file is named: {said}"
+        refused += bool(said)
     assert refused > len(seeds) / 2
 
 

@@ -43,13 +43,18 @@ def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Co
         **fields: Values that go before the file's, dotted names with `__` for the dot: `train__epochs=3`.
 
     Raises:
-        ConfigError: A field is unknown or mistyped, or values do not fit together.
+        ConfigError: A field is unknown or mistyped, or values do not fit together; the message names the file.
     """
     arguments = ["--config", str(path)] if path is not None else []
     for name, value in fields.items():
         text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
         arguments.append(f"--{name.replace('__', '.')}={text}")
-    return parse(arguments, prog="load_config", exit_on_error=False)
+    try:
+        return parse(arguments, prog="load_config", exit_on_error=False)
+    except ConfigError as error:
+        if path is None or str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}{' with the fields given beside it' if fields else ''}: {error}") from error
 
 
 def parse(arguments: Sequence[str] | None = None, prog: str = "ray-app train", exit_on_error: bool = True) -> Config:
