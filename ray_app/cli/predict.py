@@ -16,8 +16,8 @@ from ray_app.config.config import Config
 from ray_app.data.read.ray_tasks import Pool, through
 from ray_app.data.read.reader import ReadSpec
 from ray_app.errors import ConfigError, DataError, is_refusal, own_error
-from ray_app.predict.actor import Predictor, facts_of
-from ray_app.predict.prepare import MADE_FROM, PredictSection, Prepared, prepare_prediction
+from ray_app.predict.actor import PredictActor, facts_of
+from ray_app.predict.prepare import MADE_FROM, PredictSection, PreparedPrediction, prepare_prediction
 from ray_app.record.files import Location, names, put_json, read_json, remove_temporary
 from ray_app.record.redact import redact
 from ray_app.runs.cluster import cluster, workers_that_fit
@@ -29,7 +29,7 @@ DONE = "predictions.json"
 _VERIFYING, _TELL_S, _MOST_CLASSES = 8, 2.0, 20
 
 
-def predict(prepared: Prepared, config: Config, section: PredictSection, console: Console) -> dict[str, Any]:
+def predict(prepared: PreparedPrediction, config: Config, section: PredictSection, console: Console) -> dict[str, Any]:
     """Predicts what is not there yet; returns the content of `predictions.json`, which is written last.
 
     Args:
@@ -54,7 +54,7 @@ def predict(prepared: Prepared, config: Config, section: PredictSection, console
         with cluster(room):
             most = workers_that_fit(room, ray.cluster_resources(), ray.nodes(), most_resources())
             put_json(out / MADE_FROM, prepared.made_from)
-            pool = Pool(Predictor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
+            pool = Pool(PredictActor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
             for found in through(pool, prepared.reader, missing):
                 done[found["name"]] = json.loads(found["facts"])
                 told.add(done[found["name"]]["rows"])
@@ -66,7 +66,7 @@ def predict(prepared: Prepared, config: Config, section: PredictSection, console
     return result
 
 
-def _intact(prepared: Prepared) -> dict[str, dict[str, Any]]:
+def _intact(prepared: PreparedPrediction) -> dict[str, dict[str, Any]]:
     """The facts of the parts that are there, whole and made from the same, by name; damaged ones are made again."""
 
     def look(name: str, spec: ReadSpec) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ def _intact(prepared: Prepared) -> dict[str, dict[str, Any]]:
         return {name: facts for (name, _), facts in zip(parts, found, strict=True) if facts is not None}
 
 
-def _result(prepared: Prepared, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _result(prepared: PreparedPrediction, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The content of `predictions.json`.
 
     Raises:
@@ -107,7 +107,7 @@ def _result(prepared: Prepared, done: dict[str, dict[str, Any]]) -> dict[str, An
 class _Progress:
     """Lines that say how far it is, at most one every two seconds."""
 
-    def __init__(self, prepared: Prepared, parts: int, rows: int, console: Console) -> None:
+    def __init__(self, prepared: PreparedPrediction, parts: int, rows: int, console: Console) -> None:
         self._parts, self._rows, self._of = parts, rows, prepared
         self._console, self._first_row, self._started_s, self._told_s = console, rows, time.monotonic(), time.monotonic()
         kept = f"; {parts:,} parts are there already" if parts else ""

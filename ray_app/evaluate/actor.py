@@ -27,7 +27,7 @@ from ray_app.errors import DamagedError, RunHeldError
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.record.files import poll_s
-from ray_app.record.lease import LIFE_S, Observer, is_taken_over
+from ray_app.record.lease import LIFE_S, LeaseWatch, is_taken_over
 from ray_app.record.output import Output
 from ray_app.record.progress.journal import put_event
 from ray_app.record.redact import guard_run
@@ -134,7 +134,7 @@ class Evaluator:
 
     def _watch(self) -> None:
         """Looks whether the driver that started this evaluator still lives, also after it seemed to be gone."""
-        job, observer = self._job, Observer(self._job.paths, self._job.fence)
+        job, observer = self._job, LeaseWatch(self._job.paths, self._job.fence)
         while not self._stopped.wait(LIFE_S / _LOOKS_PER_LEASE):
             try:
                 seen = observer.look()

@@ -20,7 +20,7 @@ RING_AT_MOST = 16
 
 
 @dataclass(frozen=True)
-class Round:
+class DoublingRound:
     """What one rank does in a round.
 
     Args:
@@ -36,17 +36,17 @@ class Round:
     adds: bool = True
 
 
-def rounds(rank: int, size: int) -> list[Round]:
+def rounds(rank: int, size: int) -> list[DoublingRound]:
     """What a rank does: of more ranks than a power of two the first even ones have their neighbours speak for them."""
     power = 1 << (size.bit_length() - 1)
     paired = 2 * (size - power)
     if rank < paired and rank % 2 == 0:
-        return [Round(rank + 1, receives=False), Round(rank + 1, sends=False, adds=False)]
+        return [DoublingRound(rank + 1, receives=False), DoublingRound(rank + 1, sends=False, adds=False)]
     own = rank // 2 if rank < paired else rank - (size - power)
     others = [own ^ (1 << bit) for bit in range(power.bit_length() - 1)]
-    found = [Round(2 * other + 1 if 2 * other < paired else other + size - power) for other in others]
+    found = [DoublingRound(2 * other + 1 if 2 * other < paired else other + size - power) for other in others]
     if rank < paired:
-        return [Round(rank - 1, sends=False), *found, Round(rank - 1, receives=False)]
+        return [DoublingRound(rank - 1, sends=False), *found, DoublingRound(rank - 1, receives=False)]
     return found
 
 

@@ -119,7 +119,7 @@ class PredictJob:
     device: str
 
 
-class Predictor:
+class PredictActor:
     """Predicts and writes parts. An actor of a pool.
 
     Args:

@@ -64,7 +64,7 @@ class PredictSection:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPrediction:
     """A prediction that may start.
 
     Args:
@@ -97,7 +97,7 @@ def inputs_of(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
-def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
+def prepare_prediction(config: Config, section: PredictSection) -> PreparedPrediction:
     """Checks everything that can be known before the start, without writing anything.
 
     Args:
@@ -139,7 +139,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> Prepared:
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     out = str(location(section.out))
     job = PredictJob(model, dataset.root, reader.fields, carried, parts, out, digest, section.batch_size, section.threads, device)
-    prepared = Prepared(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows)
+    prepared = PreparedPrediction(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows)
     _refuse_other(prepared)
     return prepared
 
@@ -192,7 +192,7 @@ def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
     return [spec for group in groups for spec in cut_specs(manifest, group, most_rows)]
 
 
-def _refuse_other(prepared: Prepared) -> None:
+def _refuse_other(prepared: PreparedPrediction) -> None:
     """Refuses a folder that holds anything but what the same prediction wrote.
 
     Raises:

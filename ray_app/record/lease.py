@@ -96,7 +96,7 @@ class Lease:
         put_json(self._paths.fence(self.fence), asdict(self._record))
 
 
-class Observer:
+class LeaseWatch:
     """Tells whether the holder of a fence still lives, without waiting and without trusting its clock.
 
     Args:
@@ -212,7 +212,7 @@ def refuse_if_lost(paths: RunPaths, fence: int) -> None:
 
 
 def _refuse_if_held(paths: RunPaths, fence: int, waits: bool) -> None:
-    observer, record = Observer(paths, fence), _read(paths.fence(fence))
+    observer, record = LeaseWatch(paths, fence), _read(paths.fence(fence))
     state = observer.look()
     if record and state == "unclear":
         logger.warning(

@@ -25,7 +25,7 @@ from ray_app.record.progress.segments import StepRecord
 from ray_app.record.progress.steps import Course, StepsReader
 from ray_app.record.redact import redacted
 from ray_app.record.stored_config import read_config
-from ray_app.report.rows import BadRows, read_bad_rows
+from ray_app.report.rows import ReportedBadRows, read_bad_rows
 from ray_app.report.series import Clock, starts_of
 from ray_app.report.story import what_happened
 
@@ -92,7 +92,7 @@ class Facts:
     summary: dict[str, Any]
     metric: str
     mode: str
-    bad_rows: BadRows
+    bad_rows: ReportedBadRows
     earlier: Earlier | None
     made_s: float
 

@@ -72,7 +72,7 @@ class BadRow:
 
 
 @dataclass(frozen=True)
-class BadRows:
+class ReportedBadRows:
     """The rows that a run met and cannot decode.
 
     Args:
@@ -84,7 +84,7 @@ class BadRows:
     distinct: int
 
 
-def read_bad_rows(paths: RunPaths) -> BadRows:
+def read_bad_rows(paths: RunPaths) -> ReportedBadRows:
     """Reads the list that a run keeps of them.
 
     Raises:
@@ -92,4 +92,4 @@ def read_bad_rows(paths: RunPaths) -> BadRows:
     """
     found = sorted(names(paths.bad_rows))
     first = read_all(paths.bad_rows / name for name in found[:_MOST_SHOWN])
-    return BadRows([BadRow(**json.loads(data)) for data in first], len(found))
+    return ReportedBadRows([BadRow(**json.loads(data)) for data in first], len(found))

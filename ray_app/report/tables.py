@@ -18,7 +18,7 @@ _MOST_HAPPENINGS, _MOST_CHARS = 300, 8000
 
 
 @dataclass(frozen=True)
-class Budget:
+class BudgetLine:
     """What may go wrong, and what did.
 
     Args:
@@ -39,13 +39,13 @@ class Budget:
         return min(1.0, self.used / self.allowed) if self.allowed else float(self.allowed == 0 and self.used > 0)
 
 
-def budgets(facts: Facts) -> list[Budget]:
+def budgets(facts: Facts) -> list[BudgetLine]:
     """The ledger: failures and preemptions against what is allowed in one start."""
     limits, starts = facts.config.failure, starts_of(facts.events)
     this = [event for event in facts.events if starts and event.fence == starts[-1].fence]
     made = []
     for name, kind, most in (("failures", "failed", limits.max_failures), ("preemptions", "preempted", limits.max_preemptions)):
-        made.append(Budget(name, count(this, kind), most if most >= 0 else None, count(facts.events, kind)))
+        made.append(BudgetLine(name, count(this, kind), most if most >= 0 else None, count(facts.events, kind)))
     return made
 
 

@@ -60,7 +60,7 @@ class Request:
     chosen: npt.NDArray[np.bool_] | None = None
 
 
-class Packaged(nn.Module):
+class PackagedModule(nn.Module):
     """A loaded package, which is in evaluation mode for good: an exported one refuses to be asked for it.
 
     Args:
@@ -136,7 +136,7 @@ def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], sect
                     f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they cannot be compared."
                     " Use another tracking.registered_model for a task with other inputs."
                 )
-            run, packaged = partial(run_packaged, inputs), Packaged(model.to(device))
+            run, packaged = partial(run_packaged, inputs), PackagedModule(model.to(device))
             asked = score(task, packaged, arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics, forward=run)
             scored[name] = list(asked)
         found.append(scored)

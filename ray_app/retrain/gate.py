@@ -45,7 +45,7 @@ class ClassRecall:
 
 
 @dataclass(frozen=True)
-class Figures:
+class GateFigures:
     """What was found about a challenger.
 
     Args:
@@ -92,7 +92,7 @@ def draws(seed: int, resamples: int, blocks: int) -> npt.NDArray[np.int64]:
 
 def figures(
     task: Task, metric: str, mode: str, challenger: Sequence[Chunk], champion: Sequence[Chunk] | None, seed: int, section: RetrainSection
-) -> Figures:
+) -> GateFigures:
     """Compares two models on the same rows.
 
     Args:
@@ -106,7 +106,7 @@ def figures(
     """
     scores, rows = combine(task, challenger), sum(chunk.rows for chunk in challenger)
     if champion is None:
-        return Figures(metric, mode, rows, scores.values[metric])
+        return GateFigures(metric, mode, rows, scores.values[metric])
     before = combine(task, champion)
     sign = 1 if mode == "max" else -1
     counts = draws(seed, section.resamples, len(challenger))
@@ -114,10 +114,10 @@ def figures(
     low, high = np.quantile(gains, [(1 - section.confidence) / 2, (1 + section.confidence) / 2]).tolist()
     recalls = {task.classes[i]: recall for i, recall in _recalls(challenger, champion, counts, section).items() if i < len(task.classes)}
     gain = sign * (scores.values[metric] - before.values[metric])
-    return Figures(metric, mode, rows, scores.values[metric], before.values[metric], gain, low, high, recalls)
+    return GateFigures(metric, mode, rows, scores.values[metric], before.values[metric], gain, low, high, recalls)
 
 
-def judge(found: Figures, section: RetrainSection) -> Decision:
+def judge(found: GateFigures, section: RetrainSection) -> Decision:
     """Says whether a challenger becomes the champion."""
     problems = []
     worst = section.min_metric

@@ -22,7 +22,7 @@ from ray_app.train.job import Job
 
 
 @dataclass(frozen=True)
-class Look:
+class DataLook:
     """What was found.
 
     Args:
@@ -40,7 +40,9 @@ class Look:
     agreement: Agreement | None
 
 
-def look_at(config: Config, section: RetrainSection, delivery: Delivery, champion: Champion | None, connect: Callable[[], None]) -> Look:
+def look_at(
+    config: Config, section: RetrainSection, delivery: Delivery, champion: Champion | None, connect: Callable[[], None]
+) -> DataLook:
     """Reads a delivery once and has the champion score it.
 
     Args:
@@ -76,7 +78,7 @@ def look_at(config: Config, section: RetrainSection, delivery: Delivery, champio
         scored = score_packages(job.task, (job.best_metric,), requests, config.evaluate)
         values = [combine(job.task, one["champion"]).values[job.best_metric] for one in scored]
         agreement = Agreement(job.best_metric, job.best_mode, accepted, values[0], values[1])
-    return Look(train, evaluation, gate, drift, agreement)
+    return DataLook(train, evaluation, gate, drift, agreement)
 
 
 def gate_request(

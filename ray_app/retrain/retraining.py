@@ -28,7 +28,7 @@ from ray_app.retrain.rounds import Round, audit, now, open_rounds
 from ray_app.retrain.section import RetrainSection, check_section
 from ray_app.retrain.situation import Situation, champion_now
 from ray_app.retrain.stages import InterruptedRunError, Stages
-from ray_app.retrain.triggers import Decision
+from ray_app.retrain.triggers import Triggered
 from ray_app.track.client import connect
 from ray_app.track.runs import check_available
 
@@ -139,7 +139,7 @@ class _Start:
         audit(self._paths, f"superseded {round.key} {decided['at']}", "superseded", why, details)
         remove_tree(self._paths.round(round.key))
 
-    def _decided(self) -> Decision | Outcome:
+    def _decided(self) -> Triggered | Outcome:
         """The decision to train, or why there is nothing to do."""
         same = Round(self._paths, self._given.inputs.key)
         before = same.read("concluded") if same.is_done else None
@@ -153,7 +153,7 @@ class _Start:
         except StorageError:
             raise
         except DataError as error:
-            decision = Decision(True, "new data", f"the delivered data cannot be used: {error}")
+            decision = Triggered(True, "new data", f"the delivered data cannot be used: {error}")
         return decision if decision.retrain else Outcome("nothing", decision.reason)
 
     def _is_overtaken(self, round: Round, concluded: dict[str, Any]) -> bool:
@@ -164,7 +164,7 @@ class _Start:
             return (round.read("decided") or {}).get("champion") != serves
         return concluded["outcome"] == "gate refused" and serves not in (concluded["before"], concluded["version"])
 
-    def _begun(self, decision: Decision) -> Round:
+    def _begun(self, decision: Triggered) -> Round:
         made = Round(self._paths, self._given.inputs.key)
         made.clear()  # of a round that was overtaken or superseded; its entry in the audit record stays
         champion = self._given.champion
@@ -177,7 +177,7 @@ class _Start:
         self._say("decided", decision.reason)
         return made
 
-    def _dry_run(self, decision: Decision) -> Outcome:
+    def _dry_run(self, decision: Triggered) -> Outcome:
         self._say("decided", decision.reason)
         found = Stages(self._given, Round(self._paths, self._given.inputs.key), self._console, self._at).validate()
         self._say_data(found)

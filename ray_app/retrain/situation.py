@@ -13,11 +13,11 @@ from ray_app.data.dataset.dataset import open_dataset
 from ray_app.models.versions import champion, version_of
 from ray_app.retrain.champion import Champion
 from ray_app.retrain.key import Delivery, Inputs, digest_of, inputs_of
-from ray_app.retrain.look import Look, look_at
+from ray_app.retrain.look import DataLook, look_at
 from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.section import RetrainSection
 from ray_app.retrain.selection import old_files
-from ray_app.retrain.triggers import Decision, Facts, decide
+from ray_app.retrain.triggers import Triggered, TriggerFacts, decide
 from ray_app.runs.cluster import cluster
 from ray_app.runs.preparing.prepare import make_task
 from ray_app.task.base import Task
@@ -89,7 +89,7 @@ class Situation:
         return None if before is None else before == self.delivery
 
     @cached_property
-    def look(self) -> Look:
+    def look(self) -> DataLook:
         """A look at the data; reads all of it.
 
         Raises:
@@ -114,7 +114,7 @@ class Situation:
             return self
         return replace(self, champion=champion_at(self.paths, self.client, self.model, self.uri, version))
 
-    def decide(self, judged: str | None) -> Decision:
+    def decide(self, judged: str | None) -> Triggered:
         """Whether to train; what takes time to find out is looked at only if nothing else is a reason.
 
         Args:
@@ -132,14 +132,14 @@ class Situation:
             decision = decide(replace(facts, now=now, drift=self.look.drift), self.section)
         return decision
 
-    def _facts(self, judged: str | None) -> Facts:
+    def _facts(self, judged: str | None) -> TriggerFacts:
         if self.champion is None:
-            return Facts(judged=judged)
+            return TriggerFacts(judged=judged)
         before = self.champion.delivery
         manifest = open_dataset(self.config.data.path).manifest
         old = old_files(self.delivery.train, before.train) if before is not None else set()
         is_new = [path not in old for path in manifest.paths]
-        return Facts(
+        return TriggerFacts(
             champion=self.champion.version.version,
             age_days=self.champion.version.age_days,
             same_data=self.same_data,

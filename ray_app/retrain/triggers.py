@@ -11,7 +11,7 @@ Trigger = Literal["none", "forced", "first", "new data", "drop", "drift", "age"]
 
 
 @dataclass(frozen=True)
-class Facts:
+class TriggerFacts:
     """What the decision depends on.
 
     Args:
@@ -43,7 +43,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Decision:
+class Triggered:
     """What to do.
 
     Args:
@@ -57,7 +57,7 @@ class Decision:
     reason: str
 
 
-def decide(facts: Facts, section: RetrainSection) -> Decision:
+def decide(facts: TriggerFacts, section: RetrainSection) -> Triggered:
     """Decides whether to train; of several reasons the first of forced, first, new data, drop, drift, age counts.
 
     With the same data, configuration and code training gives the same bits, so what was judged before is not trained again, whatever
@@ -65,13 +65,13 @@ def decide(facts: Facts, section: RetrainSection) -> Decision:
     """
     trigger, reason = _trigger(facts, section)
     if trigger == "none":
-        return Decision(False, trigger, reason)
+        return Triggered(False, trigger, reason)
     if facts.judged is not None:
-        return Decision(False, trigger, f"{reason}; but the same data, configuration and code were already judged: {facts.judged}")
-    return Decision(True, trigger, reason)
+        return Triggered(False, trigger, f"{reason}; but the same data, configuration and code were already judged: {facts.judged}")
+    return Triggered(True, trigger, reason)
 
 
-def _trigger(facts: Facts, section: RetrainSection) -> tuple[Trigger, str]:  # noqa: PLR0911 - one for each trigger
+def _trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger, str]:  # noqa: PLR0911 - one for each trigger
     if section.force is not None:
         return "forced", f"forced: {section.force}"
     if facts.champion is None:
@@ -95,14 +95,14 @@ def _trigger(facts: Facts, section: RetrainSection) -> tuple[Trigger, str]:  # n
     return "none", _nothing(facts, section)
 
 
-def _fall(facts: Facts) -> float | None:
+def _fall(facts: TriggerFacts) -> float | None:
     """How much worse the champion's metric has become."""
     if facts.then is None or facts.now is None:
         return None
     return facts.then - facts.now if facts.mode == "max" else facts.now - facts.then
 
 
-def _nothing(facts: Facts, section: RetrainSection) -> str:
+def _nothing(facts: TriggerFacts, section: RetrainSection) -> str:
     if facts.same_data:
         return f"the data is what champion version {facts.champion} was trained on"
     return f"{facts.new_rows:,} new training rows, fewer than {section.min_new_rows:,} (retrain.min_new_rows), and nothing else has changed"

@@ -31,7 +31,7 @@ _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 
 
 @dataclass(frozen=True)
-class Package:
+class JobFiles:
     """What Ray would upload.
 
     Args:
@@ -70,7 +70,7 @@ class Package:
         return any(file == name or file.startswith(name + "/") for file in self.files)
 
 
-def packed(config: Config, section: SubmitSection) -> Package:
+def packed(config: Config, section: SubmitSection) -> JobFiles:
     """What would be uploaded for a run."""
     folder = Path(section.working_dir).resolve()
     excludes = _excludes(folder, config, section)
@@ -85,7 +85,7 @@ def packed(config: Config, section: SubmitSection) -> Package:
     all_excludes = [*get_runtime_env_default_excludes(), *excludes]
     follows_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
     _dir_travel(folder, [_get_excludes(folder, all_excludes)], count, include_gitignore=follows_git, logger=quiet)
-    return Package(folder, excludes, files)
+    return JobFiles(folder, excludes, files)
 
 
 def _excludes(folder: Path, config: Config, section: SubmitSection) -> list[str]:
@@ -108,7 +108,7 @@ def _inside(folder: Path, path: str) -> str | None:
     return f"/{target.relative_to(folder).as_posix()}" if folder in target.parents else None
 
 
-def size_of(package: Package, section: SubmitSection) -> str | Finding:
+def size_of(package: JobFiles, section: SubmitSection) -> str | Finding:
     """Whether the package can be uploaded.
 
     Raises:
@@ -124,7 +124,7 @@ def size_of(package: Package, section: SubmitSection) -> str | Finding:
     return f"{size:.2f} MB in {len(package.files)} files:\n{package.table()}"
 
 
-def data_in(package: Package, config: Config) -> list[Finding]:
+def data_in(package: JobFiles, config: Config) -> list[Finding]:
     """What is to be said about data that travels in the package: a relative path means that."""
     found = []
     fields = (("training data", "data.path", config.data.path), ("evaluation data", "data.eval_path", config.data.eval_path))

@@ -20,7 +20,7 @@ from ray.job_submission import JobSubmissionClient
 
 from ray_app.errors import ConfigError
 from ray_app.record.redact import redact
-from ray_app.submit.supervise import Ended
+from ray_app.submit.supervise import EndedJob
 
 _CONNECT_S, _ANSWER_S, _UPLOAD_S = 10.0, 60.0, 1800.0
 _SILENCE_S = 30.0
@@ -118,7 +118,7 @@ class JobServer:
         numbers = [int(end) for start, _, end in (one.rpartition("-") for one in taken) if start == name and end.isdecimal()]
         return f"{name}-{max(numbers, default=0) + 1}"
 
-    def follow(self, job_id: str, show: Show, tell: Show) -> Ended:
+    def follow(self, job_id: str, show: Show, tell: Show) -> EndedJob:
         """Shows what a job prints until it has ended, each piece once, however often the connection breaks.
 
         Args:
@@ -150,17 +150,17 @@ class JobServer:
             told = trouble is not None
             time.sleep(_LOOK_S)
 
-    def ended(self, job_id: str) -> Ended | None:
+    def ended(self, job_id: str) -> EndedJob | None:
         """How a job ended; None while it has not."""
         try:
             info = self._client.get_job_info(job_id)
         except RuntimeError as error:
             if "status code 404" in str(error):  # a new head that has not kept the jobs of the old one
-                return Ended("UNKNOWN")
+                return EndedJob("UNKNOWN")
             raise
         if not info.status.is_terminal():
             return None
-        return Ended(info.status.value, info.driver_exit_code, info.message or "", info.error_type)
+        return EndedJob(info.status.value, info.driver_exit_code, info.message or "", info.error_type)
 
 
 class _Tail:

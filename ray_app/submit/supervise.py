@@ -14,7 +14,7 @@ _FINAL_ERRORS = {"RUNTIME_ENV_SETUP_FAILURE": 2}
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedJob:
     """How a job ended.
 
     Args:
@@ -45,7 +45,7 @@ class AfterTry:
     reason: str
 
 
-def judge(ended: Ended, done: int, retries: int) -> AfterTry:
+def judge(ended: EndedJob, done: int, retries: int) -> AfterTry:
     """Says whether a run whose job has ended is submitted again.
 
     Exit code 1 is final: the run has spent its own budget of failures, or failed for a reason that stays.
@@ -70,7 +70,7 @@ def judge(ended: Ended, done: int, retries: int) -> AfterTry:
     return AfterTry(True, exit_code, reason)
 
 
-def _loss(ended: Ended) -> tuple[str | None, int]:
+def _loss(ended: EndedJob) -> tuple[str | None, int]:
     """Why another try helps, or None; and the exit code where there is none."""
     code = ended.exit_code
     if code == 75:

@@ -28,7 +28,7 @@ from ray_app.record.evaluations import evaluated_steps, evaluator_names
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact, redacted, redacted_yaml
 from ray_app.track.client import METRICS_PER_CALL, DataSet, MlflowRun, sqlite_file
-from ray_app.track.cursor import Cursor
+from ray_app.track.tracked import Tracked
 from ray_app.track.points import Backlog, Point
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Tracker:
         self.uri, self._say = default_tracking_uri(config), say
         self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri))
         self._backlog = Backlog(paths, every_steps)
-        self._cursor: Cursor | None = None
+        self._cursor: Tracked | None = None
         self._connected = self._done = False
         self._status: Status | None = None
         self._trouble: str | None = None
@@ -147,7 +147,7 @@ class Tracker:
 
     def _sweep(self, finished: bool) -> None:
         """Reads what is new in the record and sends what can be sent."""
-        cursor = self._cursor = self._cursor or Cursor.load(self._paths)
+        cursor = self._cursor = self._cursor or Tracked.load(self._paths)
         began = time.perf_counter()
         self._backlog.read(cursor)
         self._look_s = time.perf_counter() - began
@@ -164,7 +164,7 @@ class Tracker:
             cursor.store(self._paths)
             self._backlog.sent(cursor)
 
-    def _connect(self, cursor: Cursor) -> None:
+    def _connect(self, cursor: Tracked) -> None:
         """Finds or creates the MLflow run, and notes its id before anything else is logged."""
         before = cursor.run_id
         run_id = self._mlflow.open(before, cursor.run_uuid, self._paths.root, self._start_ms)
@@ -200,7 +200,7 @@ class Tracker:
         self._trouble = None
 
     def _missing(self, status: str, timeout_s: float) -> str:
-        cursor = self._cursor or Cursor()
+        cursor = self._cursor or Tracked()
         steps = sorted({point.step for point in self._backlog.unsent_evaluations(cursor)})
         lacks = [f"its status {status}", "its artifacts"]
         if self._backlog.newest_step > cursor.sent_step:

@@ -31,7 +31,7 @@ from ray_app.train.keep.snapshots import SnapshotSender
 from ray_app.train.keep.trust import Trust
 from ray_app.train.state.state import NOTHING
 from ray_app.train.step.bad_rows import BadRows
-from ray_app.train.step.profile import Profile
+from ray_app.train.step.profile import StepProfile
 from ray_app.train.step.replay import Replays
 from ray_app.train.step.validation import Validation
 
@@ -91,7 +91,7 @@ class _Worker:
         self._feed = Feed(job.plan, lambda cursor, played: open_windows(job, cursor, played), device)
         self._validation = Validation(job, self._state, load_evaluation, device, membership.moved) if load_evaluation is not None else None
         self._bad_rows = BadRows(job)
-        self._profile = Profile(job, device) if job.config.train.profile_steps is not None else None
+        self._profile = StepProfile(job, device) if job.config.train.profile_steps is not None else None
         self._trust = Trust(job, self._state, device)
         self._rank = self._done = 0
         if hooks.built is not None:

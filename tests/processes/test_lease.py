@@ -22,7 +22,7 @@ from ray_app.record import files as files_module
 from ray_app.record import lease as lease_module
 from ray_app.record.files import put_json, read_json
 from ray_app.record.holder import Holder, Record
-from ray_app.record.lease import Lease, Observer, acquire, newest_fence
+from ray_app.record.lease import Lease, LeaseWatch, acquire, newest_fence
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import read_events
 from ray_app.train.keep.saver import Saver
@@ -205,16 +205,16 @@ def test_another_machines_lease_is_taken_over_when_it_is_not_renewed(paths: RunP
 def test_another_machines_lease_is_watched(paths: RunPaths, monkeypatch: pytest.MonkeyPatch, clock_s: float, released: bool) -> None:
     """It is renewed, or released, after the first look."""
     put_lease(paths, time.time() + clock_s, life_s=3.0)
-    look = Observer.look
+    look = LeaseWatch.look
 
-    def look_and_renew(observer: Observer) -> str:
+    def look_and_renew(observer: LeaseWatch) -> str:
         seen.append(look(observer))
         if len(seen) == 1:
             put_lease(paths, time.time() + clock_s + 0.3, released, 3.0)
         return seen[-1]
 
     seen: list[str] = []
-    monkeypatch.setattr(Observer, "look", look_and_renew)
+    monkeypatch.setattr(LeaseWatch, "look", look_and_renew)
     if released:
         acquire(paths).release()
     else:
@@ -230,7 +230,7 @@ def test_who_could_not_renew_while_nobody_could_look_is_watched_again(
 ) -> None:
     life_s = 0.4
     put_json(paths.fence(1), asdict(Record(holder, 0.0, time.time(), life_s)))
-    observer = Observer(paths, 1)
+    observer = LeaseWatch(paths, 1)
     assert observer.look() in ("held", "unclear")
     ends_s = time.monotonic() + 3 * life_s
 
@@ -250,7 +250,7 @@ def test_who_could_not_renew_while_nobody_could_look_is_watched_again(
 def test_a_driver_that_lives_is_watched_before_its_lease_counts_as_lost(paths: RunPaths) -> None:
     """Its clock was set, or its machine slept."""
     put_json(paths.fence(1), asdict(Record(HERE, 0.0, time.time() - 40.0, 0.5)))
-    observer, began_s = Observer(paths, 1), time.monotonic()
+    observer, began_s = LeaseWatch(paths, 1), time.monotonic()
     assert observer.look() == "unclear"
     until(lambda: observer.look() == "over", "it is never followed")
     assert time.monotonic() - began_s >= 0.5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ray_app.exchange.exchange import World
 from ray_app.plan.assign import shares_by_speed
-from ray_app.train.step.pace import Pace, Slow
+from ray_app.train.step.pace import Pace, SlowRank
 from ray_app.train.step.timer import Spent
 
 Times = Callable[[int, int], tuple[float, ...]]
@@ -24,7 +24,7 @@ class Steps:
     def __init__(self, workers: int, logical_workers: int, times: Times, balances: bool = False) -> None:
         self.world, self._times = World(0, workers, logical_workers), times
         self.pace = Pace(self.world, balances)
-        self.found: list[tuple[int, Slow]] = []
+        self.found: list[tuple[int, SlowRank]] = []
         self.moves: list[tuple[int, list[int]]] = []
         self.done, self.step_s = 0, [0.0]
 

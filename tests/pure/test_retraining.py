@@ -40,15 +40,15 @@ from ray_app.models.package import make_package
 from ray_app.models.versions import parameters
 from ray_app.plan.manifest import Manifest
 from ray_app.retrain import comparison, gate
-from ray_app.retrain.comparison import Packaged, _load, files_of, run_packaged, sample
-from ray_app.retrain.gate import ClassRecall, Figures, _recalls, draws, figures, judge
+from ray_app.retrain.comparison import PackagedModule, _load, files_of, run_packaged, sample
+from ray_app.retrain.gate import ClassRecall, GateFigures, _recalls, draws, figures, judge
 from ray_app.retrain.key import Delivery, delivered, inputs_of
 from ray_app.retrain.paths import RetrainPaths, folder_name
 from ray_app.retrain.profile import Column, Profile, _column, class_shift, profile, psi
 from ray_app.retrain.rounds import Round, audit, entries, open_rounds
 from ray_app.retrain.section import RetrainSection, check_section
 from ray_app.retrain.selection import gate_rows, old_files, put_together, selection_part
-from ray_app.retrain.triggers import Facts, decide
+from ray_app.retrain.triggers import TriggerFacts, decide
 from ray_app.retrain.validate import Agreement, Gate, Known, problems
 from ray_app.task.score.resampling import resampled
 from ray_app.task.score.scoring import Chunk, combine, score
@@ -56,7 +56,7 @@ from ray_app.task.tabular import TabularClassification, TabularRegression
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SECTION = RetrainSection(max_age_days=30, max_drop=0.02)
-QUIET = Facts(champion="3", age_days=1.0, same_data=False, new_rows=0, rows=100, metric="accuracy", then=0.9, now=0.9)
+QUIET = TriggerFacts(champion="3", age_days=1.0, same_data=False, new_rows=0, rows=100, metric="accuracy", then=0.9, now=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("facts", "trigger", "reason"),
     [
-        (Facts(), "first", "there is no champion yet"),
+        (TriggerFacts(), "first", "there is no champion yet"),
         (replace(QUIET, same_data=None), "new data", "not known what data champion version 3"),
         (replace(QUIET, new_rows=40), "new data", "40 of 100 training rows"),
         (replace(QUIET, now=0.87), "drop", r"accuracy .* is 0.8700, it was 0.9000 .* worse by 0.0300, more than 0.02"),
@@ -86,7 +86,7 @@ def one_thread() -> Iterator[None]:
         (replace(QUIET, same_data=True, age_days=None), "none", "the data is what champion version 3 was trained on"),
     ],
 )
-def test_each_reason_to_train_with_its_figures(facts: Facts, trigger: str, reason: str) -> None:
+def test_each_reason_to_train_with_its_figures(facts: TriggerFacts, trigger: str, reason: str) -> None:
     decision = decide(facts, SECTION)
     assert (decision.trigger, decision.retrain) == (trigger, trigger != "none")
     assert re.search(reason, decision.reason), decision.reason
@@ -255,7 +255,7 @@ def wrong_for(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
 LABELS = np.arange(359) % 3
 
 
-def compared(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **fields: Any) -> tuple[Figures, bool]:
+def compared(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **fields: Any) -> tuple[GateFigures, bool]:
     section = replace(SECTION, **fields)
     made = figures(TASK, "accuracy", "max", chunks(challenger, LABELS, rows), chunks(champion, LABELS, rows), 0, section)
     return made, judge(made, section).promote
@@ -322,13 +322,13 @@ def test_the_first_champion_needs_no_more_than_a_metric() -> None:
     refused = judge(made, replace(SECTION, min_metric=0.95))
     assert not refused.promote
     assert "accuracy of 0.8997 is not as good as retrain.min_metric = 0.95" in refused.reason
-    assert not judge(Figures("loss", "min", 10, float("nan")), replace(SECTION, min_metric=1.0)).promote
+    assert not judge(GateFigures("loss", "min", 10, float("nan")), replace(SECTION, min_metric=1.0)).promote
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
 def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, before: float, after: float) -> None:
     section = replace(SECTION, min_gain=min_gain)
-    made = Figures(
+    made = GateFigures(
         "accuracy", "max", 100, 0.5, 0.5, low + 0.1, low, low + 0.2, {"cat": ClassRecall(50, before, after, before - after - 0.01)}
     )
     assert judge(made, section).promote == (low > min_gain and before - after - 0.01 <= section.max_recall_drop)
@@ -465,7 +465,7 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str,
     assert inputs == ["features"]
     device = torch.device("cpu")
     run = partial(run_packaged, inputs)
-    packaged = combine(task, score(task, Packaged(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
+    packaged = combine(task, score(task, PackagedModule(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
     trained = combine(task, score(task, model, arrays, 359, device))
     assert packaged.values == {name: trained.values[name] for name in ("accuracy", "loss")}
     assert packaged.tables == {"recall": trained.tables["recall"]}

@@ -26,7 +26,7 @@ from ray_app.submit.options import SubmitSection, given, refuse_secrets
 from ray_app.submit.package import data_in, packed, size_of
 from ray_app.submit.preflight import absolute_storage, agreement
 from ray_app.submit.server import JobServer, LostContactError, _Tail
-from ray_app.submit.supervise import Ended, judge, wait_s
+from ray_app.submit.supervise import EndedJob, judge, wait_s
 from tests.support.places import ROOT
 
 DIGITS = ROOT / "conf" / "digits.yaml"
@@ -35,23 +35,23 @@ DIGITS = ROOT / "conf" / "digits.yaml"
 @pytest.mark.parametrize(
     ("ended", "again", "exit_code", "reason"),
     [
-        (Ended("SUCCEEDED", 0), False, 0, "done"),
-        (Ended("FAILED", 75), True, 75, "the run was interrupted"),
-        (Ended("STOPPED"), False, 75, "somebody stopped the job"),
-        (Ended("STOPPED", 75), False, 75, "somebody stopped the job"),
-        (Ended("FAILED", -9), True, 1, "the driver was lost (killed by signal 9)"),
-        (Ended("FAILED", 137), True, 1, "the driver was lost (killed by signal 9)"),
-        (Ended("FAILED", -15), True, 1, "the driver was lost (killed by signal 15)"),
-        (Ended("FAILED", None, "Job supervisor actor died: the node\nis gone"), True, 1, "(Job supervisor actor died: the node)"),
-        (Ended("UNKNOWN"), True, 1, "the cluster does not know the job any more"),
-        (Ended("FAILED", 1), False, 1, "the run failed"),
-        (Ended("FAILED", 2), False, 2, "the run was refused"),
-        (Ended("FAILED", 127), False, 127, "submit.python"),
-        (Ended("FAILED", 3), False, 3, "exit code 3"),
-        (Ended("FAILED", None, "pip failed", "RUNTIME_ENV_SETUP_FAILURE"), False, 2, "could not set the job up: pip failed"),
+        (EndedJob("SUCCEEDED", 0), False, 0, "done"),
+        (EndedJob("FAILED", 75), True, 75, "the run was interrupted"),
+        (EndedJob("STOPPED"), False, 75, "somebody stopped the job"),
+        (EndedJob("STOPPED", 75), False, 75, "somebody stopped the job"),
+        (EndedJob("FAILED", -9), True, 1, "the driver was lost (killed by signal 9)"),
+        (EndedJob("FAILED", 137), True, 1, "the driver was lost (killed by signal 9)"),
+        (EndedJob("FAILED", -15), True, 1, "the driver was lost (killed by signal 15)"),
+        (EndedJob("FAILED", None, "Job supervisor actor died: the node\nis gone"), True, 1, "(Job supervisor actor died: the node)"),
+        (EndedJob("UNKNOWN"), True, 1, "the cluster does not know the job any more"),
+        (EndedJob("FAILED", 1), False, 1, "the run failed"),
+        (EndedJob("FAILED", 2), False, 2, "the run was refused"),
+        (EndedJob("FAILED", 127), False, 127, "submit.python"),
+        (EndedJob("FAILED", 3), False, 3, "exit code 3"),
+        (EndedJob("FAILED", None, "pip failed", "RUNTIME_ENV_SETUP_FAILURE"), False, 2, "could not set the job up: pip failed"),
     ],
 )
-def test_when_a_run_is_submitted_again(ended: Ended, again: bool, exit_code: int, reason: str) -> None:
+def test_when_a_run_is_submitted_again(ended: EndedJob, again: bool, exit_code: int, reason: str) -> None:
     after = judge(ended, done=1, retries=1)
     assert (after.again, after.exit_code) == (again, exit_code)
     assert reason in after.reason

@@ -30,7 +30,7 @@ from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Reader, whole
 from ray_app.data.read.slices import fetch_here
 from ray_app.errors import DataError
-from ray_app.predict.actor import Model, PredictJob, Predictor
+from ray_app.predict.actor import Model, PredictActor, PredictJob
 from ray_app.predict.prepare import parts_of
 from ray_app.runs.outcome.exporting import ExportOptions, export_run
 from ray_app.task.base import Task
@@ -168,7 +168,7 @@ def test_interrupted_and_killed_in_the_middle_and_started_again(ray_cluster: Non
     assert whole_of(out).column("row_id").to_pylist() == ids
 
 
-def predictor_of(task: Task, data: Path, out: Path) -> tuple[Predictor, list[pa.Table], Any]:
+def predictor_of(task: Task, data: Path, out: Path) -> tuple[PredictActor, list[pa.Table], Any]:
     """An actor's code in this process, the tables that it would get, and its model."""
     dataset = open_dataset(str(data))
     reader = Reader(dataset.root, task.columns(), task.decode, probe(dataset, task.columns(), task.decode))
@@ -177,7 +177,7 @@ def predictor_of(task: Task, data: Path, out: Path) -> tuple[Predictor, list[pa.
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(parts_of(dataset.manifest, 4))}
     made = Model(task, safetensors.torch.save(state), None, params_digest(state))
     job = PredictJob(made, dataset.root, reader.fields, [], parts, str(out), "digest", 3, torch.get_num_threads(), "cpu")
-    return Predictor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
+    return PredictActor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
 
 
 def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: None, tmp_path: Path) -> None:

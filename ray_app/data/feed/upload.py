@@ -14,7 +14,7 @@ STEPS_AHEAD = 2
 """How many steps are on their way while one is computed, at least."""
 
 
-class Sent(list[MicroBatch]):
+class Uploaded(list[MicroBatch]):
     """The micro-batches of a step, which are there when the stream has come to the mark, see `SideStream.mark`."""
 
     mark: Any
@@ -30,10 +30,10 @@ class Upload:
     def __init__(self, device: torch.device) -> None:
         self._device, self._side = device, SideStream(device)
 
-    def send(self, batches: list[MicroBatch]) -> Sent:
+    def send(self, batches: list[MicroBatch]) -> Uploaded:
         """Gives the device copies to make, and waits for none; the pinned memory is used again when they are made."""
         with self._side:
-            sent = Sent(replace(batch, fields=self._there(batch)) for batch in batches)
+            sent = Uploaded(replace(batch, fields=self._there(batch)) for batch in batches)
         sent.mark = self._side.mark()
         return sent
 
@@ -42,5 +42,5 @@ class Upload:
 
     def arrive(self, sent: list[MicroBatch]) -> None:
         """Lets what computes from now on use what was sent."""
-        assert isinstance(sent, Sent)
+        assert isinstance(sent, Uploaded)
         self._side.hand_over([values for batch in sent for values in batch.fields.values()], sent.mark)

@@ -84,7 +84,7 @@ def close_orphan(root: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Start:
+class NewestStart:
     """The newest start of a run.
 
     Args:
@@ -96,17 +96,17 @@ class Start:
     status: Status | None
 
 
-def _newest_start(paths: RunPaths) -> Start | None:
+def _newest_start(paths: RunPaths) -> NewestStart | None:
     """The newest start; None if the run was never started."""
     events = read_events(paths, "started", "driver_lost", *_ENDED)
     fence = max((event.fence for event in events if event.kind == "started"), default=None)
     if fence is None:
         return None
     ends = [event for event in events if event.kind != "started" and event.fence == fence]
-    return Start(fence, _ENDED.get(ends[-1].kind) or ends[-1].details["status"] if ends else None)
+    return NewestStart(fence, _ENDED.get(ends[-1].kind) or ends[-1].details["status"] if ends else None)
 
 
-def newest_start(paths: RunPaths) -> Start:
+def newest_start(paths: RunPaths) -> NewestStart:
     """The newest start of a run.
 
     Raises:
@@ -136,7 +136,7 @@ def stored_job(paths: RunPaths) -> Job:
     return Job(config, digest(config, plan.manifest.digest), task, plan, "", {}, str(paths.root), 0, metric, mode)
 
 
-def settle(job: Job, start: Start) -> Status:
+def settle(job: Job, start: NewestStart) -> Status:
     """Makes sure of `summary.json` of a run that nobody writes any more; records `driver_lost` if its driver did not say how it ended.
 
     Returns:

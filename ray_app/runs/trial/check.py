@@ -16,7 +16,7 @@ from ray_app.errors import BadRowError, ConfigError, TaskError
 from ray_app.models.package_files import write_files
 from ray_app.record.redact import redact
 from ray_app.runs.preparing.prepare import Prepared, prepare
-from ray_app.runs.trial.processes import Ended, Processes
+from ray_app.runs.trial.processes import EndedCall, Processes
 from ray_app.runs.trial.purity import impurities
 from ray_app.runs.trial.training import MIDDLE, STEPS, WORKERS, Trained, calls, from_the_middle, outcome, trial_job
 from ray_app.train.job import Job
@@ -95,7 +95,7 @@ def _checks(prepared: Prepared, job: Job, processes: Processes) -> Iterator[Find
         yield Finding("warning", "GPU", "was not tried: a check computes on the CPU.")
 
 
-def _randomness(pure: Ended) -> Finding:
+def _randomness(pure: EndedCall) -> Finding:
     if pure.error is not None:
         return Finding("failed", "randomness", str(pure.error))
     if pure.value:
@@ -146,7 +146,7 @@ def export(job: Job) -> tuple[str, tuple[str, ...]]:
         return made.format, made.refused
 
 
-def _export(exported: Ended) -> Finding:
+def _export(exported: EndedCall) -> Finding:
     if exported.error is not None:
         return Finding(
             "failed", "export", f"{exported.error}\nA run trains all the same; ray-app export and register would refuse its model."

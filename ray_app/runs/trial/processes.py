@@ -24,7 +24,7 @@ _SHOWN_LINES = 15
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedCall:
     """What became of a call.
 
     Args:
@@ -62,7 +62,7 @@ class Processes:
                 start_new_session=True,
             )
 
-    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[Ended]:
+    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[EndedCall]:
         """Runs all of them at the same time.
 
         Args:
@@ -96,14 +96,14 @@ class Processes:
             pass
         return [int(word) for word in answer.split()] or [-signal.SIGKILL] * len(numbers)
 
-    def _ended(self, number: int, status: int | None, limit_s: float) -> Ended:
+    def _ended(self, number: int, status: int | None, limit_s: float) -> EndedCall:
         out, result = self._file(number, "out"), self._file(number, "result")
         said = "\n".join((out if out.exists() else self._log).read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
         if result.exists():
             value, error = pickle.loads(result.read_bytes())
-            return Ended(value, error, said)
+            return EndedCall(value, error, said)
         how = f"did not end within {limit_s:g} s" if status is None else f"ended by {_by(status)}"
-        return Ended(None, TaskError(f"Its process {how}", said), said)
+        return EndedCall(None, TaskError(f"Its process {how}", said), said)
 
     def _file(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"

@@ -29,7 +29,7 @@ from ray_app.plan.manifest import Manifest
 from ray_app.record.evaluations import read_scores
 from ray_app.runs.preparing.plan import make_plan
 from ray_app.runs.preparing.prepare import Prepared
-from ray_app.runs.trial.processes import Ended
+from ray_app.runs.trial.processes import EndedCall
 from ray_app.train.group.alone import Alone
 from ray_app.train.group.messages import Formed
 from ray_app.train.job import Job
@@ -160,7 +160,7 @@ def calls(job: Job, size: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]
     return [(_train_as, (job, rank, size, Path(f"{job.run_root}.store"))) for rank in range(size)]
 
 
-def outcome(job: Job, ended: Sequence[Ended]) -> Trained:
+def outcome(job: Job, ended: Sequence[EndedCall]) -> Trained:
     """What came of them."""
     errors = [each.error for each in ended if each.error is not None]
     errors.sort(key=lambda error: isinstance(error, PeerLostError))  # what a peer met comes first

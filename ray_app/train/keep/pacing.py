@@ -14,7 +14,7 @@ from ray_app.exchange.exchange import World, gather
 from ray_app.record.progress.journal import put_event
 from ray_app.task.environment import describe
 from ray_app.train.job import Job
-from ray_app.train.step.pace import Pace, Slow
+from ray_app.train.step.pace import Pace, SlowRank
 from ray_app.train.step.timer import SpentOf
 
 _MOST_TOLD = 64
@@ -58,7 +58,7 @@ class Pacing:
         if found:
             self._tell(found)
 
-    def _tell(self, found: list[Slow]) -> None:
+    def _tell(self, found: list[SlowRank]) -> None:
         places = gather({"name": platform.node(), "pid": os.getpid(), "device": describe(self._device)["device"]}, self._world)
         if self._world.rank == 0:
             for slow in found:

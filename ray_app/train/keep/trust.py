@@ -15,7 +15,7 @@ from ray_app.task.environment import describe
 from ray_app.train.job import Job
 from ray_app.train.keep.recorder import Recorder
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.replay import Place, Replays, Verdict
+from ray_app.train.step.replay import Place, Replays, WrongShare
 
 
 class Trust:
@@ -29,15 +29,15 @@ class Trust:
 
     def __init__(self, job: Job, state: TrainingState, device: torch.device) -> None:
         self._job, self._state, self._device = job, state, device
-        self._clean, self._found = dict[str, int](), list[Verdict]()
+        self._clean, self._found = dict[str, int](), list[WrongShare]()
         self._rank = 0
 
     def mark(self, world: World, recorder: Recorder) -> None:
         """Marks the checkpoints to which a worker that is gone now may have contributed."""
         self._rank = world.rank
-        for verdict in self._found if world.rank == 0 else []:
-            said = f"{verdict.place.name} ({verdict.place.device}) computed step {verdict.step} wrongly"
-            recorder.suspect(verdict.clean + 1, f"{said}; it was last known to be right at step {verdict.clean}")
+        for wrong in self._found if world.rank == 0 else []:
+            said = f"{wrong.place.name} ({wrong.place.device}) computed step {wrong.step} wrongly"
+            recorder.suspect(wrong.clean + 1, f"{said}; it was last known to be right at step {wrong.clean}")
         self._found.clear()
 
     def replays(self, world: World) -> Replays | None:
@@ -53,11 +53,11 @@ class Trust:
         place = Place(f"{platform.node()}, process {os.getpid()}", here["device"], tuple(sorted(here.items())))
         return Replays(rate, self._job.config.seed, gather(place, world), self._clean, self._tell)
 
-    def _tell(self, verdict: Verdict) -> None:
-        self._found.append(verdict)
-        if self._rank == verdict.told_by:
-            where = {"rank": verdict.rank, "name": verdict.place.name, "device": verdict.place.device}
-            details = {"step": verdict.step, "logical_worker": verdict.logical_worker, "clean": verdict.clean}
+    def _tell(self, wrong: WrongShare) -> None:
+        self._found.append(wrong)
+        if self._rank == wrong.told_by:
+            where = {"rank": wrong.rank, "name": wrong.place.name, "device": wrong.place.device}
+            details = {"step": wrong.step, "logical_worker": wrong.logical_worker, "clean": wrong.clean}
             put_event(self._job.paths, "lied", self._job.fence, **where, **details)
 
     def compare(self, world: World, done: int) -> None:

@@ -43,7 +43,7 @@ _NOTHING = 1e-12
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     """A worker that keeps the others waiting.
 
     Args:
@@ -76,7 +76,7 @@ class Pace:
 
     def __init__(self, world: World, balances: bool) -> None:
         self._balances = balances
-        self.slow: dict[int, Slow] = {}
+        self.slow: dict[int, SlowRank] = {}
         self.imbalance: float | None = None
         self._stalls = self._moves = 0
         self._before: tuple[tuple[range, ...], float] | None = None
@@ -94,7 +94,7 @@ class Pace:
         self._better, self._seen = 0, 0
         self._step_s: list[float] = []
 
-    def add(self, spent: Sequence[SpentOf]) -> list[Slow] | None:
+    def add(self, spent: Sequence[SpentOf]) -> list[SlowRank] | None:
         """Takes note of a step; returns what a window of steps has shown if it ends a window.
 
         Args:
@@ -111,7 +111,7 @@ class Pace:
         self._window, self._window_s = [], 0.0
         return self._look(np.stack([compute * self._sizes, data, other]), step[:, 0])
 
-    def _look(self, spent: Seconds, step: Seconds) -> list[Slow]:
+    def _look(self, spent: Seconds, step: Seconds) -> list[SlowRank]:
         """Looks at a window: seconds for each cause, step and rank, and of the steps."""
         step_s, usual = float(np.median(step)), np.median(spent, 1)
         self._data.append(spent[1].mean(0))  # waits are rare and long: all but those of the worst window
@@ -124,7 +124,7 @@ class Pace:
             self._consider(unit, step_s)
         return found
 
-    def _stalled(self, spent: Seconds, step_s: float) -> list[Slow]:
+    def _stalled(self, spent: Seconds, step_s: float) -> list[SlowRank]:
         """The worst of the steps in which one worker was far behind the others."""
         busy = spent.sum(0)
         second, first = np.partition(busy, -2, 1)[:, -2:].T
@@ -133,10 +133,10 @@ class Pace:
         if over_s < max(_STALL_S, _STALL * step_s) or self._stalls == _MOST_STALLS or rank in self.slow:
             return []
         self._stalls += 1
-        return [Slow(rank, _CAUSES[int(spent[:, at, rank].argmax())], float(first[at] / second[at]), over_s, "stalled")]
+        return [SlowRank(rank, _CAUSES[int(spent[:, at, rank].argmax())], float(first[at] / second[at]), over_s, "stalled")]
 
-    def _slowed(self, usual: Seconds, unit: Seconds, step_s: float) -> list[Slow]:
-        whole, found = usual.sum(0), list[Slow]()
+    def _slowed(self, usual: Seconds, unit: Seconds, step_s: float) -> list[SlowRank]:
+        whole, found = usual.sum(0), list[SlowRank]()
         over = whole - others_of(whole)
         causes = np.argmax([each - others_of(each) for each in usual], 0)
         times = np.where(causes == 0, unit / np.maximum(_NOTHING, others_of(unit)), whole / np.maximum(_NOTHING, others_of(whole)))
@@ -145,7 +145,7 @@ class Pace:
             changes = ratio < _FINE or lost < _LOST / 2 if known else ratio > _SLOW and lost > _LOST
             self._rows[rank] = self._rows[rank] + 1 if changes else 0
             cause = known.cause if known else _CAUSES[causes[rank]]
-            now = Slow(rank, cause, ratio, max(0.0, lost), "slowed")
+            now = SlowRank(rank, cause, ratio, max(0.0, lost), "slowed")
             if known:
                 self.slow[rank] = now
             if self._rows[rank] < _IN_A_ROW:

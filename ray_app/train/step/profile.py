@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _WARM_UP_STEPS = 3
 
 
-class Profile:
+class StepProfile:
     """Made once for a worker; a trace that cannot be made ends nothing.
 
     Args:

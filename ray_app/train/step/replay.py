@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WrongShare:
     """A worker has computed wrongly.
 
     Args:
@@ -69,10 +69,10 @@ class Replays:
         seed: Of the run.
         places: Where each rank computes.
         clean: For each worker's name the last step that was right; goes on from generation to generation.
-        tell: Told of a verdict on all ranks, before it is acted upon.
+        tell: Told of a wrong share on all ranks, before it is acted upon.
     """
 
-    def __init__(self, rate: float, seed: int, places: Sequence[Place], clean: dict[str, int], tell: Callable[[Verdict], None]) -> None:
+    def __init__(self, rate: float, seed: int, places: Sequence[Place], clean: dict[str, int], tell: Callable[[WrongShare], None]) -> None:
         self._rate, self._seed, self.places, self.clean, self.tell = rate, seed, places, clean, tell
         by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
         for rank, place in enumerate(places):
@@ -152,7 +152,7 @@ class Twice:
             return _signed(of_buffers + self._exchange.bits_of_gradients())
 
     def compare(self) -> None:
-        """Holds all that was computed twice against each other; a collective, by which all come to the same verdict.
+        """Holds all that was computed twice against each other; a collective, by which all come to the same end.
 
         Raises:
             WrongResultError: This rank is wrong.
@@ -187,7 +187,7 @@ class Twice:
             )
         place = self._replays.places[rank]
         teller = next(r for r in range(self._world.size) if r != rank)
-        self._replays.tell(Verdict(rank, place, self._step, share.logical_worker, self._replays.clean.get(place.name, -1), teller))
+        self._replays.tell(WrongShare(rank, place, self._step, share.logical_worker, self._replays.clean.get(place.name, -1), teller))
         said = f"rank {rank} on {place.name} ({place.device}) computed logical worker {share.logical_worker} of step {self._step} wrongly"
         if rank == me:
             raise WrongResultError(f"This worker, {said}: others agree on another result. It ends, so that nothing of it is kept.")

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _SHARD = "a shard"
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """What one rank has of the state of a step: everything but tensors, pickled, and their bytes one after the other, on the CPU."""
 
     head: Tensor
@@ -35,7 +35,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._cuts: deque[tuple[int, int, dict[int, Part]]] = deque()
+        self._cuts: deque[tuple[int, int, dict[int, StatePart]]] = deque()
         """Step, in how many parts its state is, and those that are here by their owner."""
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class Copies:
             owners: How many of the first ranks have a part.
         """
         old = self._cuts.popleft()[2] if len(self._cuts) == 2 else {}
-        parts: dict[int, Part] = {}
+        parts: dict[int, StatePart] = {}
         self._cuts.append((step, owners, parts))
         before, behind, sent = (world.rank - 1) % world.size, (world.rank + 1) % world.size, list[Any]()
         try:
@@ -67,7 +67,7 @@ class Copies:
                     head, data = torch.empty(int(sizes[0]), dtype=torch.uint8), _room(int(sizes[1]), old.get(before))
                     dist.recv(head, before)
                     dist.recv(data, before)
-                    parts[before] = Part(head, data)
+                    parts[before] = StatePart(head, data)
                 for work in sent:
                     work.wait()
         except PeerLostError as error:  # the next step meets it again
@@ -103,7 +103,7 @@ class Copies:
         with collective():
             for owner in range(owners):
                 rank, sizes = holders[owner]
-                part = own[owner] if rank == world.rank else Part(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
+                part = own[owner] if rank == world.rank else StatePart(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
                 for value in part if rank != to else ():
                     if world.rank == rank:
                         dist.send(value, to)
@@ -113,22 +113,22 @@ class Copies:
         return (at, _joined([_unpacked(part) for part in found])) if world.rank == to else None
 
 
-def _room(size: int, old: Part | None) -> Tensor:
+def _room(size: int, old: StatePart | None) -> Tensor:
     """Memory for so many bytes; what was touched before is quicker."""
     return old.data if old is not None and old.data.numel() == size else torch.empty(size, dtype=torch.uint8)
 
 
-def _packed(state: Any, old: Part | None) -> Part:
+def _packed(state: Any, old: StatePart | None) -> StatePart:
     tensors: list[Tensor] = []
     head = bytearray(pickle.dumps(without_tensors(_marked(state), tensors)))
     data, at = _room(sum(t.nbytes for t in tensors), old), 0
     for t in tensors:
         data[at : at + t.nbytes].copy_(t.detach().reshape(-1).view(torch.uint8))
         at += t.nbytes
-    return Part(torch.frombuffer(head, dtype=torch.uint8), data)
+    return StatePart(torch.frombuffer(head, dtype=torch.uint8), data)
 
 
-def _unpacked(part: Part) -> Any:
+def _unpacked(part: StatePart) -> Any:
     tensors: list[Tensor] = []
     state, at = with_tensors(pickle.loads(part.head.numpy().tobytes()), tensors), 0
     for t in tensors:

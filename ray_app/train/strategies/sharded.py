@@ -28,7 +28,7 @@ from ray_app.exchange.fsdp import as_sharded, shard, shard_like, whole
 from ray_app.task.base import Task
 from ray_app.train.state.copies import arrived, copied
 from ray_app.train.state.state import TrainingState
-from ray_app.train.strategies.shards import BY_VALUE, Shards
+from ray_app.train.strategies.shards import BY_VALUE, StateShards
 from ray_app.train.strategies.spread import SpreadState
 
 _CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ class ShardedState(SpreadState):
     def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
         """One of plain shards if it treats each value on its own, otherwise of sharded parameters, which know what a whole is."""
         sharded = [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in BY_VALUE else []
-        self._shards = Shards(sharded)
+        self._shards = StateShards(sharded)
         optimizer = super()._optimizer(spec, {name: self._shards.of.get(p, p) for name, p in named.items()})
         self._shards.follow(optimizer)
         return optimizer

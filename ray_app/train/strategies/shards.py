@@ -32,7 +32,7 @@ _BLOCK = 64
 """Values: a multiple of what a vector instruction takes at once."""
 
 
-class Shards:
+class StateShards:
     """This rank's shards of sharded parameters as parameters of their own, sharing their memory.
 
     Args:
@@ -93,7 +93,7 @@ def _pieces_of(p: DTensor, count: int) -> list[Piece]:
 
 
 class InPieces(TorchFunctionMode):
-    """See `Shards.as_whole`.
+    """See `StateShards.as_whole`.
 
     On a CPU a fused kernel takes the values that are left behind its last vector one by one, with other roundings. A piece that is no
     whole blocks goes through it in the place that it has in its block, in memory of its own.

@@ -11,7 +11,7 @@ from ray_app.track.points import OWN, Sent
 
 
 @dataclass
-class Cursor(Sent):
+class Tracked(Sent):
     """What `tracking.json` holds besides what was sent.
 
     Args:
@@ -25,8 +25,8 @@ class Cursor(Sent):
     uri: str = ""
 
     @classmethod
-    def load(cls, paths: RunPaths) -> Cursor:
-        """The cursor as the last driver left it, or a new one, stored at once."""
+    def load(cls, paths: RunPaths) -> Tracked:
+        """As the last driver left it; new, and stored at once, if there was none."""
         stored = read_json(paths.tracking)
         if stored is not None:
             if isinstance(stored.get("evaluations"), list):  # of a run that was started before evaluators had names
