@@ -91,7 +91,7 @@ def _address(name: tuple[Any, ...]) -> Address:
 
 
 @dataclass
-class Cut:
+class Severed:
     """The connections of a rank to others are cut after a step; a hook for `Hooks.after_step` and `Hooks.at`.
 
     Args:
@@ -177,7 +177,7 @@ def _without_wires(ground: Ground) -> str | None:
 
 def _cut(ground: Ground, others: int, mends: bool, confirm: Callable[[Ended, int], list[str]], **more: Any) -> Disturbance:
     step, (rank, *rest) = ground.step(), ground.random.sample(range(ground.workers), ground.workers)
-    cut = Cut(ground.proofs, step, rank, rest[:others], rendezvous=mends, mends=mends)
+    cut = Severed(ground.proofs, step, rank, rest[:others], rendezvous=mends, mends=mends)
 
     def observe(job: Job) -> None:
         if mends and not ground.proofs.has("listening"):

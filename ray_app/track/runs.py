@@ -28,8 +28,8 @@ from ray_app.record.evaluations import evaluated_steps, evaluator_names
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact, redacted, redacted_yaml
 from ray_app.track.client import METRICS_PER_CALL, DataSet, MlflowRun, sqlite_file
-from ray_app.track.tracked import Tracked
 from ray_app.track.points import Backlog, Point
+from ray_app.track.tracked import Tracked
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pytest
 
 from ray_app.drill.faults import Proofs
 from ray_app.drill.ground import Disturbance
-from ray_app.drill.wires import Cut, Wire, half_open, partition, wires
+from ray_app.drill.wires import Severed, Wire, half_open, partition, wires
 from ray_app.record.holder import Holder
 from ray_app.record.progress.journal import put_event
 from tests.support.drilled import SUMMARY, ended, ended_process, ground
@@ -73,7 +73,7 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
     """Both ends are in this process here."""
     one, other = ends
     proofs = Proofs(str(tmp_path))
-    victim, peer = (Cut(proofs, 4, 1, [0], mends, mends) for _ in range(2))
+    victim, peer = (Severed(proofs, 4, 1, [0], mends, mends) for _ in range(2))
     with socket.create_server(("127.0.0.1", 0)) as rendezvous, socket.create_connection(rendezvous.getsockname()) as line:
         proofs.put("listening", address=rendezvous.getsockname())
         for step in (3, 4):
