@@ -1,4 +1,4 @@
-"""Libraries that only some need, and the extra of the package that brings each."""
+"""Libraries that only some need, and the extra of the package that brings each; no index has the package, so messages say where it is."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ def require(library: str, asked: str, otherwise: str = "") -> None:
     """
     if importlib.util.find_spec(library) is None:
         advice = f", or {otherwise}" if otherwise else ""
-        raise ConfigError(f'{asked} needs {library}, which is not installed: pip install "ray_app[{EXTRAS[library]}]"{advice}.')
+        raise ConfigError(f'{asked} needs {library}, which is not installed: pip install "PATH_TO_RAY_APP[{EXTRAS[library]}]"{advice}.')

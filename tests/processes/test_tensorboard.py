@@ -162,6 +162,6 @@ def test_without_tensorboard_the_run_is_refused_before_anything_is_written(
     short_run: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install \"ray_app\[tensorboard\]\", or set it to false"):
+    with pytest.raises(ConfigError, match=r"pip install \"PATH_TO_RAY_APP\[tensorboard\]\", or set it to false"):
         run_training(short_run(tracking__tensorboard=True))
     assert not (tmp_path / "runs").exists()

@@ -374,7 +374,7 @@ def test_good_uris_pass(uri: str | None) -> None:
 
 def test_without_mlflow_only_tracking_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigError, match=r"pip install \"ray_app\[tracking\]\", or set tracking\.enabled to false"):
+    with pytest.raises(ConfigError, match=r"pip install \"PATH_TO_RAY_APP\[tracking\]\", or set tracking\.enabled to false"):
         check_available(Config())
     check_available(Config().replace(tracking__enabled=False))
 

@@ -46,7 +46,7 @@ def test_what_is_not_installed_is_named_with_its_extra(
 ) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in EXTRAS else there(name, *more))
-    with pytest.raises(ConfigError, match=rf'not installed: pip install "ray_app\[{extra}\]"'):
+    with pytest.raises(ConfigError, match=rf'not installed: pip install "PATH_TO_RAY_APP\[{extra}\]"'):
         ask(tmp_path)
 
 
