@@ -34,6 +34,7 @@ from ray_app.task.rows.ragged import Arrays, Ragged, to_batch
 
 LOADER_MODULE = f"ray_app_loader_{hashlib.sha256(Path(loader.__file__).read_bytes()).hexdigest()[:8]}"
 """Another version of the loader is another module, so that one process can load models of both."""
+_SEED = 1
 _CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -115,14 +116,21 @@ def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -
     batch = _Watched(whole)
     model.eval()
     with torch.no_grad():
-        wanted = loader.named(task.forward(model, batch))
+        wanted = _forwarded(task, model, batch)
         names = [name for name in example if name in batch.read]
         try:
-            got = loader.named(task.forward(model, {name: whole[name] for name in names}))
+            got = _forwarded(task, model, {name: whole[name] for name in names})
         except Exception:  # more were read, in a way that is not watched
             return list(example)
     same = all(torch.equal(mine, other) for (_, mine), (_, other) in zip(wanted, got, strict=True))
     return names if same else list(example)
+
+
+def _forwarded(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
+    """See `_drawn_alike`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return loader.named(task.forward(model, batch))
 
 
 class _Watched(dict[str, Tensor]):
@@ -253,12 +261,19 @@ def _compared(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path)
     for rows in (1, 2, 3):
         batch = tuple(_batch(inputs, rows).values())
         with torch.no_grad():
-            ours, theirs = loader.named(served(*batch)), loader.named(loaded(*batch))
+            ours, theirs = (_drawn_alike(one, batch) for one in (served, loaded))
         for (name, mine), (other, packaged) in zip(ours, theirs, strict=True):
             if name != other or mine.shape != packaged.shape or not torch.allclose(mine, packaged, equal_nan=True, **_CLOSE):
                 raise RegistryError(f"loaded again, it predicts something else for {rows} rows")
             equal = equal and torch.equal(mine, packaged)
     return "equal" if equal else "close"
+
+
+def _drawn_alike(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
+    """Outputs of a model that may draw from torch's generators, as that of a GAN does: each time the same numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return loader.named(module(*batch))
 
 
 def _outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:

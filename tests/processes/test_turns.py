@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,6 +19,7 @@ from ray_app.config.optimizers import TurnSpec
 from ray_app.drill.faults import Proofs
 from ray_app.drill.flips import Flip
 from ray_app.errors import ConfigError, WrongResultError
+from ray_app.models.exported import load_model, write_export
 from ray_app.record.progress.journal import MetricsReader, read_events
 from ray_app.runs.given.configuration import load_config
 from ray_app.task.base import Task
@@ -27,11 +30,12 @@ from ray_app.train.state.turns import steps_of, turn_of
 from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
-from tests.support.shifting_world import train_shifting
+from tests.support.shifting_world import KillOnce, train_shifting
 
 ON_PAGE = {block.language: block.text for block in blocks(ROOT / "docs" / "own-task.md") if "critic" in block.text}
 exec(ON_PAGE["python"], globals())
 OPTIMIZERS = yaml.safe_load(ON_PAGE["yaml"])["optimizers"]
+SOURCE = {"run": "gan", "step": 1, "params_digest": ""}
 STEP = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
 
 
@@ -139,6 +143,28 @@ def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]
     assert [event.details["rank"] for event in read_events(job.paths, "lied")] == [1]
+
+
+def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """Between the critic's two: who goes on knows whose turn it is, and has the optimizers' states of both."""
+    alone = pool.trained(job_of(tmp_path / "alone", data), 1, cached)
+    kill = KillOnce(tmp_path / "killed", step=4, rank=0)
+    train_shifting(pool, job := job_of(tmp_path / "killed-run", data), [[0, 1], [1]], [], Hooks(after_step=kill))
+    assert kill.proof.exists(), "the fault did not happen"
+    assert turn_of(job.config.optimizers or {}, 3) == turn_of(job.config.optimizers or {}, 4) == "critic"
+    assert result_of(job).bits == alone.bits
+
+
+def test_a_generator_is_exported_though_it_draws(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gan_of_the_page.py").write_text(ON_PAGE["python"])
+    monkeypatch.syspath_prepend(tmp_path)
+    task = importlib.import_module("gan_of_the_page").Gan()
+    torch.manual_seed(0)
+    stored = write_export(task, task.build_model(), {"image": np.ones((2, 64), np.float32)}, tmp_path / "export", SOURCE)
+    assert stored["outputs"] == "equal"
+    loaded = load_model(tmp_path / "export")
+    first, second = (loaded.predict(np.ones((2, 64), np.float32)) for _ in range(2))
+    assert (np.asarray(first) != np.asarray(second)).any(), "it draws no more"
 
 
 @dataclasses.dataclass(frozen=True)
