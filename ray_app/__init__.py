@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ray_app.task.rows.ragged import Ragged
     from ray_app.task.script.scripted import Loop
     from ray_app.watch.observer import Observer
+    from ray_app.watch.webhook import Webhook
 
 __all__ = [
     "Comparison",
@@ -35,6 +36,7 @@ __all__ = [
     "Result",
     "TaskCheck",
     "Training",
+    "Webhook",
     "Worker",
     "__version__",
     "check_task",
@@ -64,6 +66,7 @@ _PLACES = {
     "Result": "runs.outcome.result",
     "TaskCheck": "runs.trial.check",
     "Training": "runs.background",
+    "Webhook": "watch.webhook",
     "Worker": "runs.background",
     "check_task": "runs.trial.check",
     "compare_runs": "runs.outcome.comparing",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,7 +26,7 @@ from tests.support.local_world import Pool, cached, make_job, result_of, write_i
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
-PAGE = next(block.text for block in blocks(ROOT / "docs" / "runs.md") if "class Webhook" in block.text)
+PAGE = next(block.text for block in blocks(ROOT / "docs" / "runs.md") if "class Evaluations" in block.text)
 exec(PAGE, globals())
 TOLD: list[tuple[Any, ...]] = []
 
@@ -139,8 +140,13 @@ def receiver() -> Iterator[tuple[str, list[str]]]:
 
 def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
     with receiver() as (url, got):
-        trained(tmp_path, data, [{"class_path": f"{__name__}.Webhook", "init_args": {"url": url}}])
-    assert [text.partition(":")[0] for text in got] == ["epoch 1", "epoch 2", "finished after 8 steps"]
+        both = [{"class_path": name, "init_args": {"url": url}} for name in ("ray_app.Webhook", f"{__name__}.Evaluations")]
+        trained(tmp_path, data, both)
+    run = "run: "
+    assert all(text.startswith(run) for text in got)
+    told = Counter(text.removeprefix(run).partition(",")[0] for text in got if "accuracy 0" not in text.partition(",")[0])
+    assert told == {"epoch 1": 2, "epoch 2": 2, "finished after 8 steps": 2}
+    assert sum(text.startswith(f"{run}accuracy ") for text in got) == 2, "the page's class is told of evaluations, too"
 
 
 @pytest.mark.parametrize(
