@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from ray_app.report.figures import cluster_figures, learning_figures
 from ray_app.report.rows import shares
 from ray_app.report.tables import budgets, comparison, counters, happenings, time_parts
 
+_PROFILE = re.compile(r"profile/[\w.-]+")
 TONES = {"running": "blue", "finished": "green", "stopped early": "green", "interrupted": "orange", "failed": "red", "vanished": "red"}
 
 
@@ -72,6 +74,7 @@ def render(facts: Facts, live: Live | None = None) -> str:
             happenings=happenings(facts),
             shares=shares(facts.course.rows),
             by_class=by_class(facts),
+            profiles=_profiles(facts),
             budgets=budgets(facts),
             counters=counters(facts),
             time_parts=time_parts(facts),
@@ -80,6 +83,12 @@ def render(facts: Facts, live: Live | None = None) -> str:
             environment=facts.newest.environment if facts.newest else {},
         )
     )
+
+
+def _profiles(facts: Facts) -> list[str]:
+    """Files of traced steps, below the run's directory, where the page is."""
+    files = [str(event.details.get("file")) for event in facts.events if event.kind == "profiled"]
+    return [file for file in files if _PROFILE.fullmatch(file)]
 
 
 def utc(time_s: float) -> str:

@@ -184,6 +184,16 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     assert "2 steps whose loss was NaN or infinite are left out." in text
 
 
+def test_traced_steps_are_linked(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 20, 2.0)
+    for file in ("profile/steps-00000003-00000004.json.gz", "javascript:alert(1)", "profile/../../x"):
+        run.event("profiled", 1.0, first=3, step=4, file=file)
+    facts = read_facts(run.paths)
+    assert re.findall(r'<a href="([^"]*)" download>', render(facts)) == ["profile/steps-00000003-00000004.json.gz"]
+
+
 def test_what_a_task_raised_is_shown_with_its_calls_once(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()

@@ -56,6 +56,7 @@ class Run:
                 rows=[draw.randint(1, 9), draw.randint(0, 9)],
                 row_hash=[2**64 - 1, step],
                 generation=f"{fence}.1",
+                metrics={"caught": draw.random()},
             )
             self.records.setdefault(step, record)
             writer.add(record)
@@ -88,6 +89,7 @@ class Run:
                 "workers": block[-1].workers,
                 "restarts": sum(at <= block[-1].time_s for at in failed),
             }
+            values["caught"] = sum(r.metrics["caught"] * n for r, n in zip(block, rows, strict=True)) / sum(rows)
             for name, value in values.items():
                 points.setdefault(name, []).append((end, int(block[-1].time_s * 1000), value))
         for prefix, evaluation in self.evaluations:
