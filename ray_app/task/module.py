@@ -102,7 +102,7 @@ class ModuleTask(Task):
         self.best_metric = best_metric  # type: ignore[misc]
         self.best_mode = self._mode(best_metric, best_mode)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}
-        self.ranges: dict[str, tuple[float, float]] = {}
+        self.ranges: dict[str, list[float]] = {}
         self.classes: list[str] = []
 
     def _mode(self, metric: str, mode: Mode | None) -> Mode:
@@ -150,7 +150,7 @@ class ModuleTask(Task):
                 f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a column of images."
             )
         known = {name: (column.minimum, column.maximum) for name, column in facts.items() if prepared.kinds[name] in ("integer", "list")}
-        prepared.ranges = {name: (least, most) for name, (least, most) in known.items() if least is not None and most is not None}
+        prepared.ranges = {name: [least, most] for name, (least, most) in known.items() if least is not None and most is not None}
         compared = facts[self.target]
         if compared.kind == "integer" and compared.maximum is not None and compared.minimum is not None and compared.minimum >= 0:
             prepared.classes = class_names(data, int(compared.maximum) + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,8 @@ TEXTS: dict[str, Any] = {
     ],
 )
 def test_binary_and_multi_label_classes_and_lists_of_one_size(task: dict[str, Any], classes: dict[str, Any], tmp_path: Path) -> None:
-    prepared(task, classes, tmp_path)
+    settings = vars(prepared(task, classes, tmp_path).task)
+    assert json.loads(json.dumps(settings)) == settings, "a package could not keep them"
 
 
 @pytest.mark.parametrize(
