@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
@@ -23,6 +22,9 @@ from ray_app.task.rows.drawing import uniform
 from ray_app.task.rows.plain import plain
 from ray_app.task.rows.ragged import LENGTHS, Arrays
 
+if TYPE_CHECKING:
+    from ray_app.config.config import Config
+
 __all__ = ["Batch", "Mistake", "Rows", "Task", "class_names", "count_classes", "need_column", "uniform"]
 
 _NUMBERS = ("number", "integer", "array", "list")
@@ -31,9 +33,7 @@ _UNIT_VALUES = 100_000
 
 Batch = dict[str, Tensor]
 Rows = dict[str, Any]
-"""Rows as read: an array per number or array column, a `Ragged` per column of lists of numbers, a list of `bytes` or `str` per binary or
-text column.
-"""
+"""Rows as read: arrays of numbers or arrays, `Ragged` lists of numbers, lists of `bytes` or `str`, by column."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Lightning itself is not imported: whatever module has `training_step` will do.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.class_path import load_class
-from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.task.losses import Losses
 from ray_app.task.rows.transforms import made
 from ray_app.task.script.batches import BatchTask, Evaluated, mean_of, rows_in
 from ray_app.task.script.trainerless import NoNumber, has_own, played, refuse_hooks
+
+if TYPE_CHECKING:
+    from ray_app.config.config import Config
 
 _VALIDATION_LOSSES = ("val_loss", "loss")
 

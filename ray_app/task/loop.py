@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.class_path import load_class
-from ray_app.config.config import Config
-from ray_app.config.optimizers import OWN_OPTIMIZER
+from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.task.losses import Losses
@@ -20,6 +19,9 @@ from ray_app.task.rows.transforms import Spec
 from ray_app.task.score.deciding import Mode
 from ray_app.task.script.batches import BatchTask, Evaluated, mean_of
 from ray_app.task.script.scripted import Loop, Running
+
+if TYPE_CHECKING:
+    from ray_app.config.config import Config
 
 _STRATEGIES = ("ddp", "single")
 _RUNNING: dict[nn.Module, Running] = {}
@@ -89,7 +91,7 @@ class LoopTask(BatchTask):
     def unfit(self, config: Config) -> list[str]:
         """What the script has of its own, or what takes its model from it."""
         problems = []
-        if config.optimizers is not None or not (config.optimizer == Config.optimizer or config.optimizer.class_path == OWN_OPTIMIZER):
+        if config.optimizers is not None or config.optimizer not in (type(config).optimizer, OptimizerSpec(OWN_OPTIMIZER)):
             problems.append("The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out.")
         if config.train.strategy not in _STRATEGIES:
             problems.append(
