@@ -22,7 +22,7 @@ _STEPS_WITHOUT = 10
 
 
 def head(ground: Ground) -> Disturbance | str:
-    """The head's GCS is killed for a while, its state on disk; a worker is killed once another GCS is there."""
+    """The head's GCS is killed for a while, its state on disk; once another one is there so many workers are killed that others come."""
     if ground.nodes is None:
         return "the drill takes no head from a cluster that it did not start"
     step, first, proofs = ground.step(), ground.nodes, ground.proofs
@@ -46,11 +46,13 @@ def head(ground: Ground) -> Disturbance | str:
             proofs.put("head_back", step=until)
 
     holds = Hold(proofs, "held", "head_killed", step, 0), Hold(proofs, "held_again", "head_back", until, 0)
-    kill = Kill(proofs, ["killed-0"], until + 1, [ground.rank()])
+    victims = ground.random.sample(range(ground.workers), ground.workers - ground.enough.start + 1)
+    names = [f"killed-{i}" for i in range(len(victims))]
+    kill = Kill(proofs, names, until + 1, victims)
     return Disturbance(
         [step],
-        ["held", "head_killed", "held_again", "head_back", "killed-0"],
-        lambda run: without_head(run) + died(["killed-0"])(run),
+        ["held", "head_killed", "held_again", "head_back", *names],
+        lambda run: without_head(run) + died(names)(run),
         Faults(train=Hooks(after_step=Several((*holds, kill, ground.pace(until + 2))))),
         observe,
         {"held": "head_killed", "held_again": "head_back"},
@@ -59,7 +61,7 @@ def head(ground: Ground) -> Disturbance | str:
 
 
 def without_head(run: Ended) -> list[str]:
-    """What speaks against it that steps were finished while there was no head, and that the run went on by itself."""
+    """What speaks against it that steps were finished without a head, and that the next one brought new workers to the same run."""
     killed, back = run.proofs["head_killed"], run.proofs["head_back"]
     missing = [] if Holder(**killed["head"]).is_gone() else ["the head that was killed still lives"]
     missing += [] if killed["head"] != back["head"] else ["it is the same head as before"]
@@ -68,5 +70,7 @@ def without_head(run: Ended) -> list[str]:
     meanwhile = {n for n, r in reader.records.items() if killed["time_s"] < r.time_s < back["time_s"]}
     if not set(range(killed["step"] + 1, back["step"] + 1)) <= meanwhile:
         missing.append(f"only the steps {sorted(meanwhile)} were finished while there was no head")
+    if not any(e.time_s > back["time_s"] for kind in ("replaced", "resized", "workers") for e in run.events(kind)):
+        missing.append("no worker came after there was a head again")
     starts = len(run.events("started"))
     return missing if starts == 1 else [*missing, f"the run was started {starts} times"]

@@ -20,6 +20,8 @@ def test_steps_must_have_gone_on_without_a_head(tmp_path: Path) -> None:
     }
     run = ended(tmp_path / "run", proofs, [record(n) for n in range(1, 7)])
     put_event(run.paths, "started", 1)
+    assert without_head(run) == ["no worker came after there was a head again"]
+    put_event(run.paths, "replaced", 1, before=1, after=2, step=5, reason="")
     assert without_head(run) == []
     proofs["head_killed"]["head"] = asdict(Holder.here())
     proofs["head_back"]["step"] = 6
