@@ -1,9 +1,9 @@
 """A world of workers around the real `Rendezvous`, with a clock and a network of its own, in which random things happen.
 
 The workers act as `train/loop.py` and `cluster/rendezvous/membership.py` do, the controller as `cluster/control/elastic.py`; time goes on
-in ticks. What must hold always: a number of a generation is given once; no generation begins behind what a reachable worker has; nobody
-leaves with a step that nobody else has and that is not saved; no generation steps after a later one has; everything ends. A schedule is its
-seed: the same seed gives the same story.
+in ticks. What must hold always: a number of a generation is given once; no generation begins behind what a reachable worker has, but one
+that is over and cannot hear it; nobody leaves with a step that nobody else has and that is not saved; no generation steps after a later one
+has; everything ends. A schedule is its seed: the same seed gives the same story.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ray_app.train.loop import saves_at_leave
 
 TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
 KINDS = ("join", "kill", "kill_all_but_one", "freeze", "cut_off", "drain", "drain_all", "restart", "slow_storage")
+PARTED = (*KINDS, "partition")
+"""Which stories a seed tells depends on the kinds, so those that are named in tests keep theirs."""
 
 
 class BrokenPromiseError(AssertionError):
@@ -37,6 +39,7 @@ class Generation:
     members: dict[int, Worker] = field(default_factory=dict)
     shared: bool = False
     broken: bool = False
+    hangs_s: float | None = None  # since when its members do not reach each other
 
 
 @dataclass(eq=False)
@@ -58,6 +61,7 @@ class Worker:
     state: str = "starting"
     until_s: float = 0.0  # of being frozen
     cut_until_s: float = 0.0  # of being without the rendezvous
+    apart_until_s: float = 0.0  # of being without the other workers
     saving: int | None = None
     saved_at_s: float = 0.0
     over: bool = False
@@ -83,9 +87,10 @@ class World:
         workers: At the start.
         steps: Of the run.
         events: How many things happen.
+        kinds: Of what.
     """
 
-    def __init__(self, seed: int, workers: int, steps: int, events: int) -> None:
+    def __init__(self, seed: int, workers: int, steps: int, events: int, kinds: tuple[str, ...] = KINDS) -> None:
         self.random, self.steps, self.now = random.Random(seed), steps, 100.0
         self.story = [f"seed {seed}: {workers} workers, {steps} steps"]
         self.actors, self.died_s = -1, 0.0
@@ -96,11 +101,11 @@ class World:
         self.controlled: list[Worker] = []
         self.draining: set[str] = set()
         self.groups: dict[int, Generation] = {}
-        self.stepped = 0  # the newest generation that has finished a step
+        self.stepped = self.formed = 0  # the newest generation that has finished a step, and that a worker was told of
         self.saved, self.made, self.names = 0, -1, 0
         for _ in range(workers):
             self._add()
-        self.schedule = sorted((self.random.randrange(2, 4 * steps), self.random.choice(KINDS)) for _ in range(events))
+        self.schedule = sorted((self.random.randrange(2, 4 * steps), self.random.choice(kinds)) for _ in range(events))
 
     def _new_actor(self) -> Rendezvous:
         self.actors += 1
@@ -130,7 +135,7 @@ class World:
 
     def _happen(self, kind: str) -> None:
         chosen = self.random.choice(self.live) if self.live else None
-        self._say(kind + (f" {chosen.name}" if chosen and kind in ("kill", "freeze", "cut_off", "drain") else ""))
+        self._say(kind + (f" {chosen.name}" if chosen and kind in ("kill", "freeze", "cut_off", "drain", "partition") else ""))
         if kind == "join":
             self._add()
         elif kind == "restart":
@@ -199,6 +204,7 @@ class World:
         if formed is None or not w.waits or formed.number <= w._generation:
             return
         w._generation, w.rank, w.lost, w.waits = formed.number, formed.rank, False, 0
+        self.formed = max(self.formed, formed.number)
         group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
         if formed.rank in group.members or formed.size != group.size:
             self._fail(f"generation {formed.number} was formed twice: rank {formed.rank} is {w.name}, too")
@@ -235,7 +241,8 @@ class World:
         members = [group.members[rank] for rank in sorted(group.members)]
         if len(members) < group.size and self.now > group.until_s:
             group.broken = True
-        if group.broken or len(members) < group.size or any(self.now < m.until_s or m.group is not group for m in members):
+        missing = group.broken or len(members) < group.size or any(self.now < m.until_s or m.group is not group for m in members)
+        if missing or self._hangs(group, members):
             return None
         if not group.shared:
             return self._share(group, members)
@@ -265,6 +272,15 @@ class World:
                 self._end(m, over, flags)
         return None
 
+    def _hangs(self, group: Generation, members: list[Worker]) -> bool:
+        """Whether members do not reach each other: all wait, until their exchange is given up."""
+        if len(members) == 1 or not any(self.now < m.apart_until_s for m in members):
+            group.hangs_s = None
+            return False
+        group.hangs_s = self.now if group.hangs_s is None else group.hangs_s
+        group.broken = self.now - group.hangs_s > FORM_S
+        return True
+
     def _end(self, m: Worker, over: bool, flags: Flags) -> None:
         m.group = None
         if m._orders.leave:
@@ -279,8 +295,9 @@ class World:
             if self.now < self.storage_s:
                 return
             newest = self.saved
-        hears = not any(self.now < m.cut_until_s for m in members)  # else it may be one that is over since
-        for other in self.live if hears else ():
+        # Who does not hear that its generation is over since begins it behind the others: its steps have the same bits and replace nothing
+        unheard = group.number < self.formed and any(self.now < m.cut_until_s for m in members)
+        for other in self.live if not unheard else ():
             heard = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(other.until_s, other.cut_until_s)
             reachable = heard and not other._orders.exit and other in self.controlled
             if other.step > newest and other.group is not group and reachable:
