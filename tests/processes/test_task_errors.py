@@ -10,6 +10,11 @@ from torch import Tensor
 
 from ray_app.errors import TaskError
 from ray_app.task.base import Batch
+from ray_app.train.group.alone import Alone
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.single import train_here
+from tests.support import server_world
 from tests.support.local_world import Pool, TinyImages, make_job, write_images
 
 
@@ -22,18 +27,32 @@ class Raising(TinyImages):
         return super().loss(outputs, batch)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "fsdp", "central_storage"])
+def raised(pool: Pool, job: Job) -> TaskError:
+    """What a run of a strategy ends with: on two workers, in this process, or on a parameter server."""
+    strategy = job.config.train.strategy
+    if strategy == "single":
+        with pytest.raises(TaskError) as caught:
+            train_here(job, Alone(4, lambda: False), Hooks())
+        return caught.value
+    if strategy == "parameter_server":
+        with pytest.raises(TaskError) as caught:
+            server_world.World(job, 2).run()
+        return caught.value
+    [error] = [outcome.error for outcome in pool.train(job, 2) if isinstance(outcome.error, TaskError)]
+    return error
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "fsdp", "central_storage", "single", "parameter_server"])
 def test_a_step_tells_rank_logical_worker_step_and_rows(pool: Pool, tmp_path: Path, strategy: str) -> None:
     data = write_images(tmp_path / "data", [[20, 12], [16]])
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=16, task=Raising(bad=(25,)), train__strategy=strategy)
-    raised = [outcome.error for outcome in pool.train(job, 2) if isinstance(outcome.error, TaskError)]
-    assert len(raised) == 1
-    told = str(raised[0])
+    told = str(raised(pool, job))
     assert "ValueError: not this one (test_task_errors.py, line " in told.splitlines()[0]
     assert told.splitlines()[0].endswith("in loss)")
     [line] = [line for line in told.splitlines() if line.startswith("  rank ")]
     found = re.fullmatch(r"  rank (\d) after step (\d), logical worker (\d), 4 rows: (.*)", line)
     assert found is not None, line
     played = int(found[3])
-    assert int(found[1]) == (played % 2 if strategy == "fsdp" else played // 2)
+    ranks = {"fsdp": played % 2, "single": 0, "parameter_server": int(found[1])}  # of the last, whoever asked for it
+    assert int(found[1]) == ranks.get(strategy, played // 2)
     assert re.search(r"part-0\.parquet, row group 1, rows? [\d, ]*\b5\b", found[4]), "the row at position 25"
