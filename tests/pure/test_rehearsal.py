@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics import Metric, MetricCollection
 
 from ray_app.errors import ConfigError
 from ray_app.runs.preparing.rehearsal import rehearse
@@ -50,9 +51,9 @@ class Mistaken(TinyImages):
         return super().predictions(outputs)
 
 
-def trial(tmp_path: Path, where: str, **fields: Any) -> None:
-    data = write_images(tmp_path / "data", [[8]])
-    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Mistaken(where), **({"data__eval_path": str(data)} | fields))
+def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
+    data, task = write_images(tmp_path / "data", [[8]]), Mistaken(where) if isinstance(where, str) else where
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=task, **({"data__eval_path": str(data)} | fields))
     row = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
     rehearse(job, row, None)
 
@@ -63,6 +64,42 @@ def test_a_mistake_is_refused_with_its_line(tmp_path: Path, where: str) -> None:
         trial(tmp_path, where)
     assert f"in {where}\n" in str(caught.value)
     assert "test_rehearsal.py" in str(caught.value).splitlines()[0]
+
+
+class Spread(Metric):
+    """What needs more rows than a trial has, or has a typo."""
+
+    def __init__(self, mistake: bool) -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        self.rows += len(outputs)
+
+    def compute(self) -> Tensor:
+        if self.mistake:
+            return self.row.float()
+        raise ValueError("at least ten rows are needed")
+
+
+class Measured(TinyImages):
+    """Has `Spread` among its metrics."""
+
+    def metrics(self) -> MetricCollection:
+        return MetricCollection({"spread": Spread(self.variant == "unused"), "accuracy": super().metrics()["accuracy"]})
+
+
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_a_mistake_in_what_computes_a_metric_is_refused_and_too_few_rows_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str
+) -> None:
+    fields = {"evaluate__metric": metric, "evaluate__mode": "min" if metric == "loss" else "max"}
+    trial(tmp_path / "few", Measured(), **fields)
+    [told] = [record.message for record in caplog.records if "of two rows" in record.message]
+    assert "ValueError: at least ten rows are needed (test_rehearsal.py, line " in told
+    with pytest.raises(ConfigError, match=r"A trial with one row failed: AttributeError: 'Spread' object has no attribute 'row'"):
+        trial(tmp_path / "typo", Measured("unused"), **fields)
 
 
 def test_a_mean_loss_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,10 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.state.turns import TurnSchedules
 from ray_app.train.strategies.parameter_server.layout import Layout
 
+logger = logging.getLogger(__name__)
+
+_MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)
+"""What is raised where a name is wrong, however many rows there are."""
 _NEEDS_MORE = re.compile("closure|dense")
 """What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
 
@@ -138,17 +143,19 @@ def _try_task(job: Job, state: TrainingState, rows: Arrays) -> None:
 
 
 def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
-    """Refuses a metric that is to decide and that an evaluation does not give.
+    """Computes the metrics once, and refuses one that is to decide and that an evaluation does not give.
 
     Raises:
+        TaskError: They cannot be computed, and more rows would not help.
         ConfigError: It is none of those of one number.
     """
     task, metric = job.task, job.best_metric
-    if metric == "loss":
-        return
     try:
         known = sorted({"loss", *combine(task, chunks).values})
-    except TaskError:  # it may need more rows than these
+    except TaskError as error:
+        if isinstance(error.__cause__, _MISTAKES):
+            raise
+        logger.warning("The metrics cannot be computed of two rows; an evaluation has more, and may: %s", str(error).splitlines()[0])
         known = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
     if metric not in known:
         given = "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"
