@@ -144,7 +144,10 @@ def test_the_trial_decodes_its_rows_as_training_does(pictures: dict[str, str], t
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model": {"class_path": "torchvision.models.resnet81"}}, "torchvision.models has no 'resnet81'. Did you mean torchvision.models.resnet"),
+        (
+            {"model": {"class_path": "torchvision.models.resnet81"}},
+            "torchvision.models has no 'resnet81'. Did you mean torchvision.models.resnet",
+        ),
         ({"model": {"class_path": "torch.nn.Linear", "init_args": {"inputs": 3}}}, "torch.nn.Linear cannot be made with"),
         ({"model": {"class_path": "builtins.dict"}}, "makes a dict; it must make an nn.Module"),
         ({"inputs": ["picture"]}, "has no column 'picture'"),
