@@ -17,7 +17,7 @@ from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
 from ray_app.drill.faults import Several
-from ray_app.errors import RepeatedFailureError
+from ray_app.errors import BudgetSpentError, RepeatedFailureError
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import Event, MetricsReader, read_events
 from ray_app.runs.faults import Faults
@@ -108,6 +108,21 @@ def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: 
     assert retired.details["reason"].endswith("another takes its place")
     assert [e.details["workers"] for e in read_events(paths, "formed")][:3] == [2, 1, 2]
     assert (result.summary["restarts"]["failures"], result.summary["redone_steps"]) == (0, 0)
+
+
+class Deadly:
+    """Ends every process that it comes to."""
+
+    def __call__(self, rank: int, step: int) -> None: ...
+
+    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        return os._exit, (1,)
+
+
+def test_what_kills_workers_before_they_join_spends_the_budget(short_run: ShortRun) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=1, failure__max_failures=1)
+    with pytest.raises(BudgetSpentError, match="failed 2 times"):
+        run_training(config, faults=Faults(train=Hooks(after_step=Deadly())))
 
 
 def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.cluster.control.group import ElasticGroup, id_of
 from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupBackend
-from ray_app.cluster.control.newcomers import Newcomers
+from ray_app.cluster.control.newcomers import NO_ROOM, Newcomers
 from ray_app.cluster.control.retiring import Retiring
 from ray_app.cluster.control.sizes import Sizes
 
@@ -103,6 +103,8 @@ class _Controller(TrainController):
         except ray.exceptions.RayError as error:
             self._note_lost([str(error)])
             return self._running()
+        if not joined:
+            return self._running()
         if before + joined == policy.wanted:
             policy.changed_s = time.monotonic()
         self._expect()
@@ -127,7 +129,8 @@ class _Controller(TrainController):
     def _note_lost(self, reasons: list[str]) -> None:
         if reasons:
             self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S
-            self._budget.budget.note("start_failed", workers=len(reasons), reason="\n".join(dict.fromkeys(reasons))[:2000])
+        if told := [reason for reason in reasons if reason != NO_ROOM]:
+            self._budget.budget.note("start_failed", workers=len(told), reason="\n".join(dict.fromkeys(told))[:2000])
 
     @property
     def _dwell_s(self) -> float:

@@ -113,7 +113,10 @@ class ElasticGroup(WorkerGroup):
         Raises:
             RayError: One of them died just now; none joins.
         """
-        started = self._workers_of(self._newcomers.take(most))
+        newcomers = self._newcomers.take(most)
+        if not newcomers:
+            return 0
+        started = self._workers_of(newcomers)
         try:
             self._init_train_context(started, self._worker_group_state.sync_actor)
             for worker in started:

@@ -22,7 +22,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 _PLACE_S, _PLACE_EACH_S = 5.0, 0.01  # Ray makes some hundred slots a second
-_READY_S = 120.0
+_READY_S = 600.0
+_MOST_DEATHS = 3
+NO_ROOM = "there is no room"
+"""Why a newcomer was given up that found no slot."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Newcomer:
 class Newcomers(ControllerCallback, WorkerGroupCallback):
     """All that are on their way; lives in the controller's process, longer than its groups of workers.
 
+    Where one after the other dies while it prepares itself, the next do not: what kills them does so when they train, where it is counted.
+
     Args:
         prepare: Reference of a function without arguments that each calls first.
     """
@@ -90,6 +95,7 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
     def __init__(self, prepare: Any) -> None:
         self._prepare = prepare
         self._all: list[Newcomer] = []
+        self._deaths = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -103,7 +109,8 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
         for _ in range(count):
             group = placement_group([slot.resources], strategy=slot.strategy, bundle_label_selector=[slot.labels] if slot.labels else None)
             actor = made.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)).remote()
-            prepared, answer = actor.execute.remote(_prepare, env, [self._prepare]), actor.get_metadata.remote()
+            prepare = self._prepare if self._deaths < _MOST_DEATHS else None
+            prepared, answer = actor.execute.remote(_prepare, env, [prepare]), actor.get_metadata.remote()
             self._all.append(Newcomer(actor, group, prepared, answer, now + _PLACE_S + count * _PLACE_EACH_S, now + _READY_S))
 
     def look(self, draining: Collection[str] = ()) -> list[str]:
@@ -119,13 +126,15 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
         for newcomer in self._answering(0):
             try:
                 newcomer.hear()
+                self._deaths = 0
             except ray.exceptions.RayError as error:
+                self._deaths += newcomer.ready_s is None
                 reasons.append(str(error))
                 self._give_up(newcomer)
         now = time.monotonic()
         for newcomer in [n for n in self._all if n.ready_s is None and now > n.place_until_s]:
             if placement_group_table(newcomer.group)["state"] != "CREATED":
-                reasons.append("there is no room")
+                reasons.append(NO_ROOM)
                 self._give_up(newcomer)
             elif now > newcomer.ready_until_s:
                 reasons.append(f"it was not ready after {_READY_S:g} s")
@@ -172,5 +181,6 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
 
 def _prepare(env: dict[str, str], prepare: list[Any]) -> None:
     os.environ |= env
-    function: Callable[[], None] = ray.get(prepare[0])  # not earlier: imports come with it, which look at the environment
-    function()
+    if prepare[0] is not None:
+        function: Callable[[], None] = ray.get(prepare[0])  # not earlier: imports come with it, which look at the environment
+        function()
