@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 
 import ray
@@ -14,6 +15,8 @@ from ray_app.record.evaluations import read_evaluations
 from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
+
+_BACK_S = 60.0
 
 
 def died(names: list[str]) -> Callable[[Ended], list[str]]:
@@ -208,7 +211,9 @@ def rendezvous(ground: Ground) -> Disturbance | str:
             actor = ray.get_actor(job.rendezvous)
             before, _ = ray.get(actor.lifeline.remote())
             ray.kill(actor, no_restart=False)
-            after, _ = ray.get(actor.lifeline.remote())
+            after, deadline_s = before, time.monotonic() + _BACK_S
+            while after == before and time.monotonic() < deadline_s:  # Ray does not wait until it is dead: it may still answer
+                after, _ = ray.get(actor.lifeline.remote())
             ground.proofs.put("rendezvous_killed", step=step, before=before, after=after)
 
     def confirm(run: Ended) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from rich.console import Console
 from ray_app import load_config
 from ray_app.cli.drill import DrillSection, chosen, drilled, main
 from ray_app.config.config import Config
+from ray_app.drill import processes
 from ray_app.drill.certificate import Start, Trace, conclusion, difference, judge, measures, restart, start_since, table, without
 from ray_app.drill.delays import Slow
 from ray_app.drill.faults import Kill, KillNewcomer, Proofs
@@ -31,6 +33,7 @@ from ray_app.record.holder import Holder
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import MetricsWriter, put_event
 from ray_app.record.progress.segments import StepRecord
+from tests.support.drilled import ground
 from tests.support.places import ROOT
 
 SUMMARY = {"status": "finished", "params_digest": "d", "rows": 8, "world_sizes": [[0, 2]], "redone_steps": 0, "recovery_s": [0.1]}
@@ -177,6 +180,23 @@ def test_only_who_comes_later_is_a_newcomer(tmp_path: Path, monkeypatch: pytest.
     assert proofs.has("killed-1")
     KillNewcomer(proofs, "killed-1", "killed-0")("forming", 0, 0)
     assert struck == [signal.SIGKILL], "only one of them"
+
+
+def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = iter([1, 1, 1, 2])
+    actor = SimpleNamespace(lifeline=SimpleNamespace(remote=lambda: (("host", next(places)), "secret")))
+    killed: list[Any] = []
+    fake = SimpleNamespace(get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one))
+    monkeypatch.setattr(processes, "ray", fake)
+    made = processes.rendezvous(ground(tmp_path))
+    assert isinstance(made, Disturbance)
+    assert made.observe is not None
+    proofs = Proofs(str(tmp_path / "proofs"))
+    proofs.put("held")
+    made.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
+    said = proofs.get("rendezvous_killed")
+    assert said is not None
+    assert (killed, said["before"], said["after"]) == ([actor], ["host", 1], ["host", 2])
 
 
 def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
