@@ -44,11 +44,18 @@ FACTS["text"] = DataFacts(
     "texts", 3049, {"tokens": ColumnFacts("list", "list<int32>"), "label": ColumnFacts("integer", "int64", (), 0, 4, 0)}
 )
 FACTS["language_model"] = DataFacts("packed", 2721, {"tokens": ColumnFacts("list", "list<int32>", (), 1, 2047)})
+FACTS["segmentation"] = DataFacts("masks", 256, {"image": ColumnFacts("bytes"), "mask": ColumnFacts("bytes")})
 FACTS["retrain_digits"] = FACTS["digits"]
 FACTS["mnist_cnn"] = FACTS["mnist_dense"]
 MORE: dict[str, type] = {"retrain": RetrainSection}
 PARAMETERS = {"digits": 21_482, "retrain_digits": 21_482, "mnist_dense": 269_322, "mnist_cnn": 2_770_634}
-PARAMETERS |= {"resnet50_imagenet": 25_557_032, "detection": 18_959_754, "text": 268_549, "language_model": 675_328}
+PARAMETERS |= {
+    "resnet50_imagenet": 25_557_032,
+    "detection": 18_959_754,
+    "text": 268_549,
+    "language_model": 675_328,
+    "segmentation": 3_218_478,
+}
 
 
 def config_of(file: Path) -> Config:

@@ -18,7 +18,7 @@ from ray_app.cli.command import COMMANDS
 from tests.support.pages import EXECUTED, MARKS, PAGES, SHELLS, Block, blocks, blocks_in
 from tests.support.places import ROOT
 
-_MADE = ("my.yaml", "run.yaml", "train.yaml", "iris.yaml", "photos.yaml", "detection.yaml")
+_MADE = ("my.yaml", "run.yaml", "train.yaml", "iris.yaml", "photos.yaml", "detection.yaml", "segmentation.yaml")
 
 
 class UnderstoodError(Exception):

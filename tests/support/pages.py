@@ -111,6 +111,7 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/keras-guides.md": _mnist_of_keras,
     "docs/lightning.md": _nothing,
     "docs/loop.md": _nothing,
+    "docs/module-task.md": _nothing,
     "docs/language-model.md": write_text_maker,
     "docs/start/images.md": _photos,
     "docs/start/keras.md": _mnist,
