@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ray_app.train.job import Job
-from tests.support.campaign import PHASES, Campaign
+from tests.support.campaign import DILOCO, PHASES, Campaign, rows_of
 from tests.support.local_world import TinyImages, cached, make_job, result_of, streamed, write_images
 from tests.support.served_campaign import MOMENTS, served
 
@@ -19,7 +17,6 @@ AVERAGED = {
     "train__grad_clip_norm": 0.5,
     "schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.9}},
 }
-DILOCO = {"train__local_steps": 3, "train__outer_lr": 0.7, "train__outer_momentum": 0.9}
 CASES = {  # deaths, strategy, workers, where the data comes from, settings
     "ddp": (300, "ddp", 3, cached, {}),
     "ddp, streamed, averaged": (200, "ddp", 3, streamed, AVERAGED),
@@ -28,17 +25,6 @@ CASES = {  # deaths, strategy, workers, where the data comes from, settings
     "fsdp": (100, "fsdp", 3, cached, {}),
     "single": (100, "single", 1, cached, {}),
 }
-
-
-def rows_of(job: Job) -> dict[int, Any]:
-    """What rows every step had; those of a step that was done again are the same."""
-    found: dict[int, Any] = {}
-    for path in sorted(job.paths.metrics.glob("*.json")):
-        columns = json.loads(path.read_bytes())
-        for step, rows, row_hash in zip(columns["step"], columns["rows"], columns["row_hash"], strict=True):
-            assert found.setdefault(step, (rows, row_hash)) == (rows, row_hash)
-    assert sorted(found) == list(range(1, job.total_steps + 1)), "a step has no record"
-    return found
 
 
 def injected(case: str, folder: Path, deaths: int) -> Counter[str]:

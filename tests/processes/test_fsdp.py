@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ray_app.checkpoint.format import params_digest
@@ -36,45 +36,16 @@ from tests.support.local_world import (
     TinyImages,
     Trained,
     cached,
-    make_job,
     result_of,
-    write_images,
 )
+from tests.support.sharded import ONE_CYCLE, Units, assert_bits, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
-SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
-ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.05}}
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("fsdp") / "data", [[50, 1], [46]])  # the last step has one row
-
-
-class Units(ImageClassification):
-    """Shards by layers, which are too small to be units of themselves."""
-
-    def __init__(self, own: bool = True) -> None:
-        super().__init__(model_args={"channels": 4, "dropout": 0.3})
-        self.own = own
-
-    def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        return [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)] if self.own else super().shard_units(model)
+__all__ = ["data"]
 
 
 class OwnUnits(OwnStep, Units):
     """Both."""
-
-
-def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "train__strategy": "fsdp",
-        "train__epochs": 2,
-        "optimizer": SGD,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 6,
-    }
-    return make_job(folder, data, logical_workers=4, batch=12, task=task or Units(), **(defaults | fields))
 
 
 def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-3) -> None:
@@ -85,12 +56,6 @@ def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-3) -> 
     assert found.snapshot.model.keys() == expected.snapshot.model.keys()
     for name, value in expected.snapshot.model.items():
         assert torch.allclose(found.snapshot.model[name].float(), value.float(), atol=tolerance), name
-
-
-def assert_bits(found: Trained, expected: Trained) -> None:
-    """The same numbers in every step, and the same state."""
-    assert found.steps == expected.steps
-    assert found.bits == expected.bits
 
 
 @pytest.mark.rest

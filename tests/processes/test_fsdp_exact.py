@@ -15,8 +15,8 @@ from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from tests.processes.test_fsdp import ONE_CYCLE, SGD, Units, assert_bits, data, fsdp_job
 from tests.support.local_world import CLASSES, DieAfter, Pool, TinyImages, cached, make_job, result_of, streamed
+from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bits, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
@@ -57,7 +57,7 @@ def test_on_any_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tm
         pytest.param(optimizer("RMSprop", lr=0.001, momentum=0.9), marks=pytest.mark.rest),
         pytest.param(optimizer("NAdam", lr=0.001), marks=pytest.mark.rest),
         pytest.param(optimizer("ASGD", lr=0.01), marks=pytest.mark.rest),
-        pytest.param(optimizer("tests.processes.test_fsdp_exact.Signs", lr=0.001), marks=pytest.mark.rest),
+        pytest.param(optimizer("tests.support.sharded_exact.Signs", lr=0.001), marks=pytest.mark.rest),
         pytest.param({**SGD, "groups": [{"norms_and_biases": True, "lr": 0.01}]}, marks=pytest.mark.rest),
     ],
 )

@@ -12,41 +12,15 @@ from typing import Any
 import pytest
 
 from ray_app.report.page import write_report
-from tests.support.browser import Browser, find
+from tests.support.browser import STICKING_OUT, UNREADABLE, Browser, browser
 from tests.support.made_run import MadeRun, full_run
+
+__all__ = ["browser"]
 
 SECTIONS = ["top", "figures", "learning", "cluster", "classes", "ledger", "comparison", "configuration"]
 WIDE_WORD = "a_long_name_without_a_single_space_that_has_nowhere_to_break_" * 3
 
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
-STICKING_OUT = """(() => {
-  const width = document.documentElement.clientWidth, found = [];
-  for (const element of document.querySelectorAll("main *")) {
-    if (element.closest(".scroll") && !element.matches(".scroll")) continue;
-    const box = element.getBoundingClientRect();
-    if (box.width && (box.right > width + 0.5 || box.left < -0.5)) found.push(element.tagName + "." + element.className + " " + box.right);
-  }
-  return found;
-})()"""
-UNREADABLE = """(() => {
-  const channel = v => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
-  const light = c => 0.2126 * channel(c[0]) + 0.7152 * channel(c[1]) + 0.0722 * channel(c[2]);
-  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-  const rgba = color => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-                          return [...canvas.getImageData(0, 0, 1, 1).data]; };
-  const behind = element => { for (let e = element; e; e = e.parentElement) {
-    const color = rgba(getComputedStyle(e).backgroundColor); if (color[3] === 255) return color; } return [255, 255, 255, 255]; };
-  const found = [];
-  for (const element of document.querySelectorAll("main *")) {
-    const own = [...element.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
-    if (!own || element.tagName === "title" || !element.getBoundingClientRect().width) continue;
-    const style = getComputedStyle(element), isDrawn = element instanceof SVGElement;
-    const [a, b] = [light(rgba(isDrawn ? style.fill : style.color)), light(behind(element))];
-    const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (contrast < 4.5) found.push([element.outerHTML.slice(0, 80), contrast]);
-  }
-  return found;
-})()"""
 OVERLAPPING = """(() => {
   const found = [];
   for (const drawing of document.querySelectorAll("svg")) {
@@ -57,15 +31,6 @@ OVERLAPPING = """(() => {
   }
   return found;
 })()"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find()
-    if program is None:
-        pytest.skip("no Chromium on PATH; `.ci/run` shows how to install one")
-    with Browser(program, tmp_path_factory.mktemp("profile")) as made:
-        yield made
 
 
 class Site:

@@ -16,7 +16,7 @@ from ray_app.train.group.alone import Alone
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.single import train_here
-from tests.processes.test_campaign import DILOCO, rows_of
+from tests.support.campaign import DILOCO, rows_of
 from tests.support.local_world import Pool, TinyImages, cached, disk_cached, make_job, result_of, streamed, write_images
 from tests.support.server_world import World
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ray_app.train.hooks import Hooks
-from tests.processes.test_fsdp import Units, assert_bits, data, fsdp_job
 from tests.support.local_world import Pool, cached, result_of
+from tests.support.sharded import Units, assert_bits, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]

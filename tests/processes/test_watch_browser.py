@@ -9,8 +9,7 @@ import pytest
 
 from ray_app.watch.looking import Looking
 from ray_app.watch.server import PageServer
-from tests.processes.test_report_browser import STICKING_OUT, UNREADABLE, browser
-from tests.support.browser import Browser
+from tests.support.browser import STICKING_OUT, UNREADABLE, Browser, browser
 from tests.support.made_run import MadeRun, full_run
 from tests.support.waiting import until
 

@@ -55,3 +55,13 @@ def test_no_two_public_classes_have_one_name() -> None:
     doubles = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
     assert doubles - DOUBLES == set(), "give one of them another name"
     assert DOUBLES - doubles == set(), "no doubles any more: take them off the list"
+
+
+def test_tests_share_what_is_in_support_and_import_no_other_tests() -> None:
+    found = {
+        f"{file.relative_to(ROOT)}: {node.module}"
+        for file in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests.") and "test_" in str(node.module)
+    }
+    assert found == set(), "put it into tests/support"

@@ -7,6 +7,7 @@ the worker in its last moment, with where it was, and proved by how its process 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -47,6 +48,9 @@ class Fault:
 
     phase: str
     times: int
+
+
+DILOCO = {"train__local_steps": 3, "train__outer_lr": 0.7, "train__outer_momentum": 0.9}
 
 
 class Death:
@@ -259,3 +263,14 @@ class Campaign:
 
     def _fail(self, text: str) -> None:
         raise AssertionError("\n".join([*self.story, text]))
+
+
+def rows_of(job: Job) -> dict[int, Any]:
+    """What rows every step had; those of a step that was done again are the same."""
+    found: dict[int, Any] = {}
+    for path in sorted(job.paths.metrics.glob("*.json")):
+        columns = json.loads(path.read_bytes())
+        for step, rows, row_hash in zip(columns["step"], columns["rows"], columns["row_hash"], strict=True):
+            assert found.setdefault(step, (rows, row_hash)) == (rows, row_hash)
+    assert sorted(found) == list(range(1, job.total_steps + 1)), "a step has no record"
+    return found
