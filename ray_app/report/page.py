@@ -100,7 +100,11 @@ def utc(time_s: float) -> str:
 def environment() -> Environment:
     """Where the templates are."""
     made = Environment(
-        loader=PackageLoader("ray_app.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("ray_app.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     made.filters |= {"seconds": seconds, "number": number, "utc": utc, "shared": lambda part: f"{part:.1%}"}
     return made

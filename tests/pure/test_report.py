@@ -245,7 +245,7 @@ def test_nothing_is_fetched_and_no_script_runs(tmp_path: Path) -> None:
     assert [value for value in places if not value.startswith("data:image/png;base64,")] == []
     policy = next(value for tag, key, value in page.attributes if tag == "meta" and key == "content" and "default-src" in (value or ""))
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    style = (ROOT / "ray_app/report/report.css").read_text()
+    style = (ROOT / "ray_app/report/templates/report.css").read_text()
     assert "url(" not in style
     assert "@import" not in style
 
