@@ -2,7 +2,7 @@
 
 What is committed is what could be written, but for what nobody needs. Each that could not be written, and each that goes before an
 evaluator has seen it, is told once, also where the storage takes no events for a while. Nothing is left of what was given up; a start
-that was followed writes nothing and says so.
+that was followed writes nothing and says so, also while the next one writes the same step.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Saving(RuleBasedStateMachine):
         self.paths = RunPaths(self.folder / "run")
         self.store = CheckpointStore(self.paths)
         self.step = self.fence = 0
+        self.saver: Saver | None = None
+        self.earlier: tuple[Saver, int] | None = None
         self.refusals: list[OSError] = []
         self.is_deaf = False
         self.committed: set[int] = set()
@@ -83,6 +85,7 @@ class Saving(RuleBasedStateMachine):
     def start(self) -> None:
         """The run is started again; what an earlier start had not told yet is lost with it."""
         self.listen()
+        self.earlier = (self.saver, self.fence) if self.saver is not None else None
         self.fence += 1
         put_json(self.paths.fence(self.fence), {})
         self.store.clean(self.fence)
@@ -113,6 +116,7 @@ class Saving(RuleBasedStateMachine):
                 self.saver.save(lambda: pytest.fail("it takes a snapshot"), commit)
             self.fence -= 1  # `start` counts on
             self.start()
+            self.earlier = None  # it knows
             return
         if refused == 6:
             self.given_up.append(self.step)
@@ -121,6 +125,25 @@ class Saving(RuleBasedStateMachine):
         else:
             self.committed.add(self.step)
             self.saver.check()
+        self._tidy()
+
+    @rule(ahead=st.integers(1, 3), order=st.sampled_from([1, -1]))
+    def save_beside_an_earlier_start(self, ahead: int, order: int) -> None:
+        """Whose driver still lives and saves the same step at the same time: it commits nothing, leaves nothing, and is told."""
+        if self.earlier is None:
+            return
+        self.step += ahead
+        both = [self.earlier, (self.saver, self.fence)]
+        for saver, fence in both[::order]:
+            commit = Commit(self.step, fence, 0, self.step, "cadence", "", "", 4, "", {}, 0.0)
+            saver.save(lambda: Snapshot(self.step, {"p": torch.full((4,), float(self.step))}, {}, None), commit)
+        for saver, _ in both:
+            saver.wait()
+        self.saver.check()
+        with pytest.raises(LeaseLostError):
+            self.earlier[0].check()
+        self.earlier = None
+        self.committed.add(self.step)
         self._tidy()
 
     def _tidy(self) -> None:
