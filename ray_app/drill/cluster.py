@@ -40,8 +40,8 @@ class Nodes:
         self._options = {"object_store_memory": memory, "dashboard_agent_listen_port": 0}
         self._cluster = Cluster()
         kept = {"gcs_storage": "rocksdb", "gcs_storage_path": storage} if storage else {}  # Ray 2.60 calls it an alpha
-        head = {"num_cpus": int(evaluates), "include_dashboard": False, "object_store_memory": memory}
-        self._cluster.add_node(**head, _system_config=_HEALTH | kept)
+        cpus = int(evaluates)
+        self._cluster.add_node(num_cpus=cpus, include_dashboard=False, object_store_memory=memory, _system_config=_HEALTH | kept)
         self._nodes: dict[str, Any] = {}
         self._drained: set[str] = set()
         self._connect()

@@ -98,7 +98,7 @@ class ReachedError(Exception):
     """The pool of actors is asked for."""
 
 
-@pytest.mark.parametrize(("grows_to", "expected"), [({"CPU": 4.0}, 2), ({"CPU": 16.0}, 3)])
+@pytest.mark.parametrize(("grows_to", "expected"), [({"CPU": 3.0}, 2), ({"CPU": 16.0}, 3)])
 def test_a_cluster_that_scales_from_zero_is_waited_for(
     run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows_to: dict[str, float], expected: int
 ) -> None:
