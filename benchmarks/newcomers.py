@@ -1,13 +1,14 @@
-"""How soon a lost worker is replaced, all lost workers step again, and new room is used: with `scaling.spare_workers` and without.
+"""How soon a lost worker is replaced, and a run whose workers are all lost steps again: with `scaling.spare_workers` and without.
 
-python benchmarks/newcomers.py              # needs a quiet machine; 3 rounds, about 8 minutes
+python benchmarks/newcomers.py              # needs a quiet machine; 3 rounds, about 4 minutes
+
+How soon new room is used is `recovery.py --only capacity`.
 
 The small network of the digits on 2 workers, steps of 50 ms, a snapshot in memory after each. Every measurement is a process of its own
 with its own Ray cluster; the sides take turns.
 
 kill   SIGKILL of one of two workers to the first step of two workers again.
 all    SIGKILL of both workers to the next finished step, and the steps that are done again.
-grow   A node for a second worker is added to the first step of two workers; without spares.
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ROOT
 
-SIDES = [("kill", 1), ("kill", 0), ("all", 1), ("all", 0), ("grow", 0)]
-BARS = {("kill", 1): 2.0, ("kill", 0): 8.0, ("all", 1): 6.0, ("all", 0): 8.0, ("grow", 0): 8.0}
+BARS = {("kill", 1): 2.0, ("kill", 0): 8.0, ("all", 1): 6.0, ("all", 0): 8.0}
 AT, STEP_S, SETTLED_S = 40, 0.05, 2.0
 """The step after which workers die; how long a step takes at least; how long the run goes on before, or with a spare that is ready."""
 
@@ -60,7 +58,6 @@ def side(kind: str, spares: int) -> None:
     from rich.console import Console
 
     from ray_app import load_config, run_training
-    from ray_app.drill.cluster import local_nodes
     from ray_app.ingest.ingest import IngestOptions, ingest
     from ray_app.record.paths import RunPaths
     from ray_app.record.progress.journal import MetricsReader, read_events
@@ -84,36 +81,30 @@ def side(kind: str, spares: int) -> None:
         tracking__enabled=False,
     )
     reader = MetricsReader(RunPaths(folder / "run"))
-    added: list[float] = []
+    ranks = {"kill": (1,), "all": (0, 1)}[kind]
+    stopped: list[bool] = []
 
     def began() -> float | None:
         """When it happened."""
         died = [float(file.read_text()) for file in folder.glob("died-*")]
-        return added[0] if added else max(died) if len(died) == (2 if kind == "all" else 1) else None
+        return max(died) if len(died) == len(ranks) else None
 
-    def watch(job: Job, add: Callable[[], Any] | None = None) -> None:
+    def watch(job: Job) -> None:
         reader.poll()
         records = list(reader.records.values())
         if len(records) < AT:
             return
-        if add is not None and not added:
-            added.append(time.time())
-            add()
         events = read_events(job.paths, "spares")
         if not spares or (events and events[-1].details["ready"] == spares and time.time() - events[-1].time_s > SETTLED_S):
             (folder / "ready").touch()
         since = began()
         after = [r for r in records if since is not None and r.time_s > since and (kind == "all" or r.workers == 2)]
-        if len(after) > 5:
+        if len(after) > 5 and not stopped:
+            stopped.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    ranks = {"kill": (1,), "all": (0, 1), "grow": ()}[kind]
     hooks = Faults(train=Hooks(after_step=Dies(str(folder), ranks)))
-    if kind == "grow":
-        with local_nodes(1, evaluates=False) as nodes:
-            result = run_training(config, Console(quiet=True), hooks, observe=lambda job: watch(job, lambda: nodes.add(1)))
-    else:
-        result = run_training(config, Console(quiet=True), hooks, observe=watch)
+    result = run_training(config, Console(quiet=True), hooks, observe=watch)
     reader.poll()
     since = began()
     assert since is not None
@@ -135,15 +126,16 @@ def main() -> None:
     """Measures all sides in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--side", choices=["kill", "all", "grow"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["kill", "all"], help=argparse.SUPPRESS)
     parser.add_argument("--spares", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         return side(options.side, options.spares)
-    found: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in SIDES}
+    found: dict[tuple[str, int], list[dict[str, float]]] = {each: [] for each in BARS}
     for _ in range(options.rounds):
-        for kind, spares in SIDES:
+        for kind, spares in BARS:
             found[kind, spares].append(measure(kind, spares))
+            print(kind, spares, found[kind, spares][-1], flush=True)
     print(f"{os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {options.rounds} rounds; median (range), bar, steps done again")
     for (kind, spares), all_found in found.items():
         seconds = [each["s"] for each in all_found]

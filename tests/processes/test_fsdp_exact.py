@@ -57,7 +57,7 @@ def test_on_any_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tm
         pytest.param(optimizer("RMSprop", lr=0.001, momentum=0.9), marks=pytest.mark.rest),
         pytest.param(optimizer("NAdam", lr=0.001), marks=pytest.mark.rest),
         pytest.param(optimizer("ASGD", lr=0.01), marks=pytest.mark.rest),
-        pytest.param(optimizer("tests.support.sharded_exact.Signs", lr=0.001), marks=pytest.mark.rest),
+        pytest.param(optimizer("tests.processes.test_fsdp_exact.Signs", lr=0.001), marks=pytest.mark.rest),
         pytest.param({**SGD, "groups": [{"norms_and_biases": True, "lr": 0.01}]}, marks=pytest.mark.rest),
     ],
 )
