@@ -137,14 +137,15 @@ def _prepare(arguments: dict[str, Any]) -> None:
     """What a worker does before it joins: imports the user's code, which comes with the job, and opens its device."""
     try:
         start: Start = ray.get(arguments["start"])
-        torch.zeros(1, device=_device(start.job.config))
+        torch.zeros(1, device=_gpu() if start.job.config.scaling.gpus_per_worker else "cpu")
     except Exception as error:  # it happens again where it is told: when it trains
         logger.warning("Preparing to train failed: %r", error)
 
 
-def _device(config: Config) -> torch.device:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpu_of(ray.get_gpu_ids(), visible) if config.scaling.gpus_per_worker else torch.device("cpu")
+@functools.cache
+def _gpu() -> torch.device:
+    """The GPU of this process, by what was visible when it was opened: that may be said to be more later, when CUDA does not look again."""
+    return gpu_of(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _work(arguments: dict[str, Any]) -> None:
@@ -153,7 +154,7 @@ def _work(arguments: dict[str, Any]) -> None:
     start: Start = ray.get(arguments["start"])
     job = start.job
     guard(job.config.to_dict())
-    device = _device(job.config)
+    device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     recovers = _recovers_in_place(job.config)
     backend = job.config.train.backend
     membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers)

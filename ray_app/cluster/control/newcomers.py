@@ -54,6 +54,7 @@ class Newcomer:
         answer: Reference of its next sign of life, which is where it is (Ray's `ActorMetadata`).
         place_until_s: When it is given up if there is no room for it, by the monotonic clock.
         ready_until_s: When it is given up if it has not prepared itself.
+        placed: Whether it was seen to have its slot.
         ready_s: When it was seen to be ready.
         metadata: Where it is, once it is ready.
     """
@@ -64,6 +65,7 @@ class Newcomer:
     answer: Any
     place_until_s: float
     ready_until_s: float
+    placed: bool = False
     ready_s: float | None = None
     metadata: Any = None
 
@@ -133,7 +135,8 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
                 self._give_up(newcomer)
         now = time.monotonic()
         for newcomer in [n for n in self._all if n.ready_s is None and now > n.place_until_s]:
-            if placement_group_table(newcomer.group)["state"] != "CREATED":
+            newcomer.placed = newcomer.placed or placement_group_table(newcomer.group)["state"] == "CREATED"
+            if not newcomer.placed:
                 reasons.append(NO_ROOM)
                 self._give_up(newcomer)
             elif now > newcomer.ready_until_s:
