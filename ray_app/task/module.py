@@ -59,7 +59,10 @@ class ModuleTask(Task):
             gives more than one value of for a row counts as often (pixels, but those of its `ignore_index`). Lists as `weight` and
             `pos_weight` are weights of classes; a target of the outputs' shape becomes of their type (`torch.nn.BCEWithLogitsLoss`).
         output: What of the model's outputs is compared, where they are a dictionary or an object: `logits`, `out`.
+        classes_last: Whether the scores of classes are the last axis of the outputs, as models of `transformers` have them for each token,
+            and not the second one, where torch's losses look for them.
         metrics: `torchmetrics` by the name that they are recorded under.
+        train_accuracy: Whether the accuracy of each training step is recorded beside its loss; the target must be classes.
         transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key, which is another one in
             every epoch.
         evaluate_transforms: What is done to rows to evaluate and to predict on; it must give the shapes that `transforms` gives.
@@ -79,7 +82,9 @@ class ModuleTask(Task):
         target: str,
         loss: Spec,
         output: str | None = None,
+        classes_last: bool = False,
         metrics: dict[str, Spec] | None = None,
+        train_accuracy: bool = False,
         transforms: list[Spec] | None = None,
         evaluate_transforms: list[Spec] | None = None,
         mean: list[float] | None = None,
@@ -94,6 +99,7 @@ class ModuleTask(Task):
             raise ConfigError("task.init_args.inputs is empty; name the columns that the model takes.")
         self.model, self.inputs, self.target, self.loss_spec, self.output = model, inputs, target, loss, output
         self.metric_specs, self.transforms, self.evaluate_transforms = metrics or {}, transforms or [], evaluate_transforms or []
+        self.classes_last, self.train_accuracy = classes_last, train_accuracy
         self.mean, self.std, self.pad_with, self.pad_to, self.max_length = mean or [0.0], std or [1.0], pad_with, pad_to, max_length
         need_specs(model=model, metrics=self.metric_specs, transforms=self.transforms, evaluate_transforms=self.evaluate_transforms)
         need_numbers(self.mean, self.std, pad_to, max_length)
@@ -239,13 +245,22 @@ class ModuleTask(Task):
     def _compared(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
         """Outputs and target in shapes that fit: (rows, 1) is (rows,) where the target has no such axis."""
         target = self._input(batch, self.target)
-        if isinstance(outputs, Tensor) and outputs.ndim == target.ndim + 1 and outputs.shape[-1] == 1:
-            outputs = outputs.squeeze(-1)
+        if self.kinds[self.target] == "list" and not target.is_floating_point():
+            target = target.long()
+        if isinstance(outputs, Tensor) and outputs.ndim == target.ndim + 1:
+            if self.classes_last:
+                outputs = outputs.movedim(-1, 1)
+            elif outputs.shape[-1] == 1:
+                outputs = outputs.squeeze(-1)
         return outputs, target
+
+    def _there(self, batch: Batch) -> Tensor | None:
+        """Which values of a target of lists are no padding; of another target None."""
+        return self._input(batch, self.target + _PADDING).bool() if self.kinds[self.target] == "list" else None
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
         """See `loss_of_rows`."""
-        return loss_of_rows(self.loss_spec, *self._compared(outputs, batch))
+        return loss_of_rows(self.loss_spec, *self._compared(outputs, batch), self.train_accuracy, self._there(batch))
 
     def metrics(self) -> MetricCollection:
         """Those of the configuration."""
@@ -254,21 +269,26 @@ class ModuleTask(Task):
         return MetricCollection({name: made(spec, f"task.init_args.metrics.{name}") for name, spec in self.metric_specs.items()})
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """See `Task.update`."""
+        """Compares outputs and target, of lists (values,) and (values, classes) without what they are padded with; see `Task.update`."""
         if self.metric_specs:
-            metrics.update(*self._compared(outputs, batch))
+            outputs, target = self._compared(outputs, batch)
+            if (there := self._there(batch)) is not None:
+                outputs, target = (outputs.movedim(1, -1) if outputs.ndim > target.ndim else outputs)[there], target[there]
+            metrics.update(outputs, target)
 
     def _classifies(self, outputs: Any) -> bool:
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)
 
     def predictions(self, outputs: Any) -> Arrays:
-        """Class, number and confidence where there is one score for each class; of pixels the numbers of their classes, as
-        `predicted_index`; else the outputs as `predicted`.
+        """Class, number and confidence where there is one score for each class; of pixels, and of tokens with their padding, the numbers of
+        their classes, as `predicted_index`; else the outputs as `predicted`.
         """
         if self._classifies(outputs):
             return class_predictions(outputs, self.classes)
         if self.kinds[self.target] == MASK and isinstance(outputs, Tensor) and outputs.ndim == 4 and outputs.shape[1] > 1:
             return {"predicted_index": outputs.argmax(1).numpy()}
+        if self.classes_last and isinstance(outputs, Tensor) and outputs.ndim == 3:
+            return {"predicted_index": outputs.argmax(2).numpy()}
         return super().predictions(outputs)
 
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:

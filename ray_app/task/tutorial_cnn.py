@@ -18,7 +18,7 @@ class TutorialCnn(ImageClassification):
     """
 
     def __init__(self, num_classes: int | None = None, image: str = "image", label: str = "label") -> None:
-        super().__init__(num_classes=num_classes, image=image, label=label)
+        super().__init__(num_classes=num_classes, image=image, label=label, train_accuracy=True)
         self.pixels = 0
 
     def prepare(self, data: DataFacts) -> TutorialCnn:

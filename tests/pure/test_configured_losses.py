@@ -46,3 +46,75 @@ def test_the_mean_is_the_one_of_torch(name: str, init_args: dict[str, Any], outp
 def test_two_outputs_are_not_compared_with_one_number() -> None:
     with pytest.raises(ConfigError, match=r"outputs are of shape \(rows, 6\), the target of \(rows\); torch.nn.MSELoss compares each with"):
         loss_of_rows({"class_path": "torch.nn.MSELoss"}, torch.randn(6, 6), NUMBERS)
+
+
+WEIGHTED = torch.tensor([1.0, 2.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "init_args", "outputs", "target", "right", "weights"),
+    [
+        ("CrossEntropyLoss", {}, SCORES[:4], LABELS[:4], SCORES[:4].argmax(1) == LABELS[:4], torch.ones(4)),
+        ("CrossEntropyLoss", {"ignore_index": -100}, SCORES, LABELS, SCORES.argmax(1) == LABELS, LABELS.ge(0)),
+        ("CrossEntropyLoss", {"weight": [1, 2, 5]}, SCORES[:4], LABELS[:4], SCORES[:4].argmax(1) == LABELS[:4], WEIGHTED[LABELS[:4]]),
+        ("CrossEntropyLoss", {"ignore_index": 1}, PIXELS, MASKS, PIXELS.argmax(1) == MASKS, MASKS != 1),
+        ("BCEWithLogitsLoss", {"pos_weight": [1, 2, 5]}, SCORES, TAGS, SCORES.gt(0) == TAGS.bool(), torch.ones(6, 3)),
+        ("BCEWithLogitsLoss", {}, NUMBERS, TAGS[:, 0].bool(), NUMBERS.gt(0) == TAGS[:, 0].bool(), torch.ones(6)),
+    ],
+)
+def test_the_accuracy_of_training_counts_as_the_loss_does(
+    name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor, right: Tensor, weights: Tensor
+) -> None:
+    spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
+    sums = summed(None, Losses.of(loss_of_rows(spec, outputs, target, accuracy=True)))
+    assert sums.metrics["accuracy"] / sums.weight == pytest.approx(((right * weights).sum() / weights.sum()).item())
+    plain = summed(None, Losses.of(loss_of_rows(spec, outputs, target)))
+    assert (plain.loss, plain.weight) == (sums.loss, sums.weight)
+
+
+class OfRow(nn.CrossEntropyLoss):
+    """Makes one value of all pixels of a row."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The mean."""
+        return super().forward(input, target).flatten(1).mean(1)
+
+
+def test_the_accuracy_of_a_loss_with_one_value_for_all_pixels_of_a_row() -> None:
+    spec = {"class_path": f"{__name__}.OfRow"}
+    found = Losses.of(loss_of_rows(spec, PIXELS, MASKS, accuracy=True))
+    assert found.metrics["accuracy"].tolist() == pytest.approx((PIXELS.argmax(1) == MASKS).float().flatten(1).mean(1).tolist())
+
+
+@pytest.mark.parametrize(("outputs", "target"), [(NUMBERS, TAGS[:, 0].float()), (SCORES, TAGS[:, :2]), ({"logits": SCORES}, LABELS)])
+def test_the_accuracy_of_what_are_no_classes_is_refused(outputs: Any, target: Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"train_accuracy is true, and the target, .* is not the index of a class"):
+        loss_of_rows({"class_path": "torch.nn.MSELoss"}, outputs, target, accuracy=True)
+
+
+LISTS, THERE = torch.tensor([[0, 1, 2, 7], [2, 7, 7, 7]]), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+OF_LISTS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "init_args", "outputs", "target"),
+    [
+        ("CrossEntropyLoss", {}, OF_LISTS, LISTS),
+        ("CrossEntropyLoss", {"weight": [1, 2, 5]}, OF_LISTS, LISTS),
+        ("CrossEntropyLoss", {"ignore_index": 1}, OF_LISTS, LISTS),
+        ("MSELoss", {}, OF_LISTS[:, 0], LISTS.float()),
+    ],
+)
+def test_what_lists_are_padded_with_does_not_count(name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor) -> None:
+    spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
+    sums = summed(None, Losses.of(loss_of_rows(spec, outputs, target, there=THERE, accuracy=name != "MSELoss")))
+    tensors = {key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value for key, value in init_args.items()}
+    of_values = outputs.movedim(1, -1)[THERE] if outputs.ndim == 3 else outputs[THERE]
+    assert sums.loss / sums.weight == pytest.approx(getattr(nn, name)(**tensors)(of_values, target[THERE]).item(), rel=1e-5)
+    if not init_args and sums.metrics:
+        assert sums.metrics["accuracy"] / sums.weight == pytest.approx((of_values.argmax(1) == target[THERE]).float().mean().item())
+
+
+def test_one_value_of_a_padded_list_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\), which are padded"):
+        loss_of_rows({"class_path": f"{__name__}.OfRow"}, OF_LISTS, LISTS, there=THERE)

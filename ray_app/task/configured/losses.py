@@ -1,4 +1,4 @@
-"""A loss of the configuration: one of `torch.nn`, or whatever is called with outputs and target, for each row."""
+"""A loss of the configuration: one of `torch.nn`, or whatever is called with outputs and target, for each row; and what was right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_CLASSES = ("weight", "pos_weight")
 """Arguments of losses that are tensors, lists in a configuration."""
 
 
-def loss_of_rows(spec: Spec, outputs: Any, target: Tensor) -> Tensor | Losses:
+def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = False, there: Tensor | None = None) -> Tensor | Losses:
     """What a loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of them.
 
     With weights of classes the mean is over these, as `torch.nn.CrossEntropyLoss` has it.
@@ -26,10 +26,16 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor) -> Tensor | Losses:
         spec: The loss; its `reduction` is set to `none`.
         outputs: What of the model's is compared.
         target: What with; of the outputs' shape it becomes of their type.
+        accuracy: Whether what is right of each row is the metric `accuracy`; it counts as its losses do.
+        there: Which values of a target of lists are there; the others are padding, and do not count. Not given: all.
 
     Raises:
-        ConfigError: It compares each of a row's outputs with each of its targets.
+        ConfigError: It compares each of a row's outputs with each of its targets; the accuracy is asked for, and these are no classes; or it
+            makes one value of a list, whose padding it does not know.
     """
+    if there is not None:
+        target = target.masked_fill(~there, 0)
+    right = _right(outputs, target) if accuracy else None
     loss = _made(json.dumps(spec), str(target.device))
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
         target = target.to(outputs.dtype)
@@ -41,10 +47,43 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor) -> Tensor | Losses:
             " each of these. Let the model give as many outputs as there are numbers in a row of the target."
         )
     counted = _counted(spec, loss, losses, target)
-    if losses.ndim < 2:
-        return losses if counted is None else Losses(losses, counted)
+    if there is not None:
+        if losses.shape != target.shape:
+            raise ConfigError(
+                f"{spec['class_path']} gave values of shape {_rows(losses)} for a target of lists, {_rows(target)}, which are padded: what"
+                " is padding would count. Use a loss that gives a value for each number of a list; where classes are the last axis of the"
+                " outputs, set task.init_args.classes_last."
+            )
+        losses, counted = losses.masked_fill(~there, 0), there if counted is None else counted * there
+    if right is None and counted is None and losses.ndim < 2:
+        return losses
     counted = torch.ones_like(losses) if counted is None else counted
-    return Losses(losses.flatten(1).sum(1), counted.flatten(1).sum(1))
+    if right is None:
+        return Losses(_of_rows(losses), _of_rows(counted))
+    right = right.float() if right.ndim <= counted.ndim else right.float().flatten(1).mean(1)  # the loss made one value of a row's
+    return Losses(_of_rows(losses), _of_rows(counted), {"accuracy": _of_rows(right * counted)})
+
+
+def _of_rows(values: Tensor) -> Tensor:
+    """The sum of what a row has, shape (rows,)."""
+    return values.flatten(1).sum(1) if values.ndim > 1 else values
+
+
+def _right(outputs: Any, target: Tensor) -> Tensor:
+    """Where the outputs say the target's class, in its shape: by the highest score, or, of two classes with one score, by whether it is above 0.
+
+    Raises:
+        ConfigError: These are not classes.
+    """
+    if isinstance(outputs, Tensor) and not target.is_floating_point():
+        if outputs.ndim == target.ndim + 1:
+            return outputs.argmax(1) == target
+        if outputs.shape == target.shape:
+            return (outputs > 0) == (target > 0)
+    raise ConfigError(
+        f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_rows(target)}, is not the index of a class for"
+        " which the outputs have a score. Leave it out."
+    )
 
 
 def _rows(values: Tensor) -> str:
