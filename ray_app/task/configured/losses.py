@@ -30,8 +30,8 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
         there: Which values of a target of lists are there; the others are padding, and do not count. Not given: all.
 
     Raises:
-        ConfigError: It compares each of a row's outputs with each of its targets; the accuracy is asked for, and these are no classes; or it
-            makes one value of a list, whose padding it does not know.
+        ConfigError: It compares each of a row's outputs with each of its targets, or makes one value of a padded list; or the accuracy is
+            asked for, and these are no classes.
     """
     if there is not None:
         target = target.masked_fill(~there, 0)
@@ -50,8 +50,8 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
     if there is not None:
         if losses.shape != target.shape:
             raise ConfigError(
-                f"{spec['class_path']} gave values of shape {_rows(losses)} for a target of lists, {_rows(target)}, which are padded: what"
-                " is padding would count. Use a loss that gives a value for each number of a list; where classes are the last axis of the"
+                f"{spec['class_path']} gave values of shape {_rows(losses)} for a target of lists, {_rows(target)}, which are padded:"
+                " what is padding would count. Use a loss that gives a value for each number of a list; where classes are the last axis of the"
                 " outputs, set task.init_args.classes_last."
             )
         losses, counted = losses.masked_fill(~there, 0), there if counted is None else counted * there
@@ -70,7 +70,7 @@ def _of_rows(values: Tensor) -> Tensor:
 
 
 def _right(outputs: Any, target: Tensor) -> Tensor:
-    """Where the outputs say the target's class, in its shape: by the highest score, or, of two classes with one score, by whether it is above 0.
+    """Where the outputs say the target's class, in its shape: by the highest score, of two classes with one score by whether it is above 0.
 
     Raises:
         ConfigError: These are not classes.
