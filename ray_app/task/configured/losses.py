@@ -51,8 +51,8 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
         if losses.shape != target.shape:
             raise ConfigError(
                 f"{spec['class_path']} gave values of shape {_rows(losses)} for a target of lists, {_rows(target)}, which are padded:"
-                " what is padding would count. Use a loss that gives a value for each number of a list; where classes are the last axis of the"
-                " outputs, set task.init_args.classes_last."
+                " what is padding would count. Use a loss that gives a value for each number of a list; where classes are the last axis"
+                " of the outputs, set task.init_args.classes_last."
             )
         losses, counted = losses.masked_fill(~there, 0), there if counted is None else counted * there
     if right is None and counted is None and losses.ndim < 2:
