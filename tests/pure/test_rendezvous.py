@@ -102,6 +102,27 @@ def test_the_first_generation_waits_for_everybody(clock: Clock) -> None:
     play(story)
 
 
+def test_fewer_than_the_least_number_wait_unless_the_run_stops(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, least=2)
+        await start(group, "ab", clock)
+        await group.rendezvous.dismiss({"b"})
+        await group.rendezvous.expect(1)
+        await group.join("a", lost=True)
+        clock.now += 10 * SILENCE_S
+        group.rendezvous.look(clock.now - 10 * SILENCE_S)
+        assert group.formed() == {}
+        await group.join("c")
+        await group.rendezvous.expect(2)
+        assert group.formed() == {"a": (2, 0, 2), "c": (2, 1, 2)}
+        await group.rendezvous.dismiss({"c"})
+        await group.rendezvous.raise_flags(Flags.STOP)
+        await group.join("a", lost=True)
+        assert group.formed() == {"a": (3, 0, 1)}, "who is left saves"
+
+    play(story)
+
+
 def test_it_tells_who_steps_now_by_rank(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "abc", clock)

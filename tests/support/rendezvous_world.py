@@ -92,7 +92,8 @@ class World:
 
     def __init__(self, seed: int, workers: int, steps: int, events: int, kinds: tuple[str, ...] = KINDS) -> None:
         self.random, self.steps, self.now = random.Random(seed), steps, 100.0
-        self.story = [f"seed {seed}: {workers} workers, {steps} steps"]
+        self.least = min(workers, random.Random(seed).choice((1, 1, 1, 2, 3)))
+        self.story = [f"seed {seed}: {workers} workers, at least {self.least}, {steps} steps"]
         self.actors, self.died_s = -1, 0.0
         self.beats_per_s, self.calls = workers * self.random.choice((4.0, 1.0, 0.4)), self.random.random() < 0.8
         self.live: list[Worker] = []
@@ -109,7 +110,7 @@ class World:
 
     def _new_actor(self) -> Rendezvous:
         self.actors += 1
-        made = Rendezvous(SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.beats_per_s)
+        made = Rendezvous(SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.beats_per_s, self.least)
         made.call = lambda: self._call(made)
         return made
 
@@ -206,6 +207,8 @@ class World:
         w._generation, w.rank, w.lost, w.waits = formed.number, formed.rank, False, 0
         self.formed = max(self.formed, formed.number)
         group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
+        if formed.size < self.least and self.made < self.steps:
+            self._fail(f"generation {formed.number} has {formed.size} workers, fewer than {self.least}")
         if formed.rank in group.members or formed.size != group.size:
             self._fail(f"generation {formed.number} was formed twice: rank {formed.rank} is {w.name}, too")
         group.members[formed.rank] = w
@@ -320,8 +323,8 @@ class World:
             _now(self.actor.dismiss({w.name}))
             if w in late:
                 self._die(w)
-        if not self.controlled and self.made < self.steps:
-            for _ in range(self.random.randint(1, 2)):
+        if len(self.controlled) < self.least and self.made < self.steps:
+            for _ in range(self.random.randint(1, 2) if not self.controlled else 1):
                 self._add()
         _now(self.actor.drain(self.draining))
         _now(self.actor.expect(len(self.controlled)))

@@ -18,11 +18,11 @@ _LOOK_S = 0.2
 class _Actor(Rendezvous):
     """A rendezvous that Ray starts again when it dies; what it knew is gone then, the numbers that it gave as well."""
 
-    def __init__(self, silence_s: float, step_timeout_s: float | None) -> None:
+    def __init__(self, silence_s: float, step_timeout_s: float | None, least: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's property asks another one of Ray's that is deprecated
             again = ray.get_runtime_context().was_current_actor_reconstructed
-        super().__init__(silence_s, step_timeout_s, first=time.time_ns() // 10**6 if again else 1)
+        super().__init__(silence_s, step_timeout_s, first=time.time_ns() // 10**6 if again else 1, least=least)
         self._lines = Lines(self)
         self._listening: asyncio.Task[tuple[str, int]] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -47,10 +47,10 @@ class _Actor(Rendezvous):
             self.look(self._clock())
 
 
-def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None) -> Any:
+def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None, least: int = 1) -> Any:
     """Starts the rendezvous actor on this node, so that it lives as long as the driver, and returns its handle."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000, "scheduling_strategy": here}
-    return ray.remote(_Actor).options(name=name, **options).remote(silence_s, step_timeout_s)
+    return ray.remote(_Actor).options(name=name, **options).remote(silence_s, step_timeout_s, least)

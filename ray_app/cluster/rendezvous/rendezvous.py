@@ -36,6 +36,7 @@ class Rendezvous:
         clock: Tells the seconds.
         first: The least number of a generation that this instance forms: none that an instance before it has given.
         beats_per_s: See `BEATS_PER_S`.
+        least: Fewer workers form no generation: those who are left keep the state and wait.
 
     Attributes:
         call: Called when something changed that all are to be told at once, see `orders`.
@@ -48,9 +49,10 @@ class Rendezvous:
         clock: Callable[[], float] = time.monotonic,
         first: int = 1,
         beats_per_s: float = BEATS_PER_S,
+        least: int = 1,
     ) -> None:
         self._silence_s, self._clock, self._standstill = silence_s, clock, Standstill(step_timeout_s, clock)
-        self._members, self._beats_per_s = Members(), beats_per_s
+        self._members, self._beats_per_s, self._least = Members(), beats_per_s, least
         self._lost: dict[str, float] = {}
         self._gone: set[str] = set()
         self._first = first
@@ -235,6 +237,8 @@ class Rendezvous:
         complete = self._over or ready >= self._expected > 0
         incumbents = brought or self._members.any(lambda k: k.current and not k.leaving)
         if not ready or (not complete and not (incumbents and settled)):
+            return
+        if ready < self._least and not (self._over or self._flags & Flags.STOP):
             return
         has_it = brought or self._members.any(lambda k: k.has_state and k.waits and not k.leaving)
         if not has_it and self._members.any(lambda k: k.has_state or steps_now(k)):
