@@ -114,7 +114,7 @@ def counted(config: Config) -> Config:
     grow to; on one of its own as many as this machine has cores, or GPUs.
 
     Raises:
-        ConfigError: Not even `min_workers` fit.
+        ConfigError: Not even `min_workers` fit, or nobody knows how far the cluster may grow.
     """
     scaling = config.scaling
     if scaling.max_workers != "all":
@@ -123,7 +123,12 @@ def counted(config: Config) -> Config:
     if config.train.strategy == "single" or ray.is_initialized() or _address(config):
         with cluster(config):
             there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
-            return most.replace(scaling__max_workers=workers_that_fit(most, *there))
+            found = workers_that_fit(most, *there)
+            if found == _ANY:
+                raise ConfigError(
+                    "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may start; give a number."
+                )
+            return most.replace(scaling__max_workers=found)
     gpus = torch.cuda.device_count() - (config.evaluate.num_gpus if _has_evaluator(config) else 0)
     has, each = (gpus, scaling.gpus_per_worker) if scaling.gpus_per_worker else (os.cpu_count() or 1, scaling.cpus_per_worker)
     return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(has // each), most.scaling.most_workers)))

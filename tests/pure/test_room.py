@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,14 @@ def test_all_are_as_many_as_the_cluster_has_room_for(fields: dict[str, Any], exp
 def test_all_of_a_cluster_that_grows_are_what_it_may_become(joined: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "most_resources", lambda: {"CPU": 102.0})
     assert counted(ALL).scaling.max_workers == 100
+
+
+def test_all_of_a_cluster_that_grows_nobody_knows_how_far_are_refused(joined: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "most_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
+    with pytest.raises(ConfigError, match=r"does not tell how many nodes it may start; give a number"):
+        counted(ALL)
+    assert counted(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
+    assert place.workers_that_fit(ALL.replace(scaling__max_workers=4, scaling__min_workers=4), {}, [], place.most_resources()) == 4
 
 
 def test_all_of_this_machine_are_its_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
