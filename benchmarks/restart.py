@@ -3,8 +3,8 @@
 python benchmarks/restart.py              # needs a quiet machine; 3 rounds, about 3 minutes
 
 conf/digits.yaml on 2 workers, a checkpoint every 20 steps, no evaluator and no tracking. A first start on the cluster, from the command to
-its first step, stands beside the second one, from the SIGKILL of the first to the next step: what is compared is the reservation that a dead
-driver leaves behind, the claim of its run and the way back to its state.
+its first step, stands beside the second one, from the SIGKILL of the first to the next step. What is compared is the reservation that a
+dead driver leaves behind, the claim of its run and the way back to its state.
 """
 
 from __future__ import annotations
