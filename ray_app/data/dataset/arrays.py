@@ -102,7 +102,7 @@ def fixed(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
 
 
 def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
-    """A column of lists of numbers, or of lists of rows of as many numbers each; None if it is none, or has missing values."""
+    """A column of lists of numbers or truth values, or of lists of rows of as many each; None if it is none, or has missing values."""
     kind = column.type
     if not _is_list(kind) or column.null_count:
         return None
@@ -121,7 +121,7 @@ def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
                 return None
             size, inner = (int(sizes[0]) if len(sizes) else 0), inner.flatten()
         shape += (size,)
-    if inner.null_count or not (pa.types.is_integer(inner.type) or pa.types.is_floating(inner.type)):
+    if inner.null_count or not _is_number(inner.type):
         return None
     return Ragged(inner.to_numpy(zero_copy_only=False).reshape(len(flat.values), *shape), offsets)
 
@@ -132,7 +132,7 @@ def list_spec(kind: pa.DataType) -> ArraySpec | None:
     while pa.types.is_fixed_size_list(kind):
         shape.append(kind.list_size)
         kind = kind.value_type
-    if not shape or not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+    if not shape or not _is_number(kind):
         return None
     return ArraySpec(np.dtype(kind.to_pandas_dtype()).str, tuple(shape))
 
@@ -161,12 +161,16 @@ def lists_of(rows: Ragged) -> pa.LargeListArray:
 
 
 def is_numbers(kind: pa.DataType) -> bool:
-    """Whether a column's values are lists of numbers, or lists of those."""
+    """Whether a column's values are lists of numbers or truth values, or lists of those."""
     while _is_list(kind) or pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
-        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        if _is_number(kind):
             return True
     return False
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:
