@@ -50,14 +50,16 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
     "images": lambda path, options: Images(place_of(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)),
     "csv": lambda path, options: Csv(place_of(path), options.label, options.on_bad_row == "skip", options.piece_bytes),
     "jsonl": lambda path, options: JsonLines(
-        place_of(path), options.label, options.columns, options.on_bad_row == "skip", options.piece_bytes
+        place_of(path), options.label, options.columns, options.ragged or [], options.on_bad_row == "skip", options.piece_bytes
     ),
     "numpy": lambda path, options: Numpy(place_of(path), options.shard_rows),
     "idx": lambda path, options: Idx(place_of(path), options.shard_rows),
     "cifar": lambda path, options: Cifar(place_of(path)),
     "webdataset": lambda path, options: WebDataset(path, options.label, options.check, options.piece_bytes),
     "tfrecord": lambda path, options: TFRecord(path, options.label, options.columns, options.check, options.piece_bytes),
-    "hf": lambda path, options: HuggingFace(place_of(path), options.label, options.columns, options.check, options.piece_bytes),
+    "hf": lambda path, options: HuggingFace(
+        place_of(path), options.label, options.columns, options.ragged or [], options.check, options.piece_bytes
+    ),
     "digits": lambda path, options: Digits(options.seed, options.held_out(["train", "eval"])),
 }
 

@@ -33,6 +33,8 @@ class IngestOptions:
             integer column, for tfrecord the feature of one integer, neither needed if it is called label. For webdataset: the key of an
             integer in each .json; not needed with .cls.
         columns: For jsonl, hf and tfrecord: the columns to keep; not given: all.
+        ragged: For jsonl and hf: those of them, by their names in the source, that hold lists of numbers of any length, also of none, or
+            lists of lists that have one size, that of the first that is not empty, such as boxes. Other lists have one shape in all rows.
         rename: New name by the name that a column would have, such as {"y": "target"}.
         tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a disk or on s3://, by
             which texts become the column `tokens`, lists of int32. What it says of padding and truncation is not done.
@@ -61,6 +63,7 @@ class IngestOptions:
     input: str | None = None
     label: str | None = None
     columns: list[str] | None = None
+    ragged: list[str] | None = None
     rename: dict[str, str] = field(default_factory=dict)
     tokenizer: str | None = None
     text: str = "text"
@@ -95,9 +98,11 @@ class IngestOptions:
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "label": ("csv", "jsonl", "hf", "webdataset", "tfrecord"),
     "columns": ("jsonl", "hf", "tfrecord"),
+    "ragged": ("jsonl", "hf"),
     "check": ("images", "webdataset", "tfrecord", "hf"),
     "tokenizer": ("csv", "jsonl", "hf", "webdataset"),
 }
+_INSTEAD = {"label": " (a column gets another name by rename={NAME: 'label'})"}
 _OF_TEXTS = ("text", "end_of_text", "pack")
 _AT_LEAST_ONE: dict[str, int | None] = {
     "shard_rows": None,
@@ -133,10 +138,12 @@ def check(options: IngestOptions, sources: list[str]) -> None:
         if value != getattr(IngestOptions, name) and options.source not in allowed:
             raise ConfigError(
                 f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it out for"
-                f" {options.source!r} (a column gets another name by rename={{NAME: 'label'}})."
+                f" {options.source!r}{_INSTEAD.get(name, '')}."
             )
     if options.tokenizer is None and (given := [name for name in _OF_TEXTS if getattr(options, name) != getattr(IngestOptions, name)]):
         raise ConfigError(f"{given[0]} is {getattr(options, given[0])!r}, which is of texts that become tokens; give a tokenizer, too.")
+    if options.pack is not None and options.ragged:
+        raise ConfigError(f"ragged is {options.ragged!r}: with pack there are no columns but the tokens; leave ragged out.")
     if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
     if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:

@@ -135,8 +135,23 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    """Whether values are lists of numbers, of any length: tokens."""
-    return bool(pa.types.is_list(kind))
+    """Whether values are lists of any length, of numbers or of lists of one size: tokens, boxes."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _item_bytes(kind: pa.DataType) -> int:
+    """Bytes of a number, or of a list of one size."""
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size) * _item_bytes(kind.value_type)
+    return max(1, kind.bit_width // 8)
+
+
+def _leaf(column: pa.Field) -> str:
+    """What Parquet calls the numbers in a column of lists."""
+    name, kind = column.name, column.type
+    while _is_list(kind) or pa.types.is_fixed_size_list(kind):
+        name, kind = f"{name}.list.element", kind.value_type
+    return str(name)
 
 
 def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
@@ -146,9 +161,9 @@ def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
         if _is_bytes(column.type):
             total += pc.fill_null(pc.binary_length(column), 0).to_numpy()
         elif _is_list(column.type):
-            total += pc.list_value_length(column).to_numpy().astype(np.int64) * (column.type.value_type.bit_width // 8)
+            total += pc.list_value_length(column).to_numpy().astype(np.int64) * _item_bytes(column.type.value_type)
         else:
-            total += max(1, column.type.bit_width // 8)
+            total += _item_bytes(column.type)
     return total
 
 
@@ -164,7 +179,7 @@ def column_facts(column: pa.Field) -> dict[str, Any]:
 def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     """Statistics and dictionaries only for plain columns; encoded images are not compressed twice."""
     plain = [f.name for f in schema if spec_of(f) is None and not pa.types.is_binary(f.type) and not _is_list(f.type)]
-    lists = {f"{f.name}.list.element": "ZSTD" for f in schema if _is_list(f.type)}
+    lists = {_leaf(f): "ZSTD" for f in schema if _is_list(f.type)}
     return pq.ParquetWriter(
         path,
         schema,

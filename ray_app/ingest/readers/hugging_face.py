@@ -35,6 +35,7 @@ class HuggingFace:
         root: The folder or file.
         label: Column that becomes `label`; None: the one of that name.
         columns: Columns to keep; None: all.
+        ragged: Those of lists of any length.
         check: Whether to decode every image.
         piece_bytes: Most bytes of files that one task reads.
     """
@@ -42,6 +43,7 @@ class HuggingFace:
     root: Place
     label: str | None
     columns: list[str] | None
+    ragged: list[str]
     check: bool
     piece_bytes: int
 
@@ -57,7 +59,7 @@ class HuggingFace:
         del run
         parts = []
         for split, files in self._splits.items():
-            form = self._form(files[0])
+            form = self._form(files)
             pieces = [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)]
             parts.append(base.Part(split if len(self._splits) > 1 else "", pieces, form.classes))
         return parts
@@ -85,12 +87,13 @@ class HuggingFace:
             need_all_numbers(self.root, there)
         return splits
 
-    def _form(self, file: File) -> Form:
-        """How the columns of a split become ours, by its first file.
+    def _form(self, files: list[File]) -> Form:
+        """How the columns of a split become ours, by its first file; the shapes of lists by the first that are not empty.
 
         Raises:
             DataError: A column cannot be kept, or a named one is not there.
         """
+        file = files[0]
         schema = _schema(file)
         features = _features(file, schema)
         label = self.label or ("label" if "label" in schema.names else None)
@@ -102,7 +105,9 @@ class HuggingFace:
         for name in keep:
             if reason := unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
-        shapes = _shapes(file, [name for name in keep if nested.is_list(schema.field(name).type)])
+        kept = pa.schema([schema.field(name) for name in keep])
+        nested.check_ragged(file, self.ragged, kept)
+        shapes = _shapes(files, [column.name for column in kept if nested.is_list(column.type)], self.ragged)
         names = features.get(label or "", {}).get("names")
         return Form(keep, shapes, label, tuple(names) if names else None, self.check)
 
@@ -194,17 +199,18 @@ def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
         return features
 
 
-def _shapes(file: File, lists: list[str]) -> dict[str, nested.Shape]:
-    """Shape of the first value in each column of lists."""
+def _shapes(files: list[File], lists: list[str], ragged: list[str]) -> dict[str, nested.Shape]:
+    """Shape of the first value in each column of lists that is not empty."""
     shapes: dict[str, nested.Shape] = {}
-    for table in _read(file):
+    for table in (table for file in files for table in _read(file)):
         for name in lists:
-            if name not in shapes and (shape := nested.first_shape(table[name])):
+            shape_of = nested.ragged_shape if name in ragged else nested.first_shape
+            if name not in shapes and name in table.column_names and (shape := shape_of(table[name])):
                 shapes[name] = shape
         if len(shapes) == len(lists):
             return shapes
     missing = next(name for name in lists if name not in shapes)
-    raise DataError(f"{file}: column {missing!r} has no value at all. Leave it out by naming the columns to keep.")
+    raise DataError(f"{files[0]}: column {missing!r} has no value at all. Leave it out by naming the columns to keep.")
 
 
 def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:

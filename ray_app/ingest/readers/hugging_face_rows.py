@@ -58,7 +58,7 @@ def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Re
             faults |= _bad_images(name, columns[name], form.check, faults)
         elif name in form.shapes:
             fits = nested.of_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
-            reason = f"{name!r} is no list of shape {list(form.shapes[name])} as in the first row"
+            reason = nested.misfit(name, form.shapes[name])
             faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
         elif name == form.label:
             columns[name] = pc.if_else(pc.less(column, 0), None, column)  # -1 is how `datasets` writes that there is none
@@ -92,8 +92,4 @@ def _bad_images(name: str, images: pa.Array, check: bool, known: dict[int, str])
 
 def _filtered(column: pa.Array, good: np.ndarray, shape: nested.Shape | None) -> Any:
     rows = column.filter(pa.array(good))
-    if shape is None:
-        return rows
-    kind = nested.number_type(rows.type)
-    assert kind is not None
-    return nested.to_array(rows, shape, np.dtype(kind.to_pandas_dtype()))
+    return rows if shape is None else nested.of_numbers(rows, shape)

@@ -39,6 +39,7 @@ class JsonLines:
         path: The file or folder.
         label: Key that becomes `label`.
         columns: Keys to keep; None: all.
+        ragged: Those of lists of any length.
         skip: Whether lines that are no JSON object, have lists of another shape or no label may be left out. A value of another type than
             in other lines is refused in any case: nothing says which of them is the wrong one.
         piece_bytes: Most bytes of files that one task reads.
@@ -47,6 +48,7 @@ class JsonLines:
     path: Place
     label: str | None
     columns: list[str] | None
+    ragged: list[str]
     skip: bool
     piece_bytes: int
 
@@ -57,7 +59,7 @@ class JsonLines:
     def parts(self, run: base.Run) -> list[base.Part]:
         """One part; a first pass over the files learns the types, the shapes of lists, and the classes."""
         groups = base.file_groups(self.files(), self.piece_bytes)
-        facts = list(run(partial(_learn, self.label, self.columns), groups))
+        facts = list(run(partial(_learn, self.label, self.columns, self.ragged), groups))
         form = self._form(facts)
         pieces = [base.Piece(f.rows, partial(_tables, form, some)) for f, some in zip(facts, groups, strict=True)]
         return [base.Part("", pieces, form.classes)]
@@ -76,6 +78,7 @@ class JsonLines:
             raise DataError(f"{self.path}: no {missing[0]!r} in any line; the keys are {schema.names}. Name one of them.")
         if self.label and self.label != "label" and "label" in schema.names:
             raise DataError(f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by columns.")
+        nested.check_ragged(self.path, self.ragged, schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         for column in schema:
             if reason := _unusable(column.type, column.name in shapes):
@@ -117,7 +120,7 @@ def _unusable(kind: pa.DataType, has_shape: bool) -> str | None:
     return None
 
 
-def _learn(label: str | None, columns: list[str] | None, files: list[File]) -> _Facts:
+def _learn(label: str | None, columns: list[str] | None, ragged: list[str], files: list[File]) -> _Facts:
     facts = _Facts()
     for block in _blocks(files):
         facts.rows += len(block.lines)
@@ -129,7 +132,8 @@ def _learn(label: str | None, columns: list[str] | None, files: list[File]) -> _
         except pa.ArrowInvalid as error:
             raise DataError(f"{block.file}: {error}. Each key needs values of one type; correct them.") from error
         for name in table.column_names:
-            if nested.is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := nested.first_shape(table[name])):
+            shape_of = nested.ragged_shape if name in ragged else nested.first_shape
+            if nested.is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
             if pa.types.is_temporal(table.schema.field(label).type):
@@ -157,7 +161,7 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
         for name, shape in form.shapes.items():
             fits = nested.of_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
             for row in np.flatnonzero(good & ~fits):
-                refuse(ids[row].as_py(), f"{name!r} is no list of shape {list(shape)}, as the first that is not empty")
+                refuse(ids[row].as_py(), nested.misfit(name, shape))
             good &= fits
         table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
         yield base.table(
@@ -199,8 +203,7 @@ def _rounded(value: Any) -> Decimal | None:
 def _values(table: pa.Table, name: str, form: _Form) -> Any:
     column = table[name].combine_chunks()
     if name in form.shapes:
-        dtype = np.dtype(nested.number_type(column.type).to_pandas_dtype())  # type: ignore[union-attr]
-        return nested.to_array(column, form.shapes[name], dtype)
+        return nested.of_numbers(column, form.shapes[name])
     if name == form.label and form.classes is not None:
         return pc.index_in(column, pa.array(form.classes)).cast(pa.int64())
     return column

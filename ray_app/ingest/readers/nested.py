@@ -1,4 +1,5 @@
-"""Arrow columns of other programs as ours: lists of numbers of one shape become array columns, the rest plain ones."""
+"""Arrow columns of other programs as ours: lists of numbers of one shape become array columns, those of any length, where they may have
+that, lists; the rest plain ones."""
 
 from __future__ import annotations
 
@@ -8,9 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.dataset.arrays import Array
+from ray_app.data.dataset.arrays import Array, lists_of
+from ray_app.errors import DataError
+from ray_app.task.rows.ragged import Ragged
+
+ANY = -1
+"""The length of a list that may have any."""
 
 Shape = tuple[int, ...]
+"""Of the lists in a column; the first length may be `ANY`."""
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -40,6 +47,51 @@ def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
     return None
 
 
+def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
+    """`ANY`, and the shape of the first list in the lists of a column that is not empty; None where there is none, or no number at all."""
+    if number_type(column.type) is None:
+        return None
+    inner = pc.list_flatten(column)
+    shape = first_shape(inner) if is_list(inner.type) else ()
+    return None if shape is None else (ANY, *shape)
+
+
+def misfit(name: str, shape: Shape) -> str:
+    """What is wrong with a row of a column that is not of this shape."""
+    if shape == (ANY,):
+        return f"{name!r} is no list of numbers, or lacks one"
+    if shape[0] == ANY:
+        return f"{name!r} is no list of lists of shape {list(shape[1:])}, as the first that is not empty, or lacks a number"
+    return (
+        f"{name!r} is no list of shape {list(shape)}, as the first that is not empty; where lists may have any length, name the column in"
+        " ragged"
+    )
+
+
+def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
+    """Refuses columns that are to be lists of any length and are none.
+
+    Args:
+        where: The input.
+        ragged: Their names.
+        schema: The columns that are kept.
+
+    Raises:
+        DataError: With what there is.
+    """
+    lists = [column.name for column in schema if is_list(column.type)]
+    for name in ragged:
+        if name not in schema.names:
+            raise DataError(
+                f"{where}: ragged names {name!r}, but the columns that are kept are {schema.names}; those of lists are {lists}. Name some"
+                " of these."
+            )
+        if name not in lists:
+            raise DataError(
+                f"{where}: ragged names {name!r}, which holds {schema.field(name).type}; those of lists are {lists}. Name some of these."
+            )
+
+
 def of_shape(column: pa.Array, shape: Shape) -> pa.Array:
     """Whether each row of a list column has this shape, with no number missing: booleans (rows,)."""
     rows = len(column)
@@ -49,7 +101,7 @@ def of_shape(column: pa.Array, shape: Shape) -> pa.Array:
         if not is_list(values.type):
             return pa.array(np.zeros(rows, np.bool_))
         lengths = pc.fill_null(pc.list_value_length(values), -1).to_numpy(zero_copy_only=False)
-        good[owner[lengths != length]] = False
+        good[owner[lengths < 0 if length == ANY else lengths != length]] = False
         owner, values = np.repeat(owner, np.maximum(lengths, 0)), pc.list_flatten(values)
     if is_list(values.type):
         return pa.array(np.zeros(rows, np.bool_))
@@ -57,12 +109,17 @@ def of_shape(column: pa.Array, shape: Shape) -> pa.Array:
     return pa.array(good)
 
 
-def to_array(column: pa.Array, shape: Shape, dtype: np.dtype) -> Array:
-    """A list column in which every row has this shape as one array (rows, *shape)."""
-    values = column
+def of_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
+    """A list column in which every row has this shape as one array (rows, *shape), or as lists where they may have any length."""
+    kind, values = number_type(column.type), column
+    assert kind is not None
     for _ in shape:
         values = pc.list_flatten(values)
-    return np.asarray(values.to_numpy(zero_copy_only=False)).astype(dtype, copy=False).reshape(len(column), *shape)
+    numbers = np.asarray(values.to_numpy(zero_copy_only=False)).astype(np.dtype(kind.to_pandas_dtype()), copy=False)
+    if shape[0] != ANY:
+        return numbers.reshape(len(column), *shape)
+    offsets = np.cumsum([0, *pc.list_value_length(column).to_numpy(zero_copy_only=False)], dtype=np.int64)
+    return lists_of(Ragged(numbers.reshape(shape), offsets))
 
 
 def plain(column: pa.Array) -> pa.Array:
