@@ -33,8 +33,9 @@ class IngestOptions:
             integer column, for tfrecord the feature of one integer, neither needed if it is called label. For webdataset: the key of an
             integer in each .json; not needed with .cls.
         columns: For jsonl, hf and tfrecord: the columns to keep; not given: all.
-        ragged: For jsonl and hf: those of them, by their names in the source, that hold lists of numbers of any length, also of none, or
-            lists of lists that have one size, that of the first that is not empty, such as boxes. Other lists have one shape in all rows.
+        ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists of numbers, such as
+            tokens, or of lists that have one size, that of the first that is not empty, such as boxes. Not given: lists have one shape in
+            all rows.
         rename: New name by the name that a column would have, such as {"y": "target"}.
         tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a disk or on s3://, by
             which texts become the column `tokens`, lists of int32. What it says of padding and truncation is not done.

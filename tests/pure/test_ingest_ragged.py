@@ -195,6 +195,23 @@ def test_a_refused_list_says_that_it_may_be_ragged(tmp_path: Path, source: Any) 
     )
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_whole_numbers_in_one_file_and_fractions_in_another(tmp_path: Path, piece_bytes: int) -> None:
+    given = write_lines(tmp_path / "in", {"f": [{"a": [1], "b": [[1, 2]]}], "g": [{"a": [1.5, 2], "b": [[0.5, 2]]}, {"a": [], "b": []}]})
+    made(tmp_path, "jsonl", given, ragged=["a", "b"], piece_bytes=piece_bytes)
+    found = delivered(tmp_path / "out", "a", "b")
+    assert {name: (lists(rows), rows.values.dtype) for name, rows in found.items()} == {
+        "a": ([[1.0], [1.5, 2.0], []], np.float64),
+        "b": ([[[1.0, 2.0]], [[0.5, 2.0]], []], np.float64),
+    }
+
+
+def test_a_split_in_which_all_lists_are_empty(tmp_path: Path) -> None:
+    given = write_table(tmp_path / "in" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.int8()))}))
+    made(tmp_path, "hf", given, ragged=["a"])
+    assert lists(delivered(tmp_path / "out", "a")["a"]) == [[], []]
+
+
 def test_lists_without_a_type_or_of_something_else_are_refused(tmp_path: Path) -> None:
     given = write_lines(tmp_path / "in", {"f": [{"a": [], "b": [["x"]]}]})
     assert "key 'a' holds lists that are not of numbers, or all empty" in refusal(tmp_path, "jsonl", given, ragged=["a"], columns=["a"])
@@ -277,7 +294,7 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
         }
     )
     write_table(tmp_path / "in" / "data.parquet", table, 16)
-    made(tmp_path, "hf", tmp_path / "in", ragged=["input_ids", "attention_mask"])
+    made(tmp_path, "hf", tmp_path / "in", ragged=["input_ids", "attention_mask"], rename={"input_ids": "tokens"})
     config = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     model = {
         "class_path": "transformers.BertForSequenceClassification",
@@ -285,7 +302,7 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
     }
     settings = {
         "model": model,
-        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask"},
+        "inputs": {"input_ids": "tokens", "attention_mask": "attention_mask"},
         "target": "label",
         "output": "logits",
         "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
@@ -293,5 +310,5 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
     data = {"data__path": str(tmp_path / "out"), "data__eval_path": str(tmp_path / "out"), "data__global_batch_size": 16}
     task = {"class_path": "ray_app.task.module.ModuleTask", "init_args": settings}
     job = prepare(load_config(task=task, run__storage_path=str(tmp_path / "runs"), **data)).job
-    decoded = job.task.decode({name: delivered(tmp_path / "out", name)[name] for name in ("input_ids", "attention_mask", "label")})
-    assert lists(decoded["input_ids"]) == tokens
+    decoded = job.task.decode({name: delivered(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")})
+    assert lists(decoded["tokens"]) == tokens

@@ -118,8 +118,8 @@ def of_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
     numbers = np.asarray(values.to_numpy(zero_copy_only=False)).astype(np.dtype(kind.to_pandas_dtype()), copy=False)
     if shape[0] != ANY:
         return numbers.reshape(len(column), *shape)
-    offsets = np.cumsum([0, *pc.list_value_length(column).to_numpy(zero_copy_only=False)], dtype=np.int64)
-    return lists_of(Ragged(numbers.reshape(shape), offsets))
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    return lists_of(Ragged(numbers.reshape(shape), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])))
 
 
 def plain(column: pa.Array) -> pa.Array:
