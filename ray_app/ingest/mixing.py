@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.dataset.files import arrow, find, publish
-from ray_app.errors import StorageError
+from ray_app.errors import DataError, StorageError
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.places import RECORDS, RUNS, scratch, side_folder
 from ray_app.ingest.shards import Shards, column_facts, row_bytes
@@ -66,9 +66,20 @@ class Runs:
         return sum(run["rows"] for run in self._runs)
 
     def write(self, table: pa.Table) -> None:
-        """Adds rows."""
+        """Adds rows.
+
+        Raises:
+            DataError: A column is of another type than before.
+        """
         for column in table.schema:
-            self._columns.setdefault(column.name, column_facts(column))["nulls"] += table[column.name].null_count
+            facts = column_facts(column)
+            known = self._columns.setdefault(column.name, facts)
+            if {**known, "nulls": 0} != {**facts, "nulls": 0} and not pa.types.is_null(column.type):
+                raise DataError(
+                    f"the column {column.name!r} is {known} in one file of the input and {facts} in another one; all files of a data set have"
+                    " the same. Correct the input."
+                )
+            known["nulls"] += table[column.name].null_count
         self._pending.append(table)
         self._pending_bytes += int(row_bytes(table).sum())
         if self._pending_bytes >= RUN_BYTES:

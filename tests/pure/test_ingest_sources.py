@@ -660,6 +660,25 @@ def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) ->
     assert "train-00001-of-00003 is missing, 2 of 3 are there" in refusal(tmp_path, "hf", tmp_path / "in")
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (pa.array([1], pa.int32()), pa.array([1], pa.int64()), "int64"),
+        (pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.list_(pa.int64())), "int64"),
+        (pa.array([[1]]), pa.array([1]), "column 'a' holds int64, and lists of numbers in the first file. Save it again"),
+        (pa.array([[1]]), pa.array([["x"]]), "column 'a' holds list<element: string>, and lists of numbers in the first file"),
+    ],
+)
+def test_files_of_one_split_have_the_same_types(tmp_path: Path, first: pa.Array, second: pa.Array, expected: str, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    for number, column in enumerate((first, second)):
+        pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
+    said = refusal(tmp_path, "hf", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
+    assert expected in said
+    assert expected != "int64" or "all files of a data set have the same. Correct the input." in said
+
+
 @pytest.mark.parametrize("source", ["hf", "cifar"])
 def test_other_names_of_the_classes_are_another_source(tmp_path: Path, source: Any) -> None:
     if source == "hf":

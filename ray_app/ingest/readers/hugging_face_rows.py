@@ -51,6 +51,9 @@ def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Re
     if missing := [name for name in form.columns if name not in table.column_names]:
         raise DataError(f"{file}: no column {missing[0]!r} as in the first file; the columns are {table.column_names}. Save it again.")
     columns = {name: nested.plain(table[name].combine_chunks()) for name in form.columns}
+    for name in form.shapes:
+        if not nested.is_list(kind := columns[name].type) or nested.number_type(kind) is None:
+            raise DataError(f"{file}: column {name!r} holds {kind}, and lists of numbers in the first file. Save it again.")
     faults: dict[int, str] = {}
     for name, column in columns.items():
         if _is_image(column.type):
