@@ -76,8 +76,8 @@ class Runs:
             known = self._columns.setdefault(column.name, facts)
             if {**known, "nulls": 0} != {**facts, "nulls": 0} and not pa.types.is_null(column.type):
                 raise DataError(
-                    f"the column {column.name!r} is {known} in one file of the input and {facts} in another one; all files of a data set have"
-                    " the same. Correct the input."
+                    f"the column {column.name!r} is {known} in one file of the input and {facts} in another one; all files of a data set"
+                    " have the same. Correct the input."
                 )
             known["nulls"] += table[column.name].null_count
         self._pending.append(table)
