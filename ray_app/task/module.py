@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -208,6 +209,8 @@ class ModuleTask(Task):
             lists = Ragged.of(lists, np.int64)
         if not isinstance(lists, Ragged):
             raise ValueError("a list holds no numbers, or a missing value")
+        if lists.values.dtype == np.float64:
+            lists = replace(lists, values=lists.values.astype(np.float32))
         if self.max_length is not None:
             lists = lists.cut(self.max_length)
         return lists.padded_with(self.pad_with, self.pad_to)

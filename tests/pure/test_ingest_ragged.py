@@ -10,8 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch import Tensor, nn
 
 from ray_app import load_config
+from ray_app.config.config import Config
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Reader, whole
@@ -74,6 +76,25 @@ def delivered(folder: Path, *names: str) -> dict[str, Any]:
 def lists(values: Any) -> list[Any]:
     assert isinstance(values, Ragged)
     return [values.row(i).tolist() for i in range(len(values))]
+
+
+def configured(tmp_path: Path, settings: dict[str, Any]) -> Config:
+    """A run of `ModuleTask` on what was made."""
+    data = {"data__path": str(tmp_path / "out"), "data__eval_path": str(tmp_path / "out"), "data__global_batch_size": 16}
+    task = {"class_path": "ray_app.task.module.ModuleTask", "init_args": settings}
+    return load_config(task=task, run__storage_path=str(tmp_path / "runs"), **data)
+
+
+class Summed(nn.Module):
+    """Classes of the sum of a row's lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x.sum(1))
+        return scores
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
@@ -282,6 +303,22 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(tmp_path:
     assert [found[n] for n in sorted(found)] == rows
 
 
+def test_lists_of_fractions_in_json_lines_are_trained_on_by_configuration(tmp_path: Path) -> None:
+    """They are float64 there; models are of float32, as arrays and numbers become."""
+    lines = [{"x": [[0.5, 0.25, i]] * (i % 3), "label": i % 2} for i in range(64)]
+    made(tmp_path, "jsonl", write_lines(tmp_path / "in", {"f": lines}), ragged=["x"])
+    settings = {
+        "model": {"class_path": "tests.pure.test_ingest_ragged.Summed"},
+        "inputs": ["x"],
+        "target": "label",
+        "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
+    }
+    job = prepare(configured(tmp_path, settings)).job
+    decoded = job.task.decode(delivered(tmp_path / "out", "x", "label"))
+    assert decoded["x"].values.dtype == np.float32
+    assert lists(decoded["x"]) == [line["x"] for line in lines]
+
+
 def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> None:
     """The types that tokenizers of Hugging Face give; the start of a run tries a step on them."""
     random = np.random.default_rng(0)
@@ -307,8 +344,6 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
         "output": "logits",
         "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
     }
-    data = {"data__path": str(tmp_path / "out"), "data__eval_path": str(tmp_path / "out"), "data__global_batch_size": 16}
-    task = {"class_path": "ray_app.task.module.ModuleTask", "init_args": settings}
-    job = prepare(load_config(task=task, run__storage_path=str(tmp_path / "runs"), **data)).job
+    job = prepare(configured(tmp_path, settings)).job
     decoded = job.task.decode({name: delivered(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")})
     assert lists(decoded["tokens"]) == tokens
