@@ -192,6 +192,7 @@ def test_rows_that_do_not_fit_are_named_or_left_out(tmp_path: Path, source: Any,
         ({"ragged": ["a", "b"], "columns": ["a"]}, "ragged names 'b', but the columns that are kept are ['a']"),
         ({"ragged": ["a", "n"]}, "ragged names 'n', which holds int64; those of lists are ['a', 'b']. Name some of these."),
         ({"ragged": ["a", "n"], "label": "n"}, "ragged names 'n', which holds int64"),
+        ({"ragged": ["n"], "columns": ["n"]}, "ragged names 'n', which holds int64; none of them holds lists. Leave ragged out."),
     ],
 )
 def test_names_that_are_no_columns_of_lists_are_refused(tmp_path: Path, source: Any, options: dict[str, Any], expected: str) -> None:

@@ -80,16 +80,12 @@ def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
         DataError: With what there is.
     """
     lists = [column.name for column in schema if is_list(column.type)]
+    allowed = f"those of lists are {lists}. Name some of these." if lists else "none of them holds lists. Leave ragged out."
     for name in ragged:
         if name not in schema.names:
-            raise DataError(
-                f"{where}: ragged names {name!r}, but the columns that are kept are {schema.names}; those of lists are {lists}. Name some"
-                " of these."
-            )
+            raise DataError(f"{where}: ragged names {name!r}, but the columns that are kept are {schema.names}; {allowed}")
         if name not in lists:
-            raise DataError(
-                f"{where}: ragged names {name!r}, which holds {schema.field(name).type}; those of lists are {lists}. Name some of these."
-            )
+            raise DataError(f"{where}: ragged names {name!r}, which holds {schema.field(name).type}; {allowed}")
 
 
 def of_shape(column: pa.Array, shape: Shape) -> pa.Array:
