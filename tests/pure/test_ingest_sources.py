@@ -667,6 +667,7 @@ def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) ->
         (pa.array([1], pa.int32()), pa.array([1], pa.int64()), "int64"),
         (pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.list_(pa.int64())), "int64"),
         (pa.array([[1]]), pa.array([1]), "column 'a' holds int64, and lists of numbers in the first file. Save it again"),
+        (pa.array([[], []], pa.list_(pa.list_(pa.int8()))), pa.array([1]), "column 'a' has no value at all"),
         (pa.array([[1]]), pa.array([["x"]]), "column 'a' holds list<element: string>, and lists of numbers in the first file"),
     ],
 )
@@ -674,8 +675,10 @@ def test_files_of_one_split_have_the_same_types(tmp_path: Path, first: pa.Array,
     (tmp_path / "in").mkdir()
     for number, column in enumerate((first, second)):
         pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
-    said = refusal(tmp_path, "hf", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
-    assert expected in said
+    ragged = ["a"] if pa.types.is_nested(first.type) else None
+    for named in (None, ragged):
+        said = refusal(tmp_path, "hf", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip", ragged=named)
+        assert expected in said
     assert expected != "int64" or "all files of a data set have the same. Correct the input." in said
 
 

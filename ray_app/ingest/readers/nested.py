@@ -49,7 +49,7 @@ def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
 
 def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
     """`ANY`, and the shape of the first list in the lists of a column that is not empty; None where there is none, or no number at all."""
-    if number_type(column.type) is None:
+    if not is_list(column.type) or number_type(column.type) is None:
         return None
     inner = pc.list_flatten(column)
     shape = first_shape(inner) if is_list(inner.type) else ()
