@@ -10,6 +10,7 @@ from torch import nn
 
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.train.job import Job
+from tests.support.disk_caches import TinyTexts
 from tests.support.local_world import TinyImages, make_job
 
 BAD = (0, 13, 14, 50, 96)
@@ -33,9 +34,12 @@ class Picky(TinyImages):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 5)) if self.plain else super().build_model()
 
 
+class PickyTexts(Picky, TinyTexts):
+    """The same, whose rows have different lengths."""
+
+
 def job_of(folder: Path, data: Path, task: Picky, **fields: Any) -> Job:
     """Its probe row is decoded as `prepare` does it."""
-    made = make_job(
-        folder, data, logical_workers=4, batch=12, task=TinyImages(), **{"data__on_bad_row": "skip", "train__epochs": 2, **fields}
-    )
+    probed = TinyTexts() if isinstance(task, TinyTexts) else TinyImages()
+    made = make_job(folder, data, logical_workers=4, batch=12, task=probed, **{"data__on_bad_row": "skip", "train__epochs": 2, **fields})
     return replace(made, task=task.prepare(open_dataset(str(data)).facts))
