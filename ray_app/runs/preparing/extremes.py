@@ -9,53 +9,92 @@ import torch
 from torch import nn
 
 from ray_app.errors import ConfigError, TaskError
+from ray_app.task.base import Task
 from ray_app.task.loop import LoopTask
 from ray_app.task.module import ModuleTask
 from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, Ragged, to_batch
+from ray_app.task.score.scoring import score
 
-_MOST_NUMBERS = 1 << 16
+MOST_NUMBERS = 1 << 16
 """Rows of more are not looked for: a trial should not take long."""
 
 
 def longest(rows: Arrays) -> Arrays:
     """The longest of some rows, by itself, each field of shape (1, ...); the first, where all are of one length."""
-    lengths = [values.lengths for values in rows.values() if isinstance(values, Ragged) and not values.row_shape]
-    total = np.sum(lengths, axis=0) if lengths else np.zeros(1, np.int64)
-    place = int(np.where(total <= _MOST_NUMBERS, total, 0).argmax())
+    total = _numbers(rows)
+    place = int(np.where(total <= MOST_NUMBERS, total, 0).argmax())
     return {name: values[place : place + 1] for name, values in rows.items()}
 
 
-def refuse_out_of_range(task: ModuleTask, model: nn.Module, rows: Arrays) -> None:
-    """Trains on rows that have the least and the greatest numbers of a column, without a step.
+def numbers_of(rows: Arrays) -> int:
+    """Numbers in the lists of some rows."""
+    return int(_numbers(rows).sum())
+
+
+def _numbers(rows: Arrays) -> np.ndarray:
+    lengths = [values.lengths for values in rows.values() if isinstance(values, Ragged) and not values.row_shape]
+    return np.sum(lengths, axis=0) if lengths else np.zeros(1, np.int64)
+
+
+def use_rows(task: Task, model: nn.Module, rows: Arrays, evaluates: bool, what: str) -> None:
+    """Trains on rows without a step, or evaluates on them.
 
     Args:
         task: The prepared task.
         model: Its model.
-        rows: Decoded rows that can be trained on.
+        rows: Decoded rows.
+        evaluates: Whether they are evaluated on.
+        what: What they are, for messages.
+
+    Raises:
+        TaskError: It cannot be done.
+    """
+    with torch.no_grad(), own_code(lambda: f"{'evaluating' if evaluates else 'training'} on {what}"):
+        if evaluates:
+            list(score(task, model, rows, len(next(iter(rows.values()))), torch.device("cpu")))
+        else:
+            task.training_loss(model.train(), to_batch(rows))
+
+
+def refuse_out_of_range(
+    task: ModuleTask, model: nn.Module, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = ""
+) -> None:
+    """Trains, or evaluates, on rows that have the least and the greatest numbers of a column, without a step.
+
+    Args:
+        task: The prepared task.
+        model: Its model.
+        rows: Decoded rows with which that works.
+        evaluated: The least and the greatest number of the columns of the data to evaluate on, if it is that: there must be metrics of its
+            classes, too.
+        where: What a message begins with.
 
     Raises:
         ConfigError: There is no class, or no embedding, of such a number.
     """
     if isinstance(task, LoopTask):  # whose script would begin again for each
         return
-    for name, value in _values(task, rows):
-        changed = {**rows, name: _filled(rows[name], value)}
+    evaluates = evaluated is not None
+    ranges = task.ranges if evaluated is None else evaluated
+    for name, value in _values(ranges, rows):
         try:
-            with torch.no_grad(), own_code(lambda: "training on the extreme numbers of a column"):
-                task.training_loss(model, to_batch(changed))
+            use_rows(task, model, {**rows, name: _filled(rows[name], value)}, evaluates, "the extreme numbers of a column")
         except TaskError as error:
-            if isinstance(error.__cause__, IndexError):
-                raise ConfigError(_told(task, model, name, value, error.__cause__)) from error
+            cause = error.__cause__
+            if isinstance(cause, IndexError) or (cause is not None and evaluates and name == task.target):
+                told = _told_class if name == task.target else _told_embedding
+                raise ConfigError(where + told(model, name, ranges[name], value, cause, evaluates)) from error
 
 
-def too_long(task: ModuleTask, model: nn.Module, rows: Arrays) -> str | None:
+def too_long(task: ModuleTask, model: nn.Module, rows: Arrays, evaluates: bool = False) -> str | None:
     """Whether rows that cannot be trained on could be if they were shorter, in words; None if not.
 
     Args:
         task: The prepared task.
         model: Its model.
         rows: Decoded rows that cannot be trained on.
+        evaluates: Whether they are rows to evaluate on.
     """
     columns = [name for name, values in rows.items() if isinstance(values, Ragged)]
     if not columns or isinstance(task, LoopTask):
@@ -63,18 +102,18 @@ def too_long(task: ModuleTask, model: nn.Module, rows: Arrays) -> str | None:
     most = max(int(values.lengths.max()) for values in rows.values() if isinstance(values, Ragged))
     short = {name: values.cut(1) if isinstance(values, Ragged) else values for name, values in rows.items()}
     try:
-        with torch.no_grad():
-            task.training_loss(model, to_batch(short))
+        use_rows(task, model, short, evaluates, "short rows")
     except Exception:  # it is not the length
         return None
     return (
-        f"Rows of {most} numbers in {' or '.join(map(repr, columns))} cannot be trained on, rows of one can. Models know only so many"
+        f"Rows of {most} numbers in {' or '.join(map(repr, columns))} cannot be {'evaluated' if evaluates else 'trained'} on,"
+        " rows of one can. Models know only so many"
         " positions (max_position_embeddings, block_size): make these more, or set task.init_args.max_length to as many."
     )
 
 
-def _values(task: ModuleTask, rows: Arrays) -> Iterator[tuple[str, float]]:
-    for name, (least, most) in task.ranges.items():
+def _values(ranges: dict[str, list[float]], rows: Arrays) -> Iterator[tuple[str, float]]:
+    for name, (least, most) in ranges.items():
         if name in rows:
             values = rows[name]
             yield name, most
@@ -89,18 +128,25 @@ def _filled(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
     return np.full_like(values, value)
 
 
-def _told(task: ModuleTask, model: nn.Module, name: str, value: float, error: BaseException) -> str:
-    said = f"{type(error).__name__}: {error}".rstrip(".")
-    if name == task.target:
-        return (
-            f"Column {name!r} has values from {task.ranges[name][0]:g} to {task.ranges[name][1]:g}, and with {value:g} there is no loss:"
-            f" {said}. Let the model have an output for each class (num_classes, num_labels), or correct the column."
-        )
-    known = sorted({module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)})
-    what = f"Column {name!r} has values up to {task.ranges[name][1]:g}" + (
-        "" if value in task.ranges[name] else f" and is padded with {value:g}"
-    )
+def _told_class(model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool) -> str:
+    del model
+    missing, who = ("loss or no metric", "the model and the metrics") if evaluates else ("loss", "the model")
     return (
-        f"{what}, and the model has no embedding for {value:g}: {said}. Its embeddings have {', '.join(map(str, known)) or 'no'} rows. Set"
-        " the model's vocab_size (num_embeddings) to that of the tokenizer, or correct the column or task.init_args.pad_with."
+        f"Column {name!r} has values from {known[0]:g} to {known[1]:g}, and with {value:g} there is no {missing}:"
+        f" {_said(error)}. Let {who} have an output for each class (num_classes, num_labels), or correct the column."
     )
+
+
+def _told_embedding(model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool) -> str:
+    del evaluates
+    sizes = sorted({module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)})
+    what = f"Column {name!r} has values up to {known[1]:g}" + ("" if value in known else f" and is padded with {value:g}")
+    return (
+        f"{what}, and the model has no embedding for {value:g}: {_said(error)}. Its embeddings have {', '.join(map(str, sizes)) or 'no'}"
+        " rows. Set the model's vocab_size (num_embeddings) to that of the tokenizer, or correct the column or task.init_args.pad_with."
+    )
+
+
+def _said(error: BaseException) -> str:
+    """An error in a line; what torchmetrics says of a class takes several."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")

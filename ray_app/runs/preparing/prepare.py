@@ -24,6 +24,7 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.record.stored_config import as_given, parsed, read_manifest
 from ray_app.runs.cluster import counted
+from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.by_epoch import refuse_other_fields
 from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
 from ray_app.runs.preparing.extremes import longest
@@ -111,8 +112,12 @@ def prepare(config: Config) -> Prepared:
     if config.train.init_from is not None:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
-    rehearse(job, longest(rows), initial)
-    data = _prepare_evaluation(job)
+    beyond = [Beyond.of(f"data.path {config.data.path}", task, dataset, fields)]
+    data = None
+    if config.data.eval_path is not None:
+        data, more = _prepare_evaluation(job, config.data.eval_path)
+        beyond.append(more)
+    rehearse(job, longest(rows), initial, beyond)
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")
@@ -229,23 +234,22 @@ def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
         )
 
 
-def _prepare_evaluation(job: Job) -> RowSource | None:
-    """The evaluation data, if there is any.
+def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond]:
+    """The evaluation data, and what it has that the training data does not have.
 
     Raises:
         DataError: It is not like the training data, or not what this run was evaluated on before.
     """
-    config = job.config
-    if config.data.eval_path is None:
-        return None
-    source = evaluation_source(job.task, config.data.eval_path, config.data.read_task_mb)
+    config, dataset = job.config, open_dataset(path)
+    ready = job.task.prepare(dataset.facts)
+    source = _source(job.task, dataset, config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
-            f"A decoded row of data.eval_path {config.data.eval_path} is {source.fields}, of data.path {config.data.path} it is"
-            f" {job.fields}; both must be alike. Ingest them the same way."
+            f"A decoded row of data.eval_path {path} is {source.fields}, of data.path {config.data.path} it is {job.fields}; both must be"
+            " alike. Ingest them the same way."
         )
     check_evaluation_data(job.paths, config, source.manifest.digest)
-    return source
+    return source, Beyond.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready)
 
 
 def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
@@ -261,6 +265,10 @@ def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
     """
     dataset = open_dataset(path)
     task.prepare(dataset.facts)
+    return _source(task, dataset, read_task_mb)
+
+
+def _source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
     fields = probe(dataset, task.columns(), task.decode)
     return RowSource(Reader(dataset.root, task.columns(), task.decode, fields), dataset.manifest, rows_per_task(fields, read_task_mb))
 

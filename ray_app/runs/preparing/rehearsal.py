@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
+from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.extremes import refuse_out_of_range, too_long
 from ray_app.runs.preparing.kernels import Kernels
 from ray_app.task.base import Task
@@ -40,13 +41,14 @@ _NEEDS_MORE = re.compile("closure|dense")
 """What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
 
 
-def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
+def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None, beyond: Sequence[Beyond] = ()) -> None:
     """Makes model, optimizer and schedule once and takes a row through all of the task, to refuse before the start what cannot work.
 
     Args:
         job: What is to start.
         row: A decoded row, as a batch of one.
         initial: The parameters to begin with, if they are new to the run.
+        beyond: What the data to train and to evaluate on have that the row does not have.
 
     Raises:
         ConfigError: Something of it fails.
@@ -58,7 +60,7 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
                 state.begin(initial)
-                _try_rows(job, state, {name: twice(values) for name, values in row.items()})
+                _try_rows(job, state, {name: twice(values) for name, values in row.items()}, beyond)
             finally:
                 task.finish(state.model)
     except TaskError as error:
@@ -99,7 +101,7 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None) -> None:
         _check_steps(schedule, moves)
 
 
-def _try_rows(job: Job, state: TrainingState, rows: Arrays) -> None:
+def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Beyond]) -> None:
     """`_try_task`, and for a model by configuration what the greatest numbers of the data need.
 
     Raises:
@@ -114,6 +116,9 @@ def _try_rows(job: Job, state: TrainingState, rows: Arrays) -> None:
         raise
     if isinstance(job.task, ModuleTask):
         refuse_out_of_range(job.task, state.model, rows)
+    if state.turns is None:
+        for each in beyond:
+            each.refuse(state.model, rows)
 
 
 def _try_task(job: Job, state: TrainingState, rows: Arrays) -> None:
