@@ -1,4 +1,4 @@
-"""Workers and evaluator on labelled nodes only: a real cluster of several raylets, a head with room and no label, labelled nodes."""
+"""Workers, evaluator and parameter servers on labelled nodes only: real clusters of several raylets, a head with room and no label."""
 
 from __future__ import annotations
 
@@ -94,11 +94,66 @@ cluster.shutdown()
 print("all well")
 """
 
+SERVERS = """
+import sys
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+from ray_app import load_config, run_training
+from ray_app.errors import ConfigError
+
+data, out = sys.argv[1], Path(sys.argv[2])
+cluster = Cluster()
+cluster.add_node(num_cpus=6, include_dashboard=False)
+labelled = cluster.add_node(num_cpus=1, labels={"role": "server"})
+ray.init(address=cluster.address, log_to_driver=False)
+config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).replace(
+    run__storage_path=str(out), run__name="run", tracking__enabled=False, train__max_steps=10, scaling__max_workers=2,
+    scaling__logical_workers=4, train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5,
+    train__server_label_selector={"role": "server"})
+
+try:
+    run_training(config.replace(train__server_label_selector={"role": "none"}))
+    raise AssertionError("no node has this role")
+except ConfigError as error:
+    assert "train.server_label_selector is {'role': 'none'}" in str(error) and "role: server" in str(error), error
+assert not out.exists(), "nothing was written"
+seen = {}
+
+
+def note_nodes(job):
+    for number in range(2):
+        try:
+            server = ray.get_actor(f"server-{job.paths.unique_name}-{job.fence}-{number}")
+            node = server.__ray_call__.remote(lambda self: __import__("ray").get_runtime_context().get_node_id())
+            seen[number] = ray.get(node)
+        except (ValueError, ray.exceptions.RayActorError):
+            continue  # not yet, or no longer
+
+
+result = run_training(config, observe=note_nodes)
+assert result.summary["status"] == "finished"
+assert seen == {0: labelled.node_id, 1: labelled.node_id}, "parameter servers run on labelled nodes"
+ray.shutdown()
+cluster.shutdown()
+print("all well")
+"""
+
 
 def test_workers_run_on_labelled_nodes_only(digits: Path, tmp_path: Path) -> None:
+    run_script(SCRIPT, digits, tmp_path)
+
+
+def test_parameter_servers_run_on_labelled_nodes_only(digits: Path, tmp_path: Path) -> None:
+    run_script(SERVERS, digits, tmp_path)
+
+
+def run_script(script: str, digits: Path, tmp_path: Path) -> None:
     settings = {"PYTHONPATH": str(ROOT), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | settings
-    command = [sys.executable, "-c", SCRIPT, str(digits / "train"), str(tmp_path / "runs")]
+    command = [sys.executable, "-c", script, str(digits / "train"), str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "all well" in done.stdout
