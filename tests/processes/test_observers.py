@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ from ray_app.runs.outcome.result import Result
 from tests.support.local_world import Pool, cached, make_job, result_of, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
+from tests.support.receiver import receiver
 
 PAGE = next(block.text for block in blocks(ROOT / "docs" / "runs.md") if "class Evaluations" in block.text)
 exec(PAGE, globals())
@@ -111,31 +108,6 @@ def test_they_are_told_what_the_record_says_and_what_they_raise_ends_nothing(dat
     TOLD.clear()
     trained(tmp_path, data, [spec], train__epochs=3)
     assert [facts[1:3] for facts in TOLD if facts[0] in ("epoch", "ended")] == [(2, 12), ("finished", 12)], "of this start alone"
-
-
-@contextmanager
-def receiver() -> Iterator[tuple[str, list[str]]]:
-    """A server that keeps what is posted to it."""
-    got: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/hook", got
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
