@@ -1,8 +1,9 @@
-"""Data on Google Cloud Storage, read from an emulator of it, and the names of places on it and on Azure."""
+"""Data on Google Cloud Storage and Azure Blob Storage, read from emulators of them, and the names of places there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,25 +22,30 @@ from ray_app.data.read.whole import load_all
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.record.files import location
+from tests.support.azure_server import KEY, AzureServer
 from tests.support.gcs_server import GoogleServer
 
+Server = GoogleServer | AzureServer
+
+
+@pytest.fixture(scope="module", params=[GoogleServer, AzureServer], ids=["gs", "az"])
+def cloud(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AZURE_STORAGE_KEY", KEY)
+        server: Server = request.param()
+        yield server
+        server.close()
+
 
 @pytest.fixture(scope="module")
-def google() -> Iterator[GoogleServer]:
-    server = GoogleServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def rows(google: GoogleServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows(cloud: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same files on a disk and below `rows`, one of them below a folder in it."""
     folder = tmp_path_factory.mktemp("rows")
     (folder / "more").mkdir()
     for number, name in enumerate(["a.parquet", "b.parquet", "more/c.parquet"]):
         table = pa.table({"x": np.arange(500.0) + 1000 * number, "y": np.arange(500) % 3})
         pq.write_table(table, folder / name, row_group_size=120)
-        google.put(f"rows/{name}", (folder / name).read_bytes())
+        cloud.put(f"rows/{name}", (folder / name).read_bytes())
     return folder
 
 
@@ -50,42 +56,55 @@ def loaded(path: str) -> dict[str, np.ndarray]:
     return {name: np.asarray(values) for name, values in load_all(fetch_here, source).arrays.items()}
 
 
-def test_a_data_set_is_what_it_is_on_a_disk(google: GoogleServer, rows: Path) -> None:
-    there = str(google.path("rows"))
+def test_a_data_set_is_what_it_is_on_a_disk(cloud: Server, rows: Path) -> None:
+    there = str(cloud.path("rows"))
     here, found = open_dataset(str(rows)), open_dataset(there)
     assert (found.manifest.digest, found.manifest.paths) == (here.manifest.digest, here.manifest.paths)
-    assert place_of(found.root) == google.path("rows")
+    assert place_of(found.root) == cloud.path("rows")
     expected, read = loaded(str(rows)), loaded(there)
     assert read.keys() == expected.keys()
     assert all(np.array_equal(read[name], expected[name]) for name in expected)
     paths = here.manifest.paths
-    assert contents(google.path("rows"), paths) == contents(rows, paths)
+    assert contents(cloud.path("rows"), paths) == contents(rows, paths)
 
 
-def test_a_changed_file_is_another_version(google: GoogleServer) -> None:
-    google.put("changing/a.parquet", b"one")
-    before = versions(google.path("changing"), ["a.parquet"])
-    google.put("changing/a.parquet", b"another")
-    assert versions(google.path("changing"), ["a.parquet"]) != before
+def test_a_changed_file_is_another_version(cloud: Server) -> None:
+    cloud.put("changing/a.parquet", b"one")
+    before = versions(cloud.path("changing"), ["a.parquet"])
+    cloud.put("changing/a.parquet", b"another")
+    assert versions(cloud.path("changing"), ["a.parquet"]) != before
     with pytest.raises(FileNotFoundError):
-        versions(google.path("changing"), ["b.parquet"])
+        versions(cloud.path("changing"), ["b.parquet"])
 
 
-def test_what_is_not_there_is_said(google: GoogleServer, rows: Path) -> None:
+def test_what_is_not_there_is_said(cloud: Server, rows: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        open_dataset(str(google.path("nothing")))
-    assert find(google.path("rows")) is None
+        open_dataset(str(cloud.path("nothing")))
+    assert find(cloud.path("rows")) is None
     with pytest.raises(FileNotFoundError):
-        google.path("nothing").read_bytes()
-    google.put("several/train/dataset.json", b"{}")
-    google.put("several/train/a.parquet", (rows / "a.parquet").read_bytes())
+        cloud.path("nothing").read_bytes()
+    cloud.put("several/train/dataset.json", b"{}")
+    cloud.put("several/train/a.parquet", (rows / "a.parquet").read_bytes())
     with pytest.raises(DataError, match=r"holds several data sets: train"):
-        open_dataset(str(google.path("several")))
+        open_dataset(str(cloud.path("several")))
 
 
-def test_raw_data_is_ingested_from_there(google: GoogleServer, tmp_path: Path) -> None:
-    google.put("raw/rows.csv", b"size,label\n" + b"".join(b"%d,%d\n" % (i, i % 2) for i in range(100)))
-    made = ingest(IngestOptions("csv", str(tmp_path / "out"), str(google.path("raw/rows.csv")), label="label"))
+def test_a_wrong_key_of_azure_and_a_server_that_is_gone_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
+    server = AzureServer()
+    place = server.path("rows")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY.replace("E", "F"))
+    other = replace(place, query="&".join(reversed(place.query.split("&"))))  # a client of its own
+    with pytest.raises(StorageError, match=r"403 Server failed to authenticate(?s:.*)credentials \(AZURE_STORAGE_KEY, "):
+        open_dataset(str(other))
+    server.close()
+    with pytest.raises(StorageError, match=r"Could not connect(?s:.*)Check the address"):
+        open_dataset(str(place))
+
+
+def test_raw_data_is_ingested_from_there(cloud: Server, tmp_path: Path) -> None:
+    cloud.put("raw/rows.csv", b"size,label\n" + b"".join(b"%d,%d\n" % (i, i % 2) for i in range(100)))
+    made = ingest(IngestOptions("csv", str(tmp_path / "out"), str(cloud.path("raw/rows.csv")), label="label"))
     assert sum(part.rows for part in made.parts.values()) == 100
     assert open_dataset(str(tmp_path / "out")).manifest.num_rows == 100
 

@@ -44,11 +44,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return table_data(tmp_path_factory.mktemp("pretrained") / "texts", {"tokens": pa.array(tokens, pa.list_(pa.int32())), "label": labels})
 
 
-def init_args(folder: Path, **more: Any) -> dict[str, Any]:
+def init_args(folder: Path) -> dict[str, Any]:
     return {
         "model": {
             "class_path": "transformers.AutoModelForSequenceClassification.from_pretrained",
-            "init_args": {"pretrained_model_name_or_path": str(folder), "num_labels": LABELS, "dtype": "float32", **more},
+            "init_args": {"pretrained_model_name_or_path": str(folder), "num_labels": LABELS, "dtype": "float32"},
         },
         "inputs": {"input_ids": "tokens", "attention_mask": "tokens.mask"},
         "target": "label",

@@ -1,0 +1,48 @@
+"""An emulator of Azure Blob Storage on loopback: Azurite, a program of npm, that keeps everything in memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from ray_app.data.dataset.cloud import AzurePath
+
+PROGRAM = "azurite-blob"
+CONTAINER, ACCOUNT = "data", "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Of every Azurite, as its documentation has it."""
+_OPTIONS = ("--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent", "--blobPort", "0")
+
+
+class AzureServer:
+    """The emulator's process, with a container. Its key is expected in AZURE_STORAGE_KEY."""
+
+    def __init__(self) -> None:
+        program = shutil.which(PROGRAM)
+        if program is None:
+            pytest.skip("no Azurite on PATH; `.ci/run` shows how to install it")
+        self._process = subprocess.Popen([program, *_OPTIONS], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        listens = next(filter(None, (re.search(r"successfully listens on http://(\S+)", line) for line in self._process.stdout)), None)
+        assert listens is not None, "Azurite did not start"
+        self.address = listens[1]
+        self.path("").filesystem.create_dir(CONTAINER)
+
+    def path(self, prefix: str) -> AzurePath:
+        """A place on the server, which carries the server's address."""
+        server = "&".join(f"{part}_storage_authority={self.address}&{part}_storage_scheme=http" for part in ("blob", "dfs"))
+        return AzurePath.parse(f"az://{CONTAINER}/{prefix}?account_name={ACCOUNT}&{server}")
+
+    def put(self, prefix: str, content: bytes) -> None:
+        """Writes an object."""
+        place = self.path(prefix)
+        with place.filesystem.open_output_stream(place.path) as stream:
+            stream.write(content)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
