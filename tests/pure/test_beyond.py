@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch import Tensor, nn
 
 from ray_app import load_config
 from ray_app.data.dataset.arrays import to_column
@@ -19,6 +20,8 @@ from ray_app.data.read import longest
 from ray_app.data.read.longest import longest_row
 from ray_app.errors import ConfigError, DataError
 from ray_app.runs.preparing.prepare import prepare
+from ray_app.task.base import Batch
+from ray_app.task.language_model import CausalLanguageModel
 
 ROWS, LONGEST = 1000, 40
 ACCURACY = {"class_path": "torchmetrics.classification.BinaryAccuracy"}
@@ -98,15 +101,30 @@ def test_a_row_that_is_longer_than_the_model_is_refused_wherever_it_is(tmp_path:
     start(texts(max_length=32), long, long, tmp_path)
 
 
-def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: str) -> None:
+class Shifted(CausalLanguageModel):
+    """Trains on what `augment` has added, in training mode alone."""
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        return {**batch, "shift": keys}
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert model.training
+        assert "shift" in batch
+        return self.loss(self.forward(model, batch), batch)
+
+
+@pytest.mark.parametrize("name", ["ray_app.task.language_model.CausalLanguageModel", f"{__name__}.Shifted"])
+def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: str, name: str) -> None:
     config = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
     spec = {"config": {"class_path": "transformers.GPT2Config", "init_args": config}}
     model = {"class_path": "transformers.AutoModelForCausalLM.from_config", "init_args": spec}
-    task = {"class_path": "ray_app.task.language_model.CausalLanguageModel", "init_args": {"model": model}}
+    task = {"class_path": name, "init_args": {"model": model}}
     start(task, plain, plain, tmp_path)
     long = write(tmp_path / "long", long_at=ROWS - 1)
     assert f"the longest row of data.path {long} ({LONGEST} numbers)" in refused(task, long, plain, tmp_path)
     assert f"the longest row of data.eval_path {long} ({LONGEST} numbers)" in refused(task, plain, long, tmp_path)
+    config["n_positions"] = LONGEST
+    start(task, long, long, tmp_path)
 
 
 def test_the_longest_row_is_found_by_its_lists_of_numbers(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def use_rows(task: Task, model: nn.Module, rows: Arrays, evaluates: bool, what: 
 
     Args:
         task: The prepared task.
-        model: Its model.
+        model: Its model, in the mode that it is trained in; an evaluation leaves it in its own.
         rows: Decoded rows.
         evaluates: Whether they are evaluated on.
         what: What they are, for messages.
@@ -50,11 +50,12 @@ def use_rows(task: Task, model: nn.Module, rows: Arrays, evaluates: bool, what: 
     Raises:
         TaskError: It cannot be done.
     """
+    count = len(next(iter(rows.values())))
     with torch.no_grad(), own_code(lambda: f"{'evaluating' if evaluates else 'training'} on {what}"):
         if evaluates:
-            list(score(task, model, rows, len(next(iter(rows.values()))), torch.device("cpu")))
+            list(score(task, model, rows, count, torch.device("cpu")))
         else:
-            task.training_loss(model.train(), to_batch(rows))
+            task.training_loss(model, task.augment(to_batch(rows), torch.arange(count)))
 
 
 def refuse_out_of_range(

@@ -114,6 +114,7 @@ def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Bey
         if isinstance(job.task, ModuleTask) and (why := too_long(job.task, state.model, rows)) is not None:
             raise ConfigError(f"{why} What was raised: {error}") from error
         raise
+    state.train()
     if isinstance(job.task, ModuleTask):
         refuse_out_of_range(job.task, state.model, rows)
     if state.turns is None:
