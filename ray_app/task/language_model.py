@@ -82,11 +82,8 @@ class CausalLanguageModel(Task):
         model = made(self.model, "task.init_args.model")
         if not hasattr(model, "save_pretrained"):
             raise ConfigError(f"task.init_args.model makes a {type(model).__name__}; it must make a causal language model of transformers.")
-        if self.greatest >= (known := model.get_input_embeddings().num_embeddings):
-            raise ConfigError(
-                f"Column {self.tokens!r} has tokens up to {self.greatest}, the model knows {known}, 0 to {known - 1}. Set the config's"
-                " vocab_size to that of the tokenizer, or ingest with the tokenizer of the model."
-            )
+        if (why := self.unknown_tokens(model)) is not None:
+            raise ConfigError(why)
         if self.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         if self.lora is None:
@@ -97,6 +94,15 @@ class CausalLanguageModel(Task):
             return get_peft_model(model.float(), LoraConfig(task_type="CAUSAL_LM", **self.lora))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"task.init_args.lora is {self.lora}: {error}.") from error
+
+    def unknown_tokens(self, model: Any) -> str | None:
+        """Whether the data has tokens that a model's vocabulary lacks, in words; None if not."""
+        if self.greatest < (known := model.get_input_embeddings().num_embeddings):
+            return None
+        return (
+            f"Column {self.tokens!r} has tokens up to {self.greatest}, the model knows {known}, 0 to {known - 1}. Set the config's"
+            " vocab_size to that of the tokenizer, or ingest with the tokenizer of the model."
+        )
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
         """The blocks: what is in the outermost lists of modules."""

@@ -123,6 +123,10 @@ def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: s
     long = write(tmp_path / "long", long_at=ROWS - 1)
     assert f"the longest row of data.path {long} ({LONGEST} numbers)" in refused(task, long, plain, tmp_path)
     assert f"the longest row of data.eval_path {long} ({LONGEST} numbers)" in refused(task, plain, long, tmp_path)
+    more = write(tmp_path / "more", words=60)
+    assert f"data.eval_path {more}: Column 'tokens' has tokens up to 59, the model knows 50, 0 to 49." in refused(
+        task, plain, more, tmp_path
+    )
     config["n_positions"] = LONGEST
     start(task, long, long, tmp_path)
 

@@ -14,6 +14,7 @@ from ray_app.data.read.reader import POSITION, Reader, rows_of
 from ray_app.errors import ConfigError, DataError, TaskError
 from ray_app.runs.preparing.extremes import MOST_NUMBERS, numbers_of, refuse_out_of_range, too_long, use_rows
 from ray_app.task.base import Task
+from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.loop import LoopTask
 from ray_app.task.module import ModuleTask
 from ray_app.task.rows.ragged import Arrays, twice
@@ -54,7 +55,9 @@ class Beyond:
             ConfigError: It cannot be done; the model lacks positions, classes or a vocabulary.
             TaskError: It cannot be done, and the task is no model by configuration.
         """
-        if self.longest is not None and not isinstance(self.task, LoopTask) and 2 * numbers_of(self.longest) > numbers_of(tried):
+        if isinstance(self.evaluated, CausalLanguageModel) and (why := self.evaluated.unknown_tokens(model)) is not None:
+            raise ConfigError(f"{self.name}: {why}")
+        if self._is_longer_than(tried) and self.longest is not None:
             rows = {name: twice(self.longest[name]) for name in tried}
             evaluates = self.evaluated is not None
             try:
@@ -65,6 +68,12 @@ class Beyond:
                 raise error.met(f"the longest row of {self.name} ({numbers_of(self.longest)} numbers)") from error
         if isinstance(self.task, ModuleTask) and isinstance(self.evaluated, ModuleTask):
             refuse_out_of_range(self.task, model, tried, self.evaluated.ranges, f"{self.name}: ")
+
+    def _is_longer_than(self, tried: Arrays) -> bool:
+        """Whether the longest row is longer than each of the two that were tried, and not so long that a trial would take long."""
+        if self.longest is None or isinstance(self.task, LoopTask):  # whose script would begin again
+            return False
+        return numbers_of(tried) < 2 * numbers_of(self.longest) <= 2 * MOST_NUMBERS
 
 
 def _decoded(reader: Reader, dataset: Dataset) -> Arrays | None:
