@@ -14,6 +14,7 @@ PROGRAM = "azurite-blob"
 CONTAINER, ACCOUNT = "data", "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Of every Azurite, as its documentation has it."""
+_UNTIL_THE_PARENT_IS_GONE = '"$@" & cat; kill $!'
 _OPTIONS = ("--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent", "--blobPort", "0")
 
 
@@ -24,7 +25,8 @@ class AzureServer:
         program = shutil.which(PROGRAM)
         if program is None:
             pytest.skip("no Azurite on PATH; `.ci/run` shows how to install it")
-        self._process = subprocess.Popen([program, *_OPTIONS], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        command = ["sh", "-c", _UNTIL_THE_PARENT_IS_GONE, "sh", program, *_OPTIONS]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         listens = next(filter(None, (re.search(r"successfully listens on http://(\S+)", line) for line in self._process.stdout)), None)
         assert listens is not None, "Azurite did not start"
@@ -44,5 +46,4 @@ class AzureServer:
 
     def close(self) -> None:
         """Ends the process."""
-        self._process.kill()
-        self._process.wait()
+        self._process.communicate()  # which ends its input, and waits for the end of its output
