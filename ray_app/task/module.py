@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -22,6 +21,7 @@ from ray_app.task.configured.arguments import need_channels, need_lists, need_nu
 from ray_app.task.configured.losses import loss_of_rows
 from ray_app.task.losses import Losses
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
+from ray_app.task.rows.plain import of_kind
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
 from ray_app.task.rows.transforms import Spec, made, made_once
 from ray_app.task.score.deciding import Mode, mode_of
@@ -196,24 +196,11 @@ class ModuleTask(Task):
         return fields | decoded({name: rows[name] for name in images}, images, transforms, keys) if images else fields
 
     def _values(self, values: Any, kind: str) -> Field:
-        if kind == "list":
-            return self._cut(values)
-        found = np.asarray(values)
-        if found.dtype == object:
-            raise ValueError("an array has a missing value")
-        wanted = {"number": np.float32, "integer": np.int64}.get(kind, np.float32 if found.dtype == np.float64 else None)
-        return found.astype(wanted, copy=False) if wanted else found
-
-    def _cut(self, lists: Any) -> Ragged:
-        if isinstance(lists, np.ndarray) and lists.dtype == np.int64:  # stands in for a target that was not read
-            lists = Ragged.of(lists, np.int64)
-        if not isinstance(lists, Ragged):
-            raise ValueError("a list holds no numbers, or a missing value")
-        if lists.values.dtype == np.float64:
-            lists = replace(lists, values=lists.values.astype(np.float32))
-        if self.max_length is not None:
-            lists = lists.cut(self.max_length)
-        return lists.padded_with(self.pad_with, self.pad_to)
+        found = of_kind(values, kind)
+        if not isinstance(found, Ragged):
+            return found
+        cut = found if self.max_length is None else found.cut(self.max_length)
+        return cut.padded_with(self.pad_with, self.pad_to)
 
     def build_model(self) -> nn.Module:
         """See `Task.build_model`."""

@@ -14,6 +14,8 @@ import yaml
 from ray_app import load_config
 from ray_app.errors import ConfigError, DataError
 from ray_app.runs.preparing.prepare import prepare
+from ray_app.task.rows.plain import of_kind
+from ray_app.task.rows.ragged import Ragged
 from ray_app.train.job import Job
 from tests.support.pictures import table_data
 
@@ -211,3 +213,25 @@ def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> 
     )
     null = load_config(task=module(model={**NET, "init_args": {"width": None}}), data__path="data")
     assert null.task.init_args["model"]["init_args"] == {"width": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (np.int16, np.int64),
+        (np.uint8, np.int64),
+        (np.uint32, np.int64),
+        (np.bool_, np.int64),
+        (np.int32, np.int32),
+        (np.int64, np.int64),
+        (np.float64, np.float32),
+        (np.float32, np.float32),
+    ],
+)
+def test_numbers_in_lists_are_of_types_that_layers_take(kind: Any, wanted: Any) -> None:
+    lists = of_kind(Ragged.of([[1, 0], [1]], kind), "list")
+    assert isinstance(lists, Ragged)
+    assert lists.values.dtype == wanted
+    assert lists.values.tolist() == [1, 0, 1]
+    with pytest.raises(ValueError, match="a list holds no numbers"):
+        of_kind([[1], [2]], "list")

@@ -1,4 +1,4 @@
-"""Columns as a task gets them that decodes nothing itself."""
+"""Columns as a task gets them that decodes nothing itself, or whose configuration says how."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from ray_app.task.rows.ragged import Field, Ragged
+
+_OF_LISTS = {np.dtype(kind): np.int64 for kind in ("i1", "i2", "u1", "u2", "u4", "u8", "?")} | {np.dtype("f8"): np.float32}
+"""What numbers in lists become that embeddings, or layers, do not take."""
 
 
 def plain(values: Any) -> Field:
@@ -27,3 +30,28 @@ def plain(values: Any) -> Field:
     elif isinstance(values, Ragged) or array.ndim == 1:
         array = np.asarray(array, np.int64)
     return replace(values, values=array) if isinstance(values, Ragged) else array
+
+
+def of_kind(values: Any, kind: str) -> Field:
+    """A column as read in types that layers take, and what stays as small as it was.
+
+    Args:
+        values: The column.
+        kind: What it holds (`ColumnFacts.kind`): numbers become float32, integers int64, lists `Ragged` with integers of 32 or 64 bits or
+            fractions of 32; of arrays only fractions of 64 bits become others.
+
+    Raises:
+        ValueError: Something in it is missing.
+    """
+    if kind == "list":
+        if isinstance(values, np.ndarray) and values.dtype == np.int64:  # stands in for a target that was not read
+            values = Ragged.of(values, np.int64)
+        if not isinstance(values, Ragged):
+            raise ValueError("a list holds no numbers, or a missing value")
+        wanted = _OF_LISTS.get(values.values.dtype)
+        return values if wanted is None else replace(values, values=values.values.astype(wanted))
+    found = np.asarray(values)
+    if found.dtype == object:
+        raise ValueError("an array has a missing value")
+    of_one = {"number": np.float32, "integer": np.int64}.get(kind, np.float32 if found.dtype == np.float64 else None)
+    return found.astype(of_one, copy=False) if of_one else found
