@@ -134,6 +134,13 @@ def stall(bench: Bench) -> Found:
     return Found(said, None, {"stall_ms": [s * 1e3 for s in over], "step_ms": usual * 1e3, "bytes": size})
 
 
+def trace_of(job: Job) -> list[dict[str, Any]]:
+    """What took time in the steps of a run that were traced."""
+    [file] = Path(str(job.paths.profile)).iterdir()
+    with gzip.open(file) as packed:
+        return [event for event in json.load(packed)["traceEvents"] if event.get("ph") == "X"]
+
+
 def profiled(bench: Bench) -> Found:
     """How many kernels a step of the transformer starts, and which part of it the device is idle."""
     last = WARM_UP + 3
@@ -141,9 +148,7 @@ def profiled(bench: Bench) -> Found:
     job = bench.job(transformer(bench), bench.small, logical_workers=1, batch=bench.sizes.digest_batch, **fields)
     with bench.pool(1) as pool:
         bench.trained(pool, job, 1)
-    [file] = Path(str(job.paths.profile)).iterdir()
-    with gzip.open(file) as packed:
-        events = [event for event in json.load(packed)["traceEvents"] if event.get("ph") == "X"]
+    events = trace_of(job)
     kind = "kernel" if bench.device == "cuda" else "cpu_op"
     kernels = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == kind)
     busy, until = 0.0, kernels[0][0]
