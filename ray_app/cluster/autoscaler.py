@@ -33,14 +33,15 @@ def most_resources() -> dict[str, float] | None:
 
 def _node_types() -> set[str]:
     """What the autoscaler's process calls the types of the nodes that are there."""
-    told = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
-    if told:
-        return set(((told.get("autoscaler_report") or {}).get("node_type_mapping") or {}).values())
     from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
 
     try:
+        if not is_autoscaler_v2(fetch_from_server=True):  # KubeRay names types of nodes without an autoscaler, too
+            told = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
+            return set(((told.get("autoscaler_report") or {}).get("node_type_mapping") or {}).values())
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    except Exception as error:  # no process of an autoscaler, or one that has not looked yet
+        return {node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]} - {""}
+    except Exception as error:  # there is none, or it has not looked yet; a run that does not fit is refused then
         logger.debug("No autoscaler tells of the cluster: %s", error)
         return set()
-    return {node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]} - {""}

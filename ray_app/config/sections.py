@@ -53,9 +53,10 @@ class ScalingSection:
     """How many workers train, and with what.
 
     Args:
-        min_workers: Fewest workers to train with; below it the run waits.
+        min_workers: Fewest workers to train with; the run waits where there is no room for them. While lost ones are being replaced the
+            others go on, but with `train.strategy: fsdp`, whose state needs the memory of so many.
         max_workers: Most workers; capped at what the cluster has. `all`: as many as it has room for at the first start, or what its
-            autoscaler may make of it, and at most `logical_workers`; a run keeps that number.
+            autoscaler may make of it (if it tells, which that of KubeRay does not), and at most `logical_workers`; a run keeps that number.
         logical_workers: Data-parallel replicas that define the arithmetic (L). The same L gives the same parameters on any number of
             workers up to L. Not given: `max_workers` of the first start.
         threads_per_worker: CPU threads of the computation in each worker; part of the arithmetic.

@@ -202,7 +202,8 @@ def partition(ground: Ground) -> Disturbance | str:
         gone, back = is_gone(run.proofs["cut"]), run.sizes[-1] > without
         return fewer + ([] if gone is not False or back else ["the worker still lives and is not one of them again"])
 
-    return _without_wires(ground) or _cut(ground, ground.workers, True, confirm, expected=["cut", "went_on", "mended"])
+    fewer = {"scaling__min_workers": 1}
+    return _without_wires(ground) or _cut(ground, ground.workers, True, confirm, expected=["cut", "went_on", "mended"], changes=fewer)
 
 
 def half_open(ground: Ground) -> Disturbance | str:

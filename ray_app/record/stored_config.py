@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ray_app.config.config import Config, from_dict, from_yaml
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.plan.manifest import Manifest
 from ray_app.record.files import folders, read_json
 from ray_app.record.paths import RunPaths
@@ -111,3 +111,21 @@ def _remove(values: Any, parts: list[str]) -> None:
             values = values.get(part) if isinstance(values, dict) else None
     if isinstance(values, dict):
         values.pop(last, None)
+
+
+def stored_config(paths: RunPaths) -> Config | None:
+    """The configuration of the run as it is, if it exists.
+
+    Raises:
+        ConfigError: It is not one of this version.
+        StorageError: The storage does not answer.
+    """
+    try:
+        return as_given(paths, parsed(paths, paths.config.read_text()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint (AWS_ENDPOINT_URL,"
+            " or ?endpoint_override=... in the path), the region and the credentials."
+        ) from error

@@ -31,7 +31,8 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> Start:
         hooks: For fault tests.
     """
     config = job.config
-    rendezvous = start_rendezvous(job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), config.scaling.min_workers)
+    least = config.scaling.min_workers if config.train.strategy == "fsdp" else 1  # fewer have not the memory; others go on meanwhile
+    rendezvous = start_rendezvous(job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), least)
     stack.callback(_end_rendezvous, rendezvous)
     keepers = start_keepers() if config.checkpoint.snapshot_every_steps else []
     for actor in keepers:

@@ -13,6 +13,7 @@ import torch
 
 from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.labels import Node, known_labels, labelled
+from ray_app.cluster.room import room_for
 from ray_app.cluster.search_path import job_config, search_path
 from ray_app.cluster.token import require_token
 from ray_app.config.config import Config
@@ -109,9 +110,13 @@ def _wanted_cpus(config: Config, workers: int) -> float:
     return workers * each + reserved_cpus(config)
 
 
-def counted(config: Config) -> Config:
-    """With a number of workers in place of `scaling.max_workers: all`: as many as the cluster that the run would join has room for, or may
-    grow to; on one of its own as many as this machine has cores, or GPUs.
+def counted(config: Config, before: Config | None = None) -> Config:
+    """With a number of workers in place of `scaling.max_workers: all`: that of the run if it exists, else as many as the cluster that it
+    would join has room for, or may grow to; on one of its own as many as this machine has cores, or GPUs.
+
+    Args:
+        config: As given.
+        before: That of the run that exists.
 
     Raises:
         ConfigError: Not even `min_workers` fit, or nobody knows how far the cluster may grow.
@@ -119,6 +124,8 @@ def counted(config: Config) -> Config:
     scaling = config.scaling
     if scaling.max_workers != "all":
         return config
+    if before is not None:
+        return config.replace(scaling__max_workers=before.scaling.max_workers)
     most = config.replace(scaling__max_workers=scaling.logical_workers or _ANY)
     if config.train.strategy == "single" or ray.is_initialized() or _address(config):
         with cluster(config):
@@ -131,7 +138,7 @@ def counted(config: Config) -> Config:
             return most.replace(scaling__max_workers=found)
     gpus = torch.cuda.device_count() - (config.evaluate.num_gpus if _has_evaluator(config) else 0)
     has, each = (gpus, scaling.gpus_per_worker) if scaling.gpus_per_worker else (os.cpu_count() or 1, scaling.cpus_per_worker)
-    return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(has // each), most.scaling.most_workers)))
+    return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(room_for(has, each)), most.scaling.most_workers)))
 
 
 def _refuse_unlabelled(config: Config, nodes: list[Node]) -> None:
@@ -169,7 +176,7 @@ def _workers_on(config: Config, nodes: list[Node]) -> int:
     needs = [(name, each) for name, each in (("CPU", scaling.cpus_per_worker), ("GPU", scaling.gpus_per_worker)) if each]
     if not needs:
         return scaling.most_workers
-    return sum(int(min(node["Resources"].get(name, 0.0) // each for name, each in needs)) for node in carrying)
+    return sum(int(min(room_for(node["Resources"].get(name, 0.0), each) for name, each in needs)) for node in carrying)
 
 
 def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[Node], most: dict[str, float] | None = None) -> int:
@@ -192,7 +199,7 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
     free_cpus = cpus - reserved_cpus(config)
     evaluator_gpus = config.evaluate.num_gpus if _has_evaluator(config) else 0
     for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
-        room.append(0 if free < 0 else free // each if each else float("inf"))
+        room.append(0 if free < 0 else room_for(free, each) if each else math.inf)
     workers = int(min(room))
     if most is None:
         _refuse_unlabelled(config, nodes)

@@ -24,7 +24,10 @@ from ray_app.config.sections import ScalingSection
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.dataset.files import place_of
 from ray_app.errors import ConfigError
+from ray_app.record.files import location
+from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
+from ray_app.record.stored_config import stored_config
 from ray_app.runs.capacity import fits_object_stores
 from ray_app.runs.cluster import cluster, counted, workers_that_fit
 from ray_app.runs.given.configuration import parse
@@ -84,7 +87,10 @@ def versions() -> dict[str, str]:
 
 def inspect(config: Config) -> Report:
     """Looks at everything that a run of this configuration needs, on the connected cluster."""
-    config = counted(config)
+    try:
+        config = counted(config, stored_config(RunPaths(location(config.run.storage_path) / config.run.name)) if config.run.name else None)
+    except ConfigError as error:
+        return Report([Finding("refused", "resources", str(error))], versions(), None)
     data = [path for path in (config.data.path, config.data.eval_path) if path]
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
     found = [look(topic, partial(_data, path)) for topic, path in topics if path]
@@ -169,7 +175,8 @@ def _trouble_at(url: str) -> str | None:
 
 def _figures(config: Config, made: list[Figures]) -> str:
     prepared = prepare(config)
-    made.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), ray.cluster_resources(), ray.nodes())))
+    there = ray.cluster_resources(), ray.nodes(), most_resources()
+    made.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), *there)))
     verb = "continues" if prepared.resumes else "starts"
     return f"{prepared.job.paths.name} loads on the cluster and {verb}; one row went through the model and the loss."
 

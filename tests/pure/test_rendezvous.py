@@ -123,6 +123,25 @@ def test_fewer_than_the_least_number_wait_unless_the_run_stops(clock: Clock) -> 
     play(story)
 
 
+def test_it_says_that_too_few_are_there_and_forms_what_is_left_once_one_has_ended(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, least=2)
+        assert (await group.rendezvous.status()).waiting is None
+        await start(group, "ab", clock)
+        assert (await group.rendezvous.status()).waiting is None
+        await group.rendezvous.dismiss({"b"})
+        assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers; waiting for others"
+        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, least=2)  # started anew, after b has ended as it should
+        await group.join("a", lost=True)
+        clock.now += 10 * SILENCE_S
+        await group.rendezvous.expect(2)
+        assert group.formed() == {}
+        await group.rendezvous.expect(2, over=True)
+        assert [size for _, _, size in group.formed().values()] == [1]
+
+    play(story)
+
+
 def test_it_tells_who_steps_now_by_rank(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "abc", clock)

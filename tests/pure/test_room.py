@@ -21,6 +21,7 @@ from ray_app.runs import cluster as place
 from ray_app.runs.announce import idle_gpus
 from ray_app.runs.cluster import counted, workers_that_fit
 from ray_app.runs.preparing.prepare import claim, prepare
+from ray_app.submit.on_cluster import inspect
 from tests.support.places import ROOT
 
 
@@ -71,6 +72,24 @@ def test_all_of_a_cluster_that_grows_nobody_knows_how_far_are_refused(joined: No
         counted(ALL)
     assert counted(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
     assert place.workers_that_fit(ALL.replace(scaling__max_workers=4, scaling__min_workers=4), {}, [], place.most_resources()) == 4
+
+
+def test_parts_of_a_gpu_add_up(joined: None) -> None:
+    config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.2)
+    assert place.workers_that_fit(config, {"CPU": 32.0, "GPU": 1.0}, []) == 5
+    labelled = config.replace(scaling__label_selector={"zone": "a"})
+    assert place.workers_that_fit(labelled, {"CPU": 64.0, "GPU": 1.0}, [node("1", 64, 1, zone="a")]) == 5
+
+
+def test_all_of_a_run_that_exists_are_those_it_began_with(joined: None) -> None:
+    assert counted(ALL, ALL.replace(scaling__max_workers=4)).scaling.max_workers == 4
+
+
+def test_a_submission_says_why_all_cannot_be_counted(joined: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(place, "most_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
+    found = inspect(ALL.replace(run__storage_path=str(tmp_path), run__name="new"))
+    assert [(one.level, one.topic) for one in found.findings] == [("refused", "resources")]
+    assert "give a number" in found.findings[0].text
 
 
 def test_all_of_this_machine_are_its_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ def test_a_killed_worker(short_run: Callable[..., Config], reference: dict[str, 
     result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
     events = read_events(RunPaths(result.path), "formed", "resumed")
     assert (result.summary["status"], kill.happened) == ("finished", 1)
-    assert [e.details["workers"] for e in events if e.kind == "formed"][:2] == [2, 1]
+    fewer = 2 if strategy == "fsdp" else 1  # who holds a part waits until there is memory for all again
+    assert [e.details["workers"] for e in events if e.kind == "formed"][:2] == [2, fewer]
     resumed = [e for e in events if e.kind == "resumed" and e.details["step"] < 30]  # a new worker may come when all is done
     assert not resumed, "the survivor's memory is enough"
     assert result.summary["redone_steps"] <= 2

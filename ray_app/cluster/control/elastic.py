@@ -62,6 +62,8 @@ class _Controller(TrainController):
     """Workers that were lost and not replaced yet."""
     _ready = 0
     """Newcomers that were ready when it was last told."""
+    _over = False
+    """Whether a worker has ended as it should."""
 
     def __init__(self, env: dict[str, str], callbacks: list[Any], scaling_policy: Sizes, prepare: list[Any], **arguments: Any) -> None:
         os.environ |= env  # with a `runtime_env` of its own a process that is there already would be of no use
@@ -147,12 +149,13 @@ class _Controller(TrainController):
         group, policy = self._worker_group, self._scaling_policy
         workers = group.get_workers()
         self._welcome()
-        self._expect()  # again and again: the rendezvous may have been started anew
         leaving = {*policy.draining, *self._retiring.retired}
-        seen = ray.get([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])[1]
         ended = {i for i, s in status.worker_statuses.items() if not s.running}
         left = {i for i in ended if workers[i].metadata.node_id in policy.draining}
         retired = {i for i in ended - left if id_of(workers[i].actor) in self._retiring.retired}
+        self._over = self._over or bool(ended - left - retired)
+        self._expect()  # again and again: the rendezvous may have been started anew
+        seen = ray.get([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])[1]
         silent = {i for i, w in enumerate(workers) if seen.silent.get(id_of(w.actor), 0.0) > _GRACE_S}
         if left and len(left) < len(workers):
             self._budget.budget.preempted(len(left), seen.step, len(workers) - len(left))
@@ -178,8 +181,8 @@ class _Controller(TrainController):
         by_rank = ray.get(self._rendezvous.workers.remote()) if slow else []
         times = {by_rank[int(rank)].worker: slow[rank] for rank in slow if int(rank) < len(by_rank)}
         nodes = {id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
-        others = self._newcomers.ready()
-        decision = self._retiring.decide(times, len(group), lambda worker: others or policy.room_beside(nodes.get(worker, ""), len(group)))
+        ready = self._newcomers.ready()
+        decision = self._retiring.decide(times, len(group), ready, lambda worker: policy.room_beside(nodes.get(worker, ""), len(group)))
         if decision is not None:
             policy.shun(nodes.get(decision.worker, ""))
             worker = next(beat for beat in by_rank if beat.worker == decision.worker)
@@ -197,7 +200,7 @@ class _Controller(TrainController):
         self._scaling_policy.changed_s = time.monotonic() - self._dwell_s  # replacing them is urgent
 
     def _expect(self) -> None:
-        ray.get(self._rendezvous.expect.remote(len(self._worker_group), self._scaling_policy._waiting))
+        ray.get(self._rendezvous.expect.remote(len(self._worker_group), self._scaling_policy._waiting, self._over))
 
     def _running(self) -> Any:
         return TrainControllerLoopIterationResult(self._get_run_attempt_id(), self._state, RunningState())

@@ -52,13 +52,14 @@ class Retiring:
         """Whether anybody may still have to leave."""
         return self._after_s is not None and len(self.retired) < self._most
 
-    def decide(self, slow: Mapping[str, float], workers: int, others: Callable[[str], int]) -> Retirement | None:
+    def decide(self, slow: Mapping[str, float], workers: int, ready: int, room: Callable[[str], int]) -> Retirement | None:
         """Who has to leave now, one at a time: if another can take its place, or if all are faster without it.
 
         Args:
             slow: How many times as long as the others the slow workers take, by their ids.
             workers: How many train.
-            others: How many workers could come in place of one on other nodes than its own, by its id.
+            ready: How many others are ready to join.
+            room: For how many more there is room on other nodes than a worker's own, by its id.
         """
         now_s = self._clock()
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in slow}
@@ -67,10 +68,10 @@ class Retiring:
             return None
         worker = max(late, key=lambda w: slow[w])
         told = f"{slow[worker]:.1f} times as slow as the others for {now_s - self._since_s[worker]:.0f} s; "
-        if others(worker):
+        if not ready and workers - 1 < max(1, self._least):
+            return None  # the others would wait until somebody has come, if the room is still there then
+        if ready or room(worker):
             reason = "another takes its place"
-        elif workers - 1 < max(1, self._least):
-            return None
         else:
             more = ceil(self._logical / (workers - 1)) / ceil(self._logical / workers)
             if slow[worker] < _FASTER * more:

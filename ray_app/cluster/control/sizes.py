@@ -21,6 +21,7 @@ from ray_app.cluster.control.hooks import Control
 from ray_app.cluster.control.newcomers import Newcomers
 from ray_app.cluster.control.scaling import sizing
 from ray_app.cluster.labels import Node, labelled
+from ray_app.cluster.room import room_for
 from ray_app.errors import RayAppError
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class Sizes(ElasticScalingPolicy):
                 return self._possible
             self._nodes = nodes
             count = self._count_possible_workers({name: part for name, part in reserved.items() if name in staying})
+        if self.shunned and count < self._control.config.scaling.min_workers:
+            self.shunned, self._looked_s = set(), 0.0  # better a slow worker than none
         count = min(count, self._beside_reading(staying.values()))
         self._possible = max(0, count)
         return self._possible
@@ -108,7 +111,11 @@ class Sizes(ElasticScalingPolicy):
         """Workers for whom these nodes have CPUs, but for what else the run needs."""
         each = self._control.config.scaling.cpus_per_worker
         cpus = sum(node["Resources"].get("CPU", 0.0) for node in nodes)
-        return int((cpus - self._control.reading_cpus) // each) if each else self.scaling_config.max_workers
+        return int(room_for(cpus - self._control.reading_cpus, each)) if each else self.scaling_config.max_workers
+
+    def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
+        """Ray's, which divides floats: with as much more as lets parts of one GPU add up to it (`cluster.room`)."""
+        return int(super()._count_possible_workers({n: {r: v + 1e-6 for r, v in each.items()} for n, each in reserved_resources.items()}))
 
     def room_beside(self, node: str, now: int) -> int:
         """How many more than the `now` of now fit, on other nodes than this one."""

@@ -155,9 +155,15 @@ class Rendezvous:
         self._flags |= Flags(flags)
         self._notice()
 
-    async def expect(self, workers: int, waiting: str | None = None) -> None:
-        """How many workers there are to be now; with a reason to wait no generation forms."""
-        self._expected, self._waiting = workers, waiting
+    async def expect(self, workers: int, waiting: str | None = None, over: bool = False) -> None:
+        """How many workers there are to be now; with a reason to wait no generation forms.
+
+        Args:
+            workers: That many.
+            waiting: The reason.
+            over: Whether one of them has ended as it should, and the run with it.
+        """
+        self._expected, self._waiting, self._over = workers, waiting, self._over or over
         self._try_form()
         self._notice()
 
@@ -185,7 +191,9 @@ class Rendezvous:
         lost = {worker: self._clock() - since for worker, since in self._lost.items()}
         step, stops = max(0, self._standstill.step), bool(self._flags & Flags.STOP)
         here, stepping, limit_s = {m.beat.worker for m in self._members} - leaving, self._members.count(steps_now), self._standstill.limit_s
-        return Status(here, leaving, lost, stepping, step, self._record, self._waiting, stops, limit_s)
+        short = self._members.number > 0 and len(here) < self._least and not self._over
+        waiting = self._waiting or (f"{len(here)} of at least {self._least} workers; waiting for others" if short else None)
+        return Status(here, leaving, lost, stepping, step, self._record, waiting, stops, limit_s)
 
     async def workers(self) -> list[Beat]:
         """The newest sign of life of every worker of the current generation, by rank."""
@@ -239,7 +247,7 @@ class Rendezvous:
         if not ready or (not complete and not (incumbents and settled)):
             return
         if ready < self._least and not (self._over or self._flags & Flags.STOP):
-            return
+            return  # those who are here keep the state and wait
         has_it = brought or self._members.any(lambda k: k.has_state and k.waits and not k.leaving)
         if not has_it and self._members.any(lambda k: k.has_state or steps_now(k)):
             return  # who has the state, or may by now, saves it before it leaves, or comes back

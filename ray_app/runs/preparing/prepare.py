@@ -16,13 +16,13 @@ from ray_app.data.dataset.arrays import ArraySpec, spec_like
 from ray_app.data.dataset.dataset import Dataset, open_dataset
 from ray_app.data.read.first import first_row, probe, rows_like
 from ray_app.data.read.reader import Reader, RowSource, rows_per_task
-from ray_app.errors import ConfigError, DataError, RunExistsError, StorageError
+from ray_app.errors import ConfigError, DataError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.record.evaluations import read_scores
 from ray_app.record.files import location, put_atomic, put_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
-from ray_app.record.stored_config import as_given, parsed, read_manifest
+from ray_app.record.stored_config import read_manifest, stored_config
 from ray_app.runs.cluster import counted
 from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.by_epoch import refuse_other_fields
@@ -79,9 +79,9 @@ def prepare(config: Config) -> Prepared:
     check(config)
     config = config if config.run.name else config.replace(run__name=new_run_name())
     paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
-    before = _stored_config(paths)
+    before = stored_config(paths)
     if config.scaling.max_workers == "all":
-        config = config.replace(scaling__max_workers=before.scaling.max_workers) if before else counted(config)
+        config = counted(config, before)
         check(config)
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
@@ -165,24 +165,6 @@ def training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Ar
 
     decoded = first_row(dataset, task.columns(), decode, most_bad)
     return read[-1], decoded
-
-
-def _stored_config(paths: RunPaths) -> Config | None:
-    """The configuration of the run as it is, if it exists.
-
-    Raises:
-        ConfigError: It is not one of this version.
-        StorageError: The storage does not answer.
-    """
-    try:
-        return as_given(paths, parsed(paths, paths.config.read_text()))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError(
-            f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint (AWS_ENDPOINT_URL,"
-            " or ?endpoint_override=... in the path), the region and the credentials."
-        ) from error
 
 
 def make_task(config: Config) -> Task:
