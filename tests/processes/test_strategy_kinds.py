@@ -71,7 +71,7 @@ def trained(pool: Pool, job: Job, workers: int) -> Any:
     return result_of(job)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.rest) for name in STRATEGIES])
 def test_words_of_texts(pool: Pool, texts: Path, tmp_path: Path, strategy: str) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 2, "data__by_length": "tokens"}
     runs = [
@@ -84,6 +84,7 @@ def test_words_of_texts(pool: Pool, texts: Path, tmp_path: Path, strategy: str) 
         assert (runs[0].bits, runs[0].steps) == (runs[1].bits, runs[1].steps)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_images_of_any_size_with_their_boxes(pool: Pool, images: Path, tmp_path: Path, strategy: str) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 1}
