@@ -1,16 +1,31 @@
-"""Newcomers that take long: each is asked once whether it has its slot, however often one looks, and given up if it has none."""
+"""Newcomers that take long: each is asked once whether it has its slot, however often one looks, and given up if it has none.
+
+And those that die, again and again.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 
+from ray_app import load_config
+from ray_app.cluster.control import elastic, hooks
 from ray_app.cluster.control import newcomers as module
-from ray_app.cluster.control.newcomers import NO_ROOM, Newcomer, Newcomers
+from ray_app.cluster.control.group import ElasticGroup
+from ray_app.cluster.control.hooks import Control, FailureBudget
+from ray_app.cluster.control.newcomers import NO_ROOM, Newcomer, Newcomers, Slot
+from ray_app.errors import RepeatedFailureError
+from ray_app.record.progress.journal import read_events
+from tests.support.places import ROOT
 
 
 @pytest.fixture
@@ -35,3 +50,157 @@ def test_each_is_asked_for_its_slot_once_and_those_without_are_given_up(asked: C
     assert [ours.look() for _ in range(9)] == [[]] * 9
     assert len(ours) == 2
     assert asked == {"a": 1, "no slot": 1, "b": 1}
+
+
+class DiedError(ray.exceptions.RayError):
+    """A newcomer is no more."""
+
+
+class Method:
+    """A method of an actor: what it is called with, and what its references are."""
+
+    def __init__(self, answer: str) -> None:
+        self.answer, self.calls = answer, list[tuple[Any, ...]]()
+
+    def remote(self, *arguments: Any) -> str:
+        self.calls.append(arguments)
+        return self.answer
+
+
+class Node:
+    """A node that makes of newcomers what `now` says: `dead`, `ready`, or `slow`, which do not answer."""
+
+    def __init__(self) -> None:
+        self.now, self.prepared, self.number = "dead", list[bool](), 0
+
+    def options(self, **unused: Any) -> Node:
+        return self
+
+    def remote(self) -> Any:
+        self.number += 1
+        answer = f"{self.now} {self.number}"
+        return SimpleNamespace(execute=SimpleNamespace(remote=self.prepare(answer)), get_metadata=Method(answer))
+
+    def prepare(self, answer: str) -> Any:
+        def called(function: Any, env: dict[str, str], prepare: list[Any]) -> str:
+            self.prepared.append(prepare[0] is not None)
+            return answer
+
+        return called
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Where newcomers begin."""
+    found = Node()
+
+    def get(reference: str) -> Any:
+        if reference.startswith("dead"):
+            raise DiedError("the node kills who comes")
+        return SimpleNamespace(node_id="n")
+
+    def wait(asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
+        return [ref for ref in asked if not ref.startswith("slow")], []
+
+    said = {"get": get, "wait": wait, "kill": lambda actor: None, "exceptions": ray.exceptions, "remote": lambda **_: lambda made: found}
+    monkeypatch.setattr(module, "ray", SimpleNamespace(**said))
+    for name in ("placement_group", "remove_placement_group", "PlacementGroupSchedulingStrategy"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "CREATED"})
+    return found
+
+
+SLOT = Slot({"CPU": 1.0}, "PACK", {})
+
+
+def test_who_is_ready_does_not_hide_that_others_die_while_they_prepare_themselves(node: Node) -> None:
+    """A healthy newcomer answers at every look; those of the other node die nevertheless, and at last begin without preparation."""
+    ours = Newcomers("prepare")
+    node.now = "ready"
+    ours.begin(1, SLOT)
+    ours.wait(1)
+    node.now, node.prepared = "dead", []
+    for _ in range(5):
+        ours.begin(1, SLOT)
+        assert ours.wait(2) == ["the node kills who comes"]
+    assert node.prepared == [True, True, True, False, False]
+    assert ours.in_vain == 2
+    node.now = "ready"
+    ours.begin(1, SLOT)
+    ours.wait(2)
+    assert (ours.ready(), ours.in_vain) == (2, 0)
+
+
+@pytest.fixture
+def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FailureBudget:
+    """The budget of a run that has made no step."""
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(
+        run__storage_path=str(tmp_path), scaling__min_workers=2, scaling__max_workers=2
+    )
+    monkeypatch.setattr(hooks, "ray", SimpleNamespace(get=lambda found: found))
+    rendezvous = SimpleNamespace(
+        status=SimpleNamespace(remote=lambda: SimpleNamespace(step=0)), expect=SimpleNamespace(remote=lambda _: None)
+    )
+    return FailureBudget(Control(str(tmp_path), 1, config, rendezvous, 1.0, in_place=True))
+
+
+def group_of(control: FailureBudget, newcomers: Newcomers) -> Any:
+    """A worker group that begins."""
+    group = ElasticGroup.__new__(ElasticGroup)
+    vars(group).update(_callbacks=[control, newcomers], _worker_group_state=None)
+    context = SimpleNamespace(label_selector=None, resources_per_worker={"CPU": 1.0}, placement_strategy="PACK", num_workers=2)
+    vars(group)["_worker_group_context"] = context
+    return group
+
+
+def test_a_start_at_which_workers_die_again_and_again_is_recorded_and_ends(node: Node, control: FailureBudget) -> None:
+    """What Ray Train does: it tries again without end, unless the hook raises."""
+    ours = Newcomers("prepare")
+    group = group_of(control, ours)
+
+    def fail_to_start() -> None:
+        ours.begin(1, SLOT)
+        with pytest.raises(WorkerGroupStartupFailedError):
+            group._create_workers(2)
+        control.before_controller_execute_failure_decision(None)
+
+    for _ in range(5):
+        fail_to_start()
+    with pytest.raises(RepeatedFailureError, match="3 times in a row after step 0"):
+        fail_to_start()
+    noted = read_events(control.budget.paths, "start_failed", "failed")
+    assert Counter(event.kind for event in noted) == {"start_failed": 6, "failed": 3}
+    assert noted[0].details["reason"] == "the node kills who comes"
+
+
+def test_a_node_without_room_is_no_failure(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "PENDING"})
+    monkeypatch.setattr(module, "_PLACE_S", -60.0)
+    node.now, ours = "slow", Newcomers("prepare")
+    group = group_of(control, ours)
+    for _ in range(9):
+        ours.begin(2, SLOT)
+        with pytest.raises(WorkerGroupStartupFailedError):
+            group._create_workers(2)
+        control.before_controller_execute_failure_decision(None)
+    assert not read_events(control.budget.paths, "start_failed", "failed")
+
+
+def test_while_others_train_it_is_tried_less_and_less_often(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"s": 0.0}
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now["s"]))
+    ours, begun = Newcomers("prepare"), list[float]()
+    policy = SimpleNamespace(draining={}, coming=1, has_spares=False, shunned=(), full_until_s=0.0)
+    group = SimpleNamespace(slot=lambda shunned: SLOT)
+    controller: Any = SimpleNamespace(_newcomers=ours, _scaling_policy=policy, _budget=control, _worker_group=group)
+    controller._note_lost = functools.partial(elastic._Controller._note_lost, controller)
+    while now["s"] < 400:
+        before = node.number
+        elastic._Controller._welcome(controller)
+        begun += [now["s"]] * (node.number - before)
+        now["s"] += 1
+    pauses = [later - earlier for earlier, later in itertools.pairwise(begun)]
+    assert pauses[:6] == [6, 6, 6, 11, 21, 41]
+    assert set(pauses[6:]) == {81}
+    assert len(read_events(control.budget.paths, "start_failed")) == len(begun)
+    assert not read_events(control.budget.paths, "failed")

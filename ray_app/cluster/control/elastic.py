@@ -39,7 +39,7 @@ from ray_app.cluster.control.sizes import Sizes
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0  # Ray itself says more about how a worker was lost, and usually sooner
-_RETRY_S = 5.0
+_RETRY_S, _MOST_DOUBLED = 5.0, 4
 
 
 class _Backend(OwnGroupBackend):
@@ -130,9 +130,9 @@ class _Controller(TrainController):
 
     def _note_lost(self, reasons: list[str]) -> None:
         if reasons:
-            self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S
+            self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S * 2 ** min(self._newcomers.in_vain, _MOST_DOUBLED)
         if told := [reason for reason in reasons if reason != NO_ROOM]:
-            self._budget.budget.note("start_failed", workers=len(told), reason="\n".join(dict.fromkeys(told))[:2000])
+            self._budget.not_started(told, charged=False)
 
     @property
     def _dwell_s(self) -> float:
@@ -198,6 +198,7 @@ class _Controller(TrainController):
         self._owed += len(places)
         self._expect()
         self._scaling_policy.changed_s = time.monotonic() - self._dwell_s  # replacing them is urgent
+        self._scaling_policy.full_until_s = 0.0  # their slots are free
 
     def _expect(self) -> None:
         ray.get(self._rendezvous.expect.remote(len(self._worker_group), self._scaling_policy._waiting, self._over))

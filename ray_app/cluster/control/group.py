@@ -19,7 +19,8 @@ from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from ray_app.cluster.control.newcomers import Newcomer, Newcomers, Slot
+from ray_app.cluster.control.hooks import FailureBudget
+from ray_app.cluster.control.newcomers import NO_ROOM, Newcomer, Newcomers, Slot
 
 
 class _Slots(PlacementGroupHandle):
@@ -61,6 +62,10 @@ class ElasticGroup(WorkerGroup):
     def _newcomers(self) -> Newcomers:
         return next(c for c in self._callbacks if isinstance(c, Newcomers))
 
+    @property
+    def _budget(self) -> FailureBudget:
+        return next(c for c in self._callbacks if isinstance(c, FailureBudget))
+
     def slot(self, shunned: Collection[str] = ()) -> Slot:
         """What each of its workers reserves, the same for all, also for those of later; not on the nodes of the `shunned` ids."""
         context = self._worker_group_context
@@ -84,6 +89,8 @@ class ElasticGroup(WorkerGroup):
         del unused, also_unused
         reasons = self._newcomers.wait(num_workers)
         if self._newcomers.ready() < num_workers:
+            if died := [reason for reason in reasons if reason != NO_ROOM]:
+                self._budget.not_started(died, charged=self._newcomers.in_vain > 0)
             raise WorkerGroupStartupFailedError("\n".join(dict.fromkeys(reasons)))
         return self._workers_of(self._newcomers.take(num_workers))
 

@@ -72,7 +72,7 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
     def __init__(self, control: Control) -> None:
         self._control = control
         self.budget = Budget(control.run_root, control.fence, control.config.failure)
-        self._errors: dict[int, BaseException] = {}
+        self._errors: dict[Any, BaseException] = {}
         self._workers = 0
 
     def after_worker_group_start(self, worker_group: Any) -> None:
@@ -80,6 +80,18 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
         self._errors, self._workers = {}, len(worker_group.get_workers())
         self.budget.note("workers", workers=self._workers)
         ray.get(self._control.rendezvous.expect.remote(self._workers))
+
+    def not_started(self, reasons: list[str], charged: bool) -> None:
+        """Records that workers could not start.
+
+        Args:
+            reasons: Why, one for each.
+            charged: Whether it counts as a failure where the controller decides what to do about it.
+        """
+        self.budget.note("start_failed", workers=len(reasons), reason="\n".join(dict.fromkeys(reasons))[:2000])
+        if charged:
+            self._errors = {"start": RuntimeError(reasons[0])}
+            self._workers = len(self._errors)  # nobody is left
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Remembers why workers failed."""

@@ -89,6 +89,7 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
     """All that are on their way; lives in the controller's process, longer than its groups of workers.
 
     Where one after the other dies while it prepares itself, the next do not: what kills them does so when they train, where it is counted.
+    Some die all the same (`in_vain`): at a start that is a failure of its own, while others train it is tried less and less often.
 
     Args:
         prepare: Reference of a function without arguments that each calls first.
@@ -97,10 +98,15 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
     def __init__(self, prepare: Any) -> None:
         self._prepare = prepare
         self._all: list[Newcomer] = []
-        self._deaths = 0
+        self._deaths = self._rounds = 0
 
     def __len__(self) -> int:
         return len(self._all)
+
+    @property
+    def in_vain(self) -> int:
+        """How often in a row some died and nobody became ready, beyond the tries after which they need not prepare themselves."""
+        return max(0, self._rounds - _MOST_DEATHS)
 
     def begin(self, count: int, slot: Slot) -> None:
         """Has `count` more of them prepare themselves, each as soon as there is room for it."""
@@ -124,13 +130,14 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
         Returns:
             Why each was given up, but for nodes that go away.
         """
-        reasons = []
+        reasons, deaths, ready = list[str](), 0, False
         for newcomer in self._answering(0):
+            was_ready = newcomer.ready_s is not None
             try:
                 newcomer.hear()
-                self._deaths = 0
+                ready |= not was_ready
             except ray.exceptions.RayError as error:
-                self._deaths += newcomer.ready_s is None
+                deaths += not was_ready
                 reasons.append(str(error))
                 self._give_up(newcomer)
         now = time.monotonic()
@@ -141,7 +148,9 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
                 self._give_up(newcomer)
             elif now > newcomer.ready_until_s:
                 reasons.append(f"it was not ready after {_READY_S:g} s")
+                deaths += 1
                 self._give_up(newcomer)
+        self._deaths, self._rounds = (0, 0) if ready else (self._deaths + deaths, self._rounds + (deaths > 0))
         for newcomer in [n for n in self._all if n.ready_s is not None and n.metadata.node_id in draining]:
             self._give_up(newcomer)
         return reasons
