@@ -82,18 +82,29 @@ class _Controller(TrainController):
         return self._scaling_policy._control.rendezvous
 
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:
-        """After a failure: drops those who failed and goes on with the others, if there are any."""
+        """After a failure: drops those who failed, or have left by now, and goes on with the others, if there are any."""
         group = self._worker_group
         status = group.get_latest_poll_status() if group is not None and group.has_started() else None
         failed = set(status.errors) if status is not None else set()
-        if group is None or not 0 < len(failed) < len(group):
+        left, retired = self._left(status) if failed else (set(), set())
+        gone = failed | left | retired
+        if group is None or not 0 < len(gone) < len(group):
             if group is not None:
                 self._owed = 0
                 self._scaling_policy.suspect({w.metadata.node_id for w in group.get_workers()})
                 self._shutdown_worker_group()
             return super()._make_and_handle_scaling_decision_for_non_running_worker_group(controller_state)
-        self._drop(failed)
+        if left:
+            self._budget.budget.preempted(len(left), ray.get(self._rendezvous.status.remote()).step, len(group) - len(gone))
+        self._drop(gone)
         return self._running()
+
+    def _left(self, status: Any) -> tuple[set[int], set[int]]:
+        """Places of those who left as they had to: their node goes away, or they were too slow. Alone they would look like the end."""
+        workers, draining = self._worker_group.get_workers(), self._scaling_policy.draining
+        ended = {place for place, one in status.worker_statuses.items() if not one.running and one.error is None}
+        left = {place for place in ended if workers[place].metadata.node_id in draining}
+        return left, {place for place in ended - left if id_of(workers[place].actor) in self._retiring.retired}
 
     def _execute_resize_decision(self, decision: Any) -> Any:
         group = self._worker_group

@@ -1,0 +1,100 @@
+"""Workers that fail while others have left without an error: those go on no more, and do not make the run look ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+
+from ray_app.cluster.control import elastic
+from ray_app.errors import PreemptedError
+
+TRAINS = WorkerStatus(running=True)
+LEFT = WorkerStatus(running=False)
+FAILED = WorkerStatus(running=False, error=PreemptedError("all leave"))
+
+
+class Group:
+    """A worker group; each worker is its own node."""
+
+    def __init__(self, **workers: WorkerStatus) -> None:
+        self.workers = workers
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def has_started(self) -> bool:
+        return True
+
+    def get_workers(self) -> list[Any]:
+        return [SimpleNamespace(actor=name, metadata=SimpleNamespace(node_id=name)) for name in self.workers]
+
+    def get_latest_poll_status(self) -> WorkerGroupPollStatus:
+        return WorkerGroupPollStatus(dict(enumerate(self.workers.values())), {})
+
+    def drop(self, gone: set[int]) -> None:
+        self.workers = {name: status for place, (name, status) in enumerate(self.workers.items()) if place not in gone}
+
+
+class Controller(elastic._Controller):
+    """The controller without Ray."""
+
+    def __init__(self, group: Group, draining: set[str], retired: set[str]) -> None:
+        self._worker_group: Any = group
+        self._retiring: Any = SimpleNamespace(retired=retired)
+        self._scaling_policy: Any = SimpleNamespace(draining=dict.fromkeys(draining, 0), suspect=lambda nodes: None)
+        self.charged: list[tuple[int, int, int]] = []
+
+    @property
+    def _budget(self) -> Any:
+        return SimpleNamespace(budget=SimpleNamespace(preempted=lambda *charge: self.charged.append(charge)))
+
+    @property
+    def _rendezvous(self) -> Any:
+        return SimpleNamespace(dismiss=SimpleNamespace(remote=id), status=SimpleNamespace(remote=lambda: SimpleNamespace(step=7)))
+
+    @property
+    def _dwell_s(self) -> float:
+        return 10.0
+
+    def _shutdown_worker_group(self) -> None:
+        self._worker_group = None
+
+    def _expect(self) -> None: ...
+
+    def _running(self) -> str:
+        return "running"
+
+
+@pytest.mark.parametrize(
+    ("workers", "draining", "retired", "stay", "charged"),
+    [
+        ({"a": LEFT, "b": FAILED}, {"a", "b"}, set(), None, []),
+        ({"a": LEFT, "b": FAILED}, set(), {"a"}, None, []),
+        ({"a": LEFT, "b": FAILED, "c": TRAINS}, {"a"}, set(), ["c"], [(1, 7, 1)]),
+        ({"a": LEFT, "b": FAILED, "c": TRAINS}, set(), {"a"}, ["c"], []),
+        ({"a": TRAINS, "b": FAILED}, {"a"}, set(), ["a"], []),
+        ({"a": LEFT, "b": FAILED}, set(), set(), ["a"], []),  # it has done all steps
+    ],
+)
+def test_who_has_left_does_not_count_as_going_on(
+    workers: dict[str, WorkerStatus],
+    draining: set[str],
+    retired: set[str],
+    stay: list[str] | None,
+    charged: list[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None: the others start again; where all have ended without an error the next look takes the run for finished."""
+    decide = "_make_and_handle_scaling_decision_for_non_running_worker_group"
+    monkeypatch.setattr(elastic, "ray", SimpleNamespace(get=lambda found: found))
+    monkeypatch.setattr(elastic, "id_of", lambda actor: actor)
+    monkeypatch.setattr(TrainController, decide, lambda self, state: "restart")
+    ours = Controller(Group(**workers), draining, retired)
+    decided = ours._make_and_handle_scaling_decision_for_non_running_worker_group(None)
+    assert decided == ("restart" if stay is None else "running")
+    assert (None if ours._worker_group is None else list(ours._worker_group.workers)) == stay
+    assert ours.charged == charged
