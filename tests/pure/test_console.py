@@ -123,5 +123,5 @@ def test_spares_are_begun_where_there_is_room_and_start_alone_if_all_are_lost(mo
     assert decided(monkeypatch, 4, 4) == (None, None, 0)
     assert decided(monkeypatch, 4, 5) == (None, None, 1)
     assert decided(monkeypatch, 4, 9) == (None, None, 1)
-    assert decided(monkeypatch, 0, 5, ready=1) == (None, 4, 0), "one is fewer than there must be"
-    assert decided(monkeypatch, 0, 5, ready=2) == (None, 2, 0), "two begin at once, the others join"
+    assert decided(monkeypatch, 0, 5, ready=1) == (None, 4, 1), "one is fewer than there must be"
+    assert decided(monkeypatch, 0, 5, ready=2) == (None, 2, 3), "two begin at once, the others are kept and join"

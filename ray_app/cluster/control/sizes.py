@@ -158,6 +158,7 @@ class Sizes(ElasticScalingPolicy):
             self.shunned = set()
             ready, most = self.newcomers.ready(), min(possible, scaling.most_workers)
             at_once = min(ready, most) if ready >= scaling.min_workers else most
+            self.coming = most - at_once + max(0, min(scaling.spare_workers, possible - most))  # those on their way are kept
             self.changed_s = time.monotonic() - (scaling.resize_check_s if at_once < most else 0.0)
             return self._get_resize_decision(at_once)
         self.wait(f"room for {possible} of at least {scaling.min_workers} workers; waiting for capacity")
