@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.cluster.control import sizes
 from ray_app.cluster.control.sizes import Sizes
 from ray_app.record.evaluations import Evaluation, put_evaluation
 from ray_app.record.progress.journal import put_event
@@ -88,14 +87,14 @@ def decided(monkeypatch: pytest.MonkeyPatch, now: int, possible: int, ready: int
     """What `Sizes` waits for with this many workers, room for this many and at least two wanted, how many are to train, if that is to
     change, and how many are to be on their way."""
     waits: list[str | None] = []
-    monkeypatch.setattr(sizes, "ray", SimpleNamespace(get=lambda status: SimpleNamespace(stopping=False)))
     scaling = SimpleNamespace(resize_check_s=30.0, min_workers=2, most_workers=4, spare_workers=1)
     config = SimpleNamespace(logical_workers=4, scaling=scaling)
-    control = SimpleNamespace(config=config, rendezvous=SimpleNamespace(status=SimpleNamespace(remote=lambda: None)))
+    control = SimpleNamespace(config=config)
     policy: Any = SimpleNamespace(
         _control=control,
         newcomers=Ready(ready),
         coming=0,
+        is_stopping=lambda: False,
         _maybe_send_resource_request=lambda: None,
         _get_resize_decision=lambda workers: workers,
         possible=lambda *_: possible,

@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_each_is_asked_for_its_slot_once_and_those_without_are_given_up(asked: Counter[str]) -> None:
-    ours, now = Newcomers(None), time.monotonic()
+    ours, now = Newcomers(None, 1, bool), time.monotonic()
     ours._all = [Newcomer(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")]  # type: ignore[arg-type]
     assert ours.look() == [NO_ROOM]
     assert [ours.look() for _ in range(9)] == [[]] * 9
@@ -115,7 +115,7 @@ SLOT = Slot({"CPU": 1.0}, "PACK", {})
 
 def test_who_is_ready_does_not_hide_that_others_die_while_they_prepare_themselves(node: Node) -> None:
     """A healthy newcomer answers at every look; those of the other node die nevertheless, and at last begin without preparation."""
-    ours = Newcomers("prepare")
+    ours = Newcomers("prepare", 2, bool)
     node.now = "ready"
     ours.begin(1, SLOT)
     ours.wait(1)
@@ -155,7 +155,7 @@ def group_of(control: FailureBudget, newcomers: Newcomers) -> Any:
 
 def test_a_start_at_which_workers_die_again_and_again_is_recorded_and_ends(node: Node, control: FailureBudget) -> None:
     """What Ray Train does: it tries again without end, unless the hook raises."""
-    ours = Newcomers("prepare")
+    ours = Newcomers("prepare", 2, bool)
     group = group_of(control, ours)
 
     def fail_to_start() -> None:
@@ -176,7 +176,7 @@ def test_a_start_at_which_workers_die_again_and_again_is_recorded_and_ends(node:
 def test_a_node_without_room_is_no_failure(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "PENDING"})
     monkeypatch.setattr(module, "_PLACE_S", -60.0)
-    node.now, ours = "slow", Newcomers("prepare")
+    node.now, ours = "slow", Newcomers("prepare", 2, bool)
     group = group_of(control, ours)
     for _ in range(9):
         ours.begin(2, SLOT)
@@ -189,7 +189,7 @@ def test_a_node_without_room_is_no_failure(node: Node, control: FailureBudget, m
 def test_while_others_train_it_is_tried_less_and_less_often(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"s": 0.0}
     monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now["s"]))
-    ours, begun = Newcomers("prepare"), list[float]()
+    ours, begun = Newcomers("prepare", 2, bool), list[float]()
     policy = SimpleNamespace(draining={}, coming=1, has_spares=False, shunned=(), full_until_s=0.0)
     group = SimpleNamespace(slot=lambda shunned: SLOT)
     controller: Any = SimpleNamespace(_newcomers=ours, _scaling_policy=policy, _budget=control, _worker_group=group)
@@ -204,3 +204,40 @@ def test_while_others_train_it_is_tried_less_and_less_often(node: Node, control:
     assert set(pauses[6:]) == {81}
     assert len(read_events(control.budget.paths, "start_failed")) == len(begun)
     assert not read_events(control.budget.paths, "failed")
+
+
+@pytest.mark.parametrize(("least", "took_s", "waited_s"), [(2, 1.0, 10.0), (2, 30.0, 30.0), (1, 1.0, 10.0), (3, 1.0, 600.0)])
+def test_who_is_not_ready_holds_a_start_up_for_a_while_only(
+    node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch, least: int, took_s: float, waited_s: float
+) -> None:
+    """Of three two are ready, and the third prepares itself for ever: the run starts with two if that is enough."""
+    now = {"s": 1000.0}
+    look = Newcomers.look
+
+    def later(self: Newcomers) -> list[str]:
+        now["s"] += 1
+        return look(self)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now["s"]))
+    monkeypatch.setattr(Newcomers, "look", later)
+    ours = Newcomers("prepare", least, bool)
+    node.now = "ready"
+    ours.begin(2, SLOT)
+    for newcomer in ours._all:
+        newcomer.began_s = now["s"] + 1 - took_s
+    node.now = "slow"
+    ours.begin(1, SLOT)
+    with pytest.raises(WorkerGroupStartupFailedError, match="2 of 3 workers are ready"):
+        group_of(control, ours)._create_workers(3)
+    assert now["s"] - 1001 == waited_s
+    assert (ours.ready(), len(ours)) == (2, 3 if waited_s < 600 else 2)
+    assert not read_events(control.budget.paths, "failed")
+
+
+def test_who_waits_for_newcomers_heeds_a_stop(node: Node) -> None:
+    asked = itertools.count()
+    ours = Newcomers("prepare", 2, lambda: next(asked) > 3)
+    node.now = "slow"
+    ours.begin(2, SLOT)
+    assert ours.wait(2) == []
+    assert next(asked) == 5

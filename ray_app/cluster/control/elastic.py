@@ -67,9 +67,9 @@ class _Controller(TrainController):
 
     def __init__(self, env: dict[str, str], callbacks: list[Any], scaling_policy: Sizes, prepare: list[Any], **arguments: Any) -> None:
         os.environ |= env  # with a `runtime_env` of its own a process that is there already would be of no use
-        self._newcomers = scaling_policy.newcomers = Newcomers(prepare[0])
         config = scaling_policy._control.config
         scaling = config.scaling
+        self._newcomers = scaling_policy.newcomers = Newcomers(prepare[0], scaling.min_workers, scaling_policy.is_stopping)
         self._retiring = Retiring(scaling.replace_slow_s, config.logical_workers, scaling.min_workers, scaling.most_workers)
         super().__init__(callbacks=[*callbacks, self._newcomers], scaling_policy=scaling_policy, **arguments)
 

@@ -91,7 +91,8 @@ class ElasticGroup(WorkerGroup):
         if self._newcomers.ready() < num_workers:
             if died := [reason for reason in reasons if reason != NO_ROOM]:
                 self._budget.not_started(died, charged=self._newcomers.in_vain > 0)
-            raise WorkerGroupStartupFailedError("\n".join(dict.fromkeys(reasons)))
+            told = [f"{self._newcomers.ready()} of {num_workers} workers are ready", *dict.fromkeys(reasons)]
+            raise WorkerGroupStartupFailedError("\n".join(told))
         return self._workers_of(self._newcomers.take(num_workers))
 
     def _workers_of(self, newcomers: list[Newcomer]) -> list:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 _PLACE_S, _PLACE_EACH_S = 5.0, 0.01  # Ray makes some hundred slots a second
-_READY_S = 600.0
+_READY_S, _PATIENCE_S = 600.0, 10.0
 _MOST_DEATHS = 3
 NO_ROOM = "there is no room"
 """Why a newcomer was given up that found no slot."""
@@ -57,6 +57,7 @@ class Newcomer:
         placed: Whether it was seen to have its slot.
         ready_s: When it was seen to be ready.
         metadata: Where it is, once it is ready.
+        began_s: When it began.
     """
 
     actor: Any
@@ -68,6 +69,7 @@ class Newcomer:
     placed: bool = False
     ready_s: float | None = None
     metadata: Any = None
+    began_s: float = field(default_factory=time.monotonic)
 
     def hear(self) -> None:
         """Takes its answer, and asks again.
@@ -93,10 +95,12 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
 
     Args:
         prepare: Reference of a function without arguments that each calls first.
+        least: With so many a run may start.
+        stopping: Whether the run is to stop.
     """
 
-    def __init__(self, prepare: Any) -> None:
-        self._prepare = prepare
+    def __init__(self, prepare: Any, least: int, stopping: Callable[[], bool]) -> None:
+        self._prepare, self._least, self._stopping = prepare, least, stopping
         self._all: list[Newcomer] = []
         self._deaths = self._rounds = 0
 
@@ -156,12 +160,24 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
         return reasons
 
     def wait(self, count: int) -> list[str]:
-        """Waits until so many are ready, or as many as are left. Returns why others were given up, see `look`."""
+        """Waits until so many are ready, or as many as are left; not for those who take long, if a run may start without them.
+
+        Returns:
+            Why others were given up, see `look`.
+        """
         reasons = self.look()
-        while self.ready() < min(count, len(self)):
+        while self.ready() < min(count, len(self)) and not self._is_enough() and not self._stopping():
             self._answering(_PLACE_S / 10)
             reasons += self.look()
         return reasons
+
+    def _is_enough(self) -> bool:
+        """Whether a run may start with those who are ready, and they have waited for the others for as long as they took themselves."""
+        ready = sorted((n.ready_s, n.began_s) for n in self._all if n.ready_s is not None)
+        if len(ready) < self._least:
+            return False
+        ready_s, began_s = ready[self._least - 1]
+        return time.monotonic() - ready_s >= max(_PATIENCE_S, ready_s - began_s)
 
     def _answering(self, timeout_s: float) -> list[Newcomer]:
         asked = {newcomer.answer: newcomer for newcomer in self._all}

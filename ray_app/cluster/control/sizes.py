@@ -147,9 +147,13 @@ class Sizes(ElasticScalingPolicy):
             return False
         return True
 
+    def is_stopping(self) -> bool:
+        """Whether the driver asks the run to stop."""
+        return bool(ray.get(self._control.rendezvous.status.remote()).stopping)
+
     def make_decision_for_non_running_worker_group(self) -> Any:
         """Starts all workers as soon as enough are possible."""
-        if ray.get(self._control.rendezvous.status.remote()).stopping:
+        if self.is_stopping():
             raise StoppedWaitingError("stopped while there were no workers")
         self._maybe_send_resource_request()
         possible, scaling = self.possible(len(self.newcomers)), self._control.config.scaling
