@@ -192,7 +192,7 @@ def test_binary_and_multi_label_classes_and_lists_of_one_size(task: dict[str, An
         (module(model=bert(), **TEXTS, pad_with=300), "values up to 199 and is padded with 300, and the model has no embedding for 300"),
         (
             module(model=bert(max_position_embeddings=8), **TEXTS),
-            "Rows of 16 numbers in 'tokens' cannot be trained on, rows of one can. Models know only so many positions",
+            "Rows of 40 numbers in 'tokens' cannot be trained on, rows of one can. Models know only so many positions",
         ),
         (module(model=outputs(2), target="x"), "outputs are of shape (rows, 2), the target of (rows); torch.nn.MSELoss compares each with"),
     ],

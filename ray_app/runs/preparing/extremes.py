@@ -1,126 +1,61 @@
-"""The greatest numbers and the longest rows of the data: classes, vocabulary and positions that a model may not have."""
+"""The greatest numbers of the data: classes and a vocabulary that a model may not have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from torch import nn
 
 from ray_app.errors import ConfigError, TaskError
-from ray_app.task.base import Task
+from ray_app.runs.preparing.attempt import Attempt
 from ray_app.task.loop import LoopTask
 from ray_app.task.module import ModuleTask
-from ray_app.task.own_code import own_code
-from ray_app.task.rows.ragged import Arrays, Ragged, to_batch
-from ray_app.task.score.scoring import score
-
-MOST_NUMBERS = 1 << 16
-"""Rows of more are not looked for: a trial should not take long."""
+from ray_app.task.rows.ragged import Arrays, Ragged
 
 
-def longest(rows: Arrays) -> Arrays:
-    """The longest of some rows, by itself, each field of shape (1, ...); the first, where all are of one length."""
-    total = _numbers(rows)
-    place = int(np.where(total <= MOST_NUMBERS, total, 0).argmax())
-    return {name: values[place : place + 1] for name, values in rows.items()}
-
-
-def numbers_of(rows: Arrays) -> int:
-    """Numbers in the lists of some rows."""
-    return int(_numbers(rows).sum())
-
-
-def _numbers(rows: Arrays) -> np.ndarray:
-    lengths = [values.lengths for values in rows.values() if isinstance(values, Ragged) and not values.row_shape]
-    return np.sum(lengths, axis=0) if lengths else np.zeros(1, np.int64)
-
-
-def use_rows(task: Task, model: nn.Module, rows: Arrays, evaluates: bool, what: str) -> None:
-    """Trains on rows without a step, or evaluates on them.
+def refuse_out_of_range(attempt: Attempt, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = "") -> None:
+    """Trains, or evaluates, on rows that have the least and the greatest numbers of the columns, without a step.
 
     Args:
-        task: The prepared task.
-        model: Its model, in the mode that it is trained in; an evaluation leaves it in its own.
-        rows: Decoded rows.
-        evaluates: Whether they are evaluated on.
-        what: What they are, for messages.
-
-    Raises:
-        TaskError: It cannot be done.
-    """
-    count = len(next(iter(rows.values())))
-    with torch.no_grad(), own_code(lambda: f"{'evaluating' if evaluates else 'training'} on {what}"):
-        if evaluates:
-            list(score(task, model, rows, count, torch.device("cpu")))
-        else:
-            task.training_loss(model, task.augment(to_batch(rows), torch.arange(count)))
-
-
-def refuse_out_of_range(
-    task: ModuleTask, model: nn.Module, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = ""
-) -> None:
-    """Trains, or evaluates, on rows that have the least and the greatest numbers of a column, without a step.
-
-    Args:
-        task: The prepared task.
-        model: Its model.
-        rows: Decoded rows with which that works.
+        attempt: The task and its model; only a model by configuration is tried.
+        rows: Decoded rows with which that works; short ones, since it is done several times.
         evaluated: The least and the greatest number of the columns of the data to evaluate on, if it is that: there must be metrics of its
-            classes, too.
+            classes, too. What training has tried already is left out.
         where: What a message begins with.
 
     Raises:
         ConfigError: There is no class, or no embedding, of such a number.
     """
-    if isinstance(task, LoopTask):  # whose script would begin again for each
+    task = attempt.task
+    if not isinstance(task, ModuleTask) or isinstance(task, LoopTask):  # whose script would begin again for each
         return
     evaluates = evaluated is not None
     ranges = task.ranges if evaluated is None else evaluated
-    for name, value in _values(ranges, rows):
-        try:
-            use_rows(task, model, {**rows, name: _filled(rows[name], value)}, evaluates, "the extreme numbers of a column")
-        except TaskError as error:
-            cause = error.__cause__
-            if isinstance(cause, IndexError) or (cause is not None and evaluates and name == task.target):
-                told = _told_class if name == task.target else _told_embedding
-                raise ConfigError(where + told(model, name, ranges[name], value, cause, evaluates)) from error
+    for some in _values(task, ranges, rows, evaluates):
+        if attempt.works({**rows, **{name: _filled(rows[name], value) for name, value in some.items()}}, evaluates):
+            continue
+        for name, value in some.items():
+            try:
+                attempt.on({**rows, name: _filled(rows[name], value)}, evaluates, "the extreme numbers of a column")
+            except TaskError as error:
+                cause = error.__cause__
+                if isinstance(cause, IndexError) or (cause is not None and evaluates and name == task.target):
+                    told = _told_class if name == task.target else _told_embedding
+                    raise ConfigError(where + told(attempt.state.model, name, ranges[name], value, cause, evaluates)) from error
 
 
-def too_long(task: ModuleTask, model: nn.Module, rows: Arrays, evaluates: bool = False) -> str | None:
-    """Whether rows that cannot be trained on could be if they were shorter, in words; None if not.
-
-    Args:
-        task: The prepared task.
-        model: Its model.
-        rows: Decoded rows that cannot be trained on.
-        evaluates: Whether they are rows to evaluate on.
-    """
-    columns = [name for name, values in rows.items() if isinstance(values, Ragged)]
-    if not columns or isinstance(task, LoopTask):
-        return None
-    most = max(int(values.lengths.max()) for values in rows.values() if isinstance(values, Ragged))
-    short = {name: values.cut(1) if isinstance(values, Ragged) else values for name, values in rows.items()}
-    try:
-        use_rows(task, model, short, evaluates, "short rows")
-    except Exception:  # it is not the length
-        return None
-    return (
-        f"Rows of {most} numbers in {' or '.join(map(repr, columns))} cannot be {'evaluated' if evaluates else 'trained'} on,"
-        " rows of one can. Models know only so many"
-        " positions (max_position_embeddings, block_size): make these more, or set task.init_args.max_length to as many."
-    )
-
-
-def _values(ranges: dict[str, list[float]], rows: Arrays) -> Iterator[tuple[str, float]]:
-    for name, (least, most) in ranges.items():
-        if name in rows:
-            values = rows[name]
-            yield name, most
-            yield name, least
-            if isinstance(values, Ragged):
-                yield name, values.fill
+def _values(task: ModuleTask, ranges: dict[str, list[float]], rows: Arrays, evaluates: bool) -> Iterator[dict[str, float]]:
+    """What to try at once: all that is greatest, all that is least, and what lists are padded with, which a target's loss leaves out."""
+    names = [name for name in ranges if name in rows]
+    for which in (1, 0):
+        some = {name: ranges[name][which] for name in names}
+        known = {name: task.ranges[name] for name in names if evaluates and name != task.target and name in task.ranges}
+        if new := {name: value for name, value in some.items() if name not in known or not known[name][0] <= value <= known[name][1]}:
+            yield new
+    lists = {name: values.fill for name in names if isinstance(values := rows[name], Ragged) and name not in task.targets()}
+    if lists and not evaluates:
+        yield lists
 
 
 def _filled(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:

@@ -24,10 +24,10 @@ from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.record.stored_config import read_manifest, stored_config
 from ray_app.runs.cluster import counted
+from ray_app.runs.preparing.attempt import longest, shortest
 from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.by_epoch import refuse_other_fields
 from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
-from ray_app.runs.preparing.extremes import longest
 from ray_app.runs.preparing.growing import refuse_other_run
 from ray_app.runs.preparing.initial import find_beginning
 from ray_app.runs.preparing.names import new_run_name
@@ -35,6 +35,7 @@ from ray_app.runs.preparing.plan import classes_of, make_plan, mixing_doubts, re
 from ray_app.runs.preparing.reconfigured import put_config, reconfigure
 from ray_app.runs.preparing.rehearsal import rehearse
 from ray_app.task.base import Rows, Task
+from ray_app.task.loop import LoopTask
 from ray_app.task.rows.ragged import Arrays
 from ray_app.task.score.deciding import completed_mode
 from ray_app.train.job import Job
@@ -112,12 +113,12 @@ def prepare(config: Config) -> Prepared:
     if config.train.init_from is not None:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
-    beyond = [Beyond.of(f"data.path {config.data.path}", task, dataset, fields)]
+    beyond = [Beyond.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest(rows))]
     data = None
     if config.data.eval_path is not None:
         data, more = _prepare_evaluation(job, config.data.eval_path)
         beyond.append(more)
-    rehearse(job, longest(rows), initial, beyond)
+    rehearse(job, longest(rows) if isinstance(task, LoopTask) else shortest(rows), initial, beyond)  # a script takes all at once
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")

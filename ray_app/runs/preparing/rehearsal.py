@@ -17,11 +17,14 @@ from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
+from ray_app.runs.preparing.attempt import SHORT, Attempt, cut, numbers_of
 from ray_app.runs.preparing.beyond import Beyond
-from ray_app.runs.preparing.extremes import refuse_out_of_range, too_long
+from ray_app.runs.preparing.extremes import refuse_out_of_range
 from ray_app.runs.preparing.kernels import Kernels
 from ray_app.task.base import Task
 from ray_app.task.environment import given_back, pin
+from ray_app.task.language_model import CausalLanguageModel
+from ray_app.task.loop import LoopTask
 from ray_app.task.losses import of_rows, summed
 from ray_app.task.module import ModuleTask
 from ray_app.task.own_code import own_code
@@ -102,37 +105,58 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None, beyond: S
 
 
 def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Beyond]) -> None:
-    """`_try_task`, and for a model by configuration what the greatest numbers of the data need.
+    """`_try_task` with short rows, the greatest numbers of the data in these, and its longest rows once.
 
     Raises:
         TaskError: See `_try_task`.
         ConfigError: Likewise, or the model lacks classes, a vocabulary or positions for the data.
     """
+    attempt = Attempt(job.task, state)
+    rows = _try_short(job, attempt, rows)
+    refuse_out_of_range(attempt, rows)
+    known = numbers_of(rows) // 2
+    for each in beyond:
+        known = each.refuse(attempt, rows, known)
+
+
+def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> Arrays:
+    """`_try_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with.
+
+    Raises:
+        TaskError: See `_try_task`.
+        ConfigError: Likewise, or the model lacks positions.
+    """
+    task, short = job.task, cut(rows, SHORT)
+    is_cut = isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
+    if is_cut and numbers_of(short) < numbers_of(rows):
+        try:
+            _try_task(job, attempt, short)
+        except TaskError:  # if it is not the length, the rows as they are say it
+            pass
+        else:
+            return short
     try:
-        _try_task(job, state, rows)
+        _try_task(job, attempt, rows)
     except TaskError as error:
-        if isinstance(job.task, ModuleTask) and (why := too_long(job.task, state.model, rows)) is not None:
-            raise ConfigError(f"{why} What was raised: {error}") from error
+        for evaluates in (False, True) if job.config.data.eval_path is not None else (False,):
+            if isinstance(task, ModuleTask) and (why := attempt.too_long(rows, evaluates)) is not None:
+                raise ConfigError(f"{why} What was raised: {error}") from error
         raise
-    state.train()
-    if isinstance(job.task, ModuleTask):
-        refuse_out_of_range(job.task, state.model, rows)
-    if state.turns is None:
-        for each in beyond:
-            each.refuse(state.model, rows)
+    return rows
 
 
-def _try_task(job: Job, state: TrainingState, rows: Arrays) -> None:
+def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
     """Takes two rows through training and evaluation, as workers and evaluator will.
 
     Raises:
         TaskError: Something of it fails.
         ConfigError: The losses are not one for each row, a GPU would refuse an operation, or no metric is the one that decides.
     """
-    task, count, config = job.task, len(next(iter(rows.values()))), job.config
+    task, state, count, config = job.task, attempt.state, len(next(iter(rows.values()))), job.config
+    state.train()
     with own_code(lambda: "training on two rows"), _kernels(config, config.scaling.gpus_per_worker) as gpus:
         fields = task.augment(to_batch(rows), torch.arange(count))
-        for turn in state.turns.optimizers if state.turns is not None else [None]:
+        for turn in attempt.turns:
             losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)
             found = of_rows(task, losses, count)
             summed(task, found)
