@@ -60,6 +60,18 @@ def test_columns_of_half_precision_have_no_known_range(tmp_path: Path) -> None:
     assert (columns["whole"].minimum, columns["whole"].maximum) == (1.0, 2.0)
 
 
+def test_row_groups_without_a_number_leave_the_range_as_it_is(tmp_path: Path) -> None:
+    tokens = [[1, 7]] * 10 + [[]] * 10 + [[250]] * 10
+    columns = {"tokens": pa.array(tokens, pa.list_(pa.int32())), "none": pa.array([[]] * 30, pa.list_(pa.int32()))}
+    missing = pa.array([3] * 10 + [None] * 10 + [5] * 10)
+    pq.write_table(pa.table(columns | {"missing": missing}), tmp_path / "part.parquet", row_group_size=10)
+    pq.write_table(pa.table(columns | {"missing": missing}).slice(10, 10), tmp_path / "without.parquet")
+    facts = open_dataset(str(tmp_path)).facts.columns
+    assert (facts["tokens"].minimum, facts["tokens"].maximum) == (1, 250)
+    assert (facts["missing"].minimum, facts["missing"].maximum, facts["missing"].nulls) == (3, 5, 20)
+    assert facts["none"].maximum is None
+
+
 def test_a_column_that_is_not_there_is_no_bad_row(tmp_path: Path) -> None:
     write(tmp_path / "x.parquet", width=[1.0], label=[1])
     dataset = open_dataset(str(tmp_path))

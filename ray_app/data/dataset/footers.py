@@ -75,7 +75,7 @@ class Footers:
             return Range()
         found = self.table[f"range.{name}"].combine_chunks().flatten().to_numpy().reshape(-1, 4)
         nulls, spans = int(found[:, _NULLS].sum()), float(found[:, _SPANS].sum())
-        if math.isnan(spans):
+        if math.isnan(spans) or not np.isfinite(found[:, _LEAST]).any():
             return Range(nulls=nulls)
         rows = int(self.table["rows"].combine_chunks().flatten().to_numpy().sum())
         return Range(float(found[:, _LEAST].min()), float(found[:, _MOST].max()), nulls, spans / rows)
@@ -254,6 +254,8 @@ def _range(groups: list[tuple[pq.RowGroupMetaData, int]], place: int | None) -> 
         statistics: Any = group.column(place).statistics if place is not None else None
         if statistics is not None:
             nulls += statistics.null_count or 0
+            if not statistics.num_values and statistics.null_count:  # empty lists, or missing values, are of no range
+                continue
         least: Any = statistics.min if statistics is not None and statistics.has_min_max else None
         if type(least) not in _NUMBERS:  # of half precision pyarrow gives the bytes
             spans = math.nan
