@@ -140,7 +140,6 @@ def test_the_longest_row_is_found_by_its_lists_of_numbers(tmp_path: Path) -> Non
     assert shorter is not None
     assert shorter.position % 16 == 15
     assert longest_row(dataset, ["x", "label"], 100) is None
-    assert longest_row(dataset, ["tokens"], 100, within_s=-1) is None
 
 
 def test_of_a_large_data_set_some_row_groups_from_all_over_it_are_looked_at(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +152,43 @@ def test_of_a_large_data_set_some_row_groups_from_all_over_it_are_looked_at(plai
     monkeypatch.setattr(longest.time, "monotonic", lambda: next(ticks))
     monkeypatch.setattr(longest, "parquet", looked)
     assert longest_row(open_dataset(plain), ["tokens"], 100) is not None
-    assert len(read) == 5, "a second of four looks each, and the one that tells that it is over"
+    assert len(read) == 5, "after the fifth look more than a second is over"
+
+
+def test_what_was_read_counts_however_long_it_took(plain: str) -> None:
+    found = longest_row(open_dataset(plain), ["tokens"], 100, within_s=-1)
+    assert found is not None
+    assert found.position % 16 == 15, "the longest of a row group"
+
+
+def test_a_batch_of_large_rows_has_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    random, long = np.random.default_rng(0), 70_000
+    waves = [random.integers(0, 1 << 60, 50_000) for _ in range(60)]
+    waves[40] = random.integers(0, 1 << 60, long)
+    table = {"wave": pa.array(waves, pa.list_(pa.int64())), "other": pa.array([[1.0] * 100] * 60), "y": pa.array(range(60))}
+    pq.write_table(pa.table(table), tmp_path / "wave.parquet")
+    ticks, looked = count(0, 0.2), longest._lengths
+    read = list[int]()
+
+    def counted(rows: pa.RecordBatch) -> Any:
+        read.append(rows.num_rows)
+        return looked(rows)
+
+    monkeypatch.setattr(longest, "_lengths", counted)
+    dataset = open_dataset(str(tmp_path))
+    assert longest_row(dataset, ["wave"], 1 << 16) is not None
+    assert sum(read) == 60
+    assert max(read) * 50_000 * 8 <= 5 << 20
+    assert [record.message for record in caplog.records] == [
+        f"A row of {long} numbers is not tried before the start, nor are others of more than 65536."
+    ]
+    monkeypatch.setattr(longest.time, "monotonic", lambda: next(ticks))
+    read.clear()
+    assert longest_row(dataset, ["wave"], 1 << 17) is not None
+    assert len(read) == 6
+    read.clear()
+    assert longest_row(dataset, ["other"], 1 << 17) is not None
+    assert read == [60], "a batch goes by the columns that are looked at"
 
 
 def test_a_file_that_cannot_be_read_is_told_where_it_is_trained_on(tmp_path: Path, plain: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from ray_app.data.dataset.dataset import Dataset
 from ray_app.data.dataset.files import parquet, parsing, place_of
@@ -18,7 +19,7 @@ from ray_app.plan.keyed import key, permutation
 
 LOOK_S = 1.0
 """How long is looked: on a disk at about 100 million numbers."""
-_ROWS, _BUFFER_BYTES = 16_384, 1 << 20
+_MOST_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 16_384, 4 << 20, 1 << 20
 _LOOK = 15  # salt: what a key is for
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,11 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
         within_s: Seconds after which no more is read.
 
     Returns:
-        The place of the row; None if no column has lists or nothing could be read in the time. What cannot be read is told when it is
-        trained on.
+        The place of the row, of those of the first batch at least; None if no column has lists, or nothing could be read. What cannot be
+        read is told when it is trained on.
     """
     columns = [name for name in columns if name in dataset.facts.columns and dataset.facts.columns[name].kind == "list"]
-    manifest, found, longest = dataset.manifest, None, -1
+    manifest, found, longest, told = dataset.manifest, None, -1, False
     until_s = time.monotonic() + within_s
     if not columns:
         return None
@@ -46,19 +47,34 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
         first = 0
         try:
             with parsing(place, "It cannot be read as Parquet."), parquet(place, _BUFFER_BYTES) as file:
-                for rows in file.iter_batches(_ROWS, [int(manifest.index_in_file[group])], columns):
-                    if time.monotonic() > until_s:
-                        return found
+                at = int(manifest.index_in_file[group])
+                for rows in file.iter_batches(_rows_at_once(file.metadata.row_group(at), columns), [at], columns):
                     lengths = _lengths(rows)
+                    if not told and lengths.max() > most:
+                        told = True
+                        logger.warning(
+                            "A row of %d numbers is not tried before the start, nor are others of more than %d.", lengths.max(), most
+                        )
                     lengths[lengths > most] = -1
                     row = int(lengths.argmax())
                     if lengths[row] > longest:
                         longest, found = int(lengths[row]), span_of(manifest, group, first + row, 1)
                     first += rows.num_rows
+                    if time.monotonic() > until_s:
+                        logger.info("The longest row is the longest of those that could be looked at in %g s.", within_s)
+                        return found
         except DataError as error:
             logger.info("The longest row is not looked for any further: %s", error)
             return found
     return found
+
+
+def _rows_at_once(group: pq.RowGroupMetaData, columns: list[str]) -> int:
+    """Rows of a batch, so that the first does not take long where rows are large."""
+    stored = (group.column(i) for i in range(group.num_columns))
+    begin = tuple(f"{name}." for name in columns)
+    size = sum(column.total_uncompressed_size for column in stored if f"{column.path_in_schema}.".startswith(begin))
+    return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(1, size)))
 
 
 def _lengths(rows: pa.RecordBatch) -> npt.NDArray[np.int64]:
