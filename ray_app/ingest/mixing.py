@@ -74,7 +74,7 @@ class Runs:
         for column in table.schema:
             facts = column_facts(column)
             known = self._columns.setdefault(column.name, facts)
-            if {**known, "nulls": 0} != {**facts, "nulls": 0} and not pa.types.is_null(column.type):
+            if {**known, "nulls": 0} != {**facts, "nulls": 0}:
                 raise DataError(
                     f"the column {column.name!r} is {known} in one file of the input and {facts} in another one; all files of a data set"
                     " have the same. Correct the input."

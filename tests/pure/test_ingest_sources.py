@@ -682,6 +682,31 @@ def test_files_of_one_split_have_the_same_types(tmp_path: Path, first: pa.Array,
     assert expected != "int64" or "all files of a data set have the same. Correct the input." in said
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("first", "second", "ragged", "expected"),
+    [
+        (pa.array([1, 2]), pa.nulls(2), False, [1, 2, None, None]),
+        (pa.array(["x", "y"]).dictionary_encode(), pa.nulls(2), False, ["x", "y", None, None]),
+        (pa.array([[1], [2, 3]]), pa.nulls(2), True, [[1], [2, 3]]),
+        (pa.array([[1], [2, 3]]), pa.array([[], []]), True, [[1], [2, 3], [], []]),
+        (pa.array([[[1, 2]], []]), pa.array([[], [[]]]), True, [[[1, 2]], [], []]),
+        (pa.array([[1, 2], [2, 3]], pa.list_(pa.int8(), 2)), pa.nulls(2), False, [[1, 2], [2, 3]]),
+    ],
+)
+def test_a_column_without_a_value_in_a_later_file_is_of_the_first_files_type(
+    tmp_path: Path, first: pa.Array, second: pa.Array, ragged: bool, expected: list[Any], piece_bytes: int
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number, column in enumerate((first, second)):
+        pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
+    got = done(
+        tmp_path, "hf", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip", max_bad_rows=9, ragged=["a"] if ragged else None
+    )
+    found = sorted((list(np.asarray(each).tolist()) if pa.types.is_nested(first.type) else each for each in got["a"]), key=str)
+    assert found == sorted(expected, key=str)
+
+
 @pytest.mark.parametrize("source", ["hf", "cifar"])
 def test_other_names_of_the_classes_are_another_source(tmp_path: Path, source: Any) -> None:
     if source == "hf":

@@ -109,7 +109,7 @@ class HuggingFace:
         nested.check_ragged(file, self.ragged, kept)
         shapes = _shapes(files, [column.name for column in kept if nested.is_list(column.type)], self.ragged)
         names = features.get(label or "", {}).get("names")
-        return Form(keep, shapes, label, tuple(names) if names else None, self.check)
+        return Form(kept, shapes, label, tuple(names) if names else None, self.check)
 
 
 def _saved(folder: Place) -> list[File]:

@@ -17,9 +17,11 @@ from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
 
 @dataclass(frozen=True)
 class Form:
-    """Columns to keep, shapes of those with lists, the label's column, its classes, and whether images are decoded."""
+    """Columns to keep, in the first file's types, shapes of those with lists, the label's column, its classes, and whether images are
+    decoded.
+    """
 
-    columns: list[str]
+    schema: pa.Schema
     shapes: dict[str, nested.Shape]
     label: str | None
     classes: tuple[str, ...] | None
@@ -48,9 +50,9 @@ def unusable(kind: pa.DataType, is_label: bool) -> str | None:
 
 def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
     """A table with the columns as ours, without the rows that cannot be used."""
-    if missing := [name for name in form.columns if name not in table.column_names]:
+    if missing := [name for name in form.schema.names if name not in table.column_names]:
         raise DataError(f"{file}: no column {missing[0]!r} as in the first file; the columns are {table.column_names}. Save it again.")
-    columns = {name: nested.plain(table[name].combine_chunks()) for name in form.columns}
+    columns = {column.name: nested.plain(_typed(table[column.name].combine_chunks(), column.type)) for column in form.schema}
     for name in form.shapes:
         if not nested.is_list(kind := columns[name].type) or nested.number_type(kind) is None:
             raise DataError(f"{file}: column {name!r} holds {kind}, and lists of numbers in the first file. Save it again.")
@@ -72,6 +74,16 @@ def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Re
     good[list(faults)] = False
     chosen = {"label" if name == form.label else name: _filtered(column, good, form.shapes.get(name)) for name, column in columns.items()}
     return base.table(ids[good].tolist(), chosen)
+
+
+def _typed(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """A column without any value, which has no type, or lists without one, as those of the first file; another column as it is."""
+    inner = column.type
+    while nested.is_list(inner):
+        inner = inner.value_type
+    if pa.types.is_null(column.type):
+        return pa.nulls(len(column), kind)
+    return column.cast(kind) if pa.types.is_null(inner) and nested.is_list(kind) else column
 
 
 def _beyond(labels: pa.Array, classes: int) -> dict[int, str]:
