@@ -14,7 +14,7 @@ import yaml
 from ray_app import load_config
 from ray_app.errors import ConfigError, DataError
 from ray_app.runs.preparing.prepare import prepare
-from ray_app.task.rows.plain import of_kind
+from ray_app.task.rows.plain import of_kind, plain
 from ray_app.task.rows.ragged import Ragged
 from ray_app.train.job import Job
 from tests.support.pictures import table_data
@@ -226,6 +226,7 @@ def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> 
         (np.int64, np.int64),
         (np.float64, np.float32),
         (np.float32, np.float32),
+        (np.float16, np.float32),
     ],
 )
 def test_numbers_in_lists_are_of_types_that_layers_take(kind: Any, wanted: Any) -> None:
@@ -235,3 +236,14 @@ def test_numbers_in_lists_are_of_types_that_layers_take(kind: Any, wanted: Any) 
     assert lists.values.tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="a list holds no numbers"):
         of_kind([[1], [2]], "list")
+
+
+@pytest.mark.parametrize("decode", [lambda values: of_kind(values, "list" if isinstance(values, Ragged) else "integer"), plain])
+def test_integers_that_int64_does_not_hold_are_refused(decode: Any) -> None:
+    for great in (2**63, 2**64 - 1):
+        for values in (np.array([1, great], np.uint64), Ragged.of([[1], [great]], np.uint64)):
+            with pytest.raises(ValueError, match=f"{great} is above"):
+                decode(values)
+    for values in (np.array([1, 2**63 - 1], np.uint64), Ragged.of([[1], [2**63 - 1]], np.uint64)):
+        found = decode(values)
+        assert (found.values if isinstance(found, Ragged) else found).tolist() == [1, 2**63 - 1]
