@@ -160,7 +160,7 @@ class PredictActor:
             batch = {name: values.to(self._device) for name, values in some.items()}
             with torch.inference_mode():
                 outputs = self._predict(batch)
-            found.append(self._job.model.task.predictions(_on_cpu(outputs)))
+            found.append(self._job.model.task.predicted(_on_cpu(outputs), batch))
         whole = {name: joined([one[name] for one in found]) for name in found[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:

@@ -274,6 +274,11 @@ class Task(ABC):
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
         return {name: values.numpy() for name, values in named.items()}
 
+    def predicted(self, outputs: Any, batch: Batch) -> Arrays:
+        """`predictions` of a batch's rows; to be replaced where that needs its fields, too, as the lengths of lists."""
+        del batch
+        return self.predictions(outputs)
+
     def export_files(self, model: nn.Module, folder: Path) -> None:
         """Writes more into the folder of an export: what programs without ray_app load the model from; not overridden: nothing.
 

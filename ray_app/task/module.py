@@ -20,6 +20,7 @@ from ray_app.task.classification import class_predictions, wrong_classes
 from ray_app.task.configured.arguments import need_channels, need_lists, need_numbers, need_specs
 from ray_app.task.configured.losses import loss_of_rows
 from ray_app.task.losses import Losses
+from ray_app.task.rows.lengths import without_padding
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
 from ray_app.task.rows.plain import of_kind
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
@@ -270,8 +271,8 @@ class ModuleTask(Task):
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)
 
     def predictions(self, outputs: Any) -> Arrays:
-        """Class, number and confidence where there is one score for each class; of pixels, and of tokens with their padding, the numbers of
-        their classes, as `predicted_index`; else the outputs as `predicted`.
+        """Class, number and confidence where there is one score for each class; of pixels and of tokens the numbers of their classes, as
+        `predicted_index`; else the outputs as `predicted`.
         """
         if self._classifies(outputs):
             return class_predictions(outputs, self.classes)
@@ -280,6 +281,14 @@ class ModuleTask(Task):
         if self.classes_last and isinstance(outputs, Tensor) and outputs.ndim == 3:
             return {"predicted_index": outputs.argmax(2).numpy()}
         return super().predictions(outputs)
+
+    def predicted(self, outputs: Any, batch: Batch) -> Arrays:
+        """See `Task.predicted`; with a target of lists, which the outputs go along with, what they say of padding is left out."""
+        own = type(self).loss is not ModuleTask.loss or type(self).predictions is not ModuleTask.predictions
+        if own or self.kinds[self.target] != "list" or not isinstance(outputs, Tensor):
+            return self.predictions(outputs)
+        name, values = ("predicted_index", outputs.argmax(2)) if self.classes_last and outputs.ndim == 3 else ("predicted", outputs)
+        return {name: without_padding(values, batch, self._columns_of_model())}
 
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""

@@ -1,0 +1,118 @@
+"""A value for each token of a list: what is compared, and predicted, has nothing of what rows are padded with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ray_app.data.dataset.arrays import spec_like, to_column
+from ray_app.errors import DataError
+from ray_app.predict.actor import PredictActor, part_file
+from ray_app.runs.outcome.result import Result
+from ray_app.task.module import ModuleTask
+from ray_app.task.rows.ragged import Arrays, Ragged, joined, to_batch
+from ray_app.task.without_targets import WithoutTargets
+
+CROSS_ENTROPY = {"class_path": "torch.nn.CrossEntropyLoss"}
+TOKENS = [[4, 1, 5], [7], [], [3, 3, 9, 8, 2], [6, 2]]
+
+
+class OfToken(nn.Module):
+    """Scores of each token that depend on it alone, shape (rows, tokens, outputs), (rows, outputs, tokens), or without an axis of one."""
+
+    def __init__(self, outputs: int = 3, last: bool = True) -> None:
+        super().__init__()
+        self.scores, self.last = (
+            nn.Embedding.from_pretrained(torch.randn(100, outputs, generator=torch.Generator().manual_seed(outputs))),
+            last,
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The scores."""
+        scores: Tensor = self.scores(tokens)
+        return scores if self.last else scores.movedim(2, 1)
+
+
+def tagging(classes_last: bool = True, kind: str = "list", **init_args: Any) -> ModuleTask:
+    given = {"model": {"class_path": f"{__name__}.OfToken"}, "inputs": ["tokens"], "target": "tags", "loss": CROSS_ENTROPY} | init_args
+    task = ModuleTask(**given, classes_last=classes_last)
+    task.kinds = {"tokens": "list", "tags": kind}
+    return task
+
+
+def lists(rows: list[list[int]]) -> Ragged:
+    return Ragged.of(rows, np.int64)
+
+
+def of(values: Any) -> list[Any]:
+    assert isinstance(values, Ragged)
+    return [values.row(i).tolist() for i in range(len(values))]
+
+
+WITHOUT_TAGS: Arrays = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("task", "model", "name"),
+    [
+        (tagging(), OfToken(), "predicted_index"),
+        (tagging(pad_to=4), OfToken(), "predicted_index"),
+        (tagging(False), OfToken(3, last=False), "predicted"),
+        (tagging(False), OfToken(1), "predicted"),
+    ],
+)
+def test_predictions_of_tokens_are_as_long_as_their_rows(task: ModuleTask, model: OfToken, name: str, size: int) -> None:
+    rows = task.decode({"tokens": lists(TOKENS), "tags": np.zeros(5, np.int64)})
+    batches = [to_batch(rows, slice(low, low + size)) for low in range(0, 5, size)]
+    found = joined([task.predicted(task.forward(model, batch), batch)[name] for batch in batches])
+    scores = [[model.scores.weight[token] for token in row] for row in TOKENS]
+    wanted: list[Any] = [[int(each.argmax()) for each in row] for row in scores]
+    if name == "predicted":
+        wanted = [[each.tolist() if len(each) > 1 else each.item() for each in row] for row in scores]
+    assert of(found) == wanted
+
+
+def test_a_part_has_a_list_of_the_length_of_each_row_whatever_the_batches() -> None:
+    task = tagging()
+    actor = PredictActor.__new__(PredictActor)
+    actor._device, actor._predict = torch.device("cpu"), lambda batch: task.forward(OfToken(), batch)
+    fields = {name: spec_like(values) for name, values in WITHOUT_TAGS.items()}
+    columns = {name: to_column(name, values)[1] for name, values in WITHOUT_TAGS.items()}
+    parts = []
+    for size in (1, 2, 5):
+        actor._job = SimpleNamespace(fields=fields, batch_size=size, model=SimpleNamespace(task=task))  # type: ignore[assignment]
+        parts.append(part_file(pa.table({"position": range(5)}), actor._outputs(pa.table(columns), 0), "x"))
+    assert parts[0] == parts[1] == parts[2]
+    read = pq.read_table(pa.BufferReader(parts[0]))["predicted_index"].to_pylist()
+    assert [len(row) for row in read] == [len(row) for row in TOKENS]
+
+
+def test_a_result_predicts_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Result, "load_model", lambda self, which: OfToken())
+    job = SimpleNamespace(config=SimpleNamespace(evaluate=SimpleNamespace(batch_size=2)))
+    monkeypatch.setattr(Result, "_job", job)
+    found = Result(Path("run"), {}, tagging()).predict({"tokens": lists(TOKENS)})
+    assert [len(row) for row in of(found["predicted_index"])] == [len(row) for row in TOKENS]
+
+
+class Halved(OfToken):
+    """Gives a score of every second token."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The scores."""
+        return super().forward(tokens)[:, ::2]
+
+
+def test_what_goes_along_with_no_list_is_not_predicted() -> None:
+    batch = to_batch(WITHOUT_TAGS)
+    with pytest.raises(DataError, match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along"):
+        tagging().predicted(tagging().forward(Halved(), batch), batch)
