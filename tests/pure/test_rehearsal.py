@@ -14,8 +14,11 @@ from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
 from ray_app.errors import ConfigError
+from ray_app.runs.preparing.kernels import Kernels
 from ray_app.runs.preparing.rehearsal import rehearse
 from ray_app.task.base import Batch
+from ray_app.task.configured.losses import loss_of_rows
+from ray_app.task.losses import Losses
 from tests.support.local_world import TinyImages, make_job, write_images
 
 
@@ -202,3 +205,17 @@ def test_what_a_gpu_has_no_deterministic_kernel_for_is_named_before_the_start(tm
 @pytest.mark.parametrize("last", FINE)
 def test_what_a_gpu_has_kernels_for_is_not(tmp_path: Path, last: str) -> None:
     pooled(tmp_path, last, scaling__gpus_per_worker=1)
+
+
+def test_classes_of_pixels_and_tokens_have_kernels_where_their_losses_are_not_reduced() -> None:
+    """As in aten/src/ATen/native/cuda/NLLLoss2d.cu, whose alert comes with `reduction != Reduction::None` alone."""
+    for shape in ((2, 3, 4, 4), (2, 3, 5)):
+        scores, labels = torch.randn(shape, requires_grad=True), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
+        with Kernels() as kernels:
+            Losses.of(loss_of_rows({"class_path": "torch.nn.CrossEntropyLoss"}, scores, labels)).values.sum().backward()
+        kernels.refuse(1)
+    for reduction in ("mean", "sum"):
+        with Kernels() as kernels:
+            functional.cross_entropy(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), reduction=reduction)
+        with pytest.raises(ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose reduction none"):
+            kernels.refuse(1)

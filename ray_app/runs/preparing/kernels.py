@@ -48,7 +48,11 @@ _REFUSED: Mapping[str, _Refused] = {
     "reflection_pad1d_backward": _Refused("ReflectionPad1d, backward", _PADS),
     "reflection_pad2d_backward": _Refused("ReflectionPad2d, backward", _PADS),
     "reflection_pad3d_backward": _Refused("ReflectionPad3d, backward", _PADS),
-    "nll_loss2d_forward": _Refused("cross-entropy or NLLLoss over pixels", "the same over (rows x pixels, classes)"),
+    "nll_loss2d_forward": _Refused(
+        "cross-entropy or NLLLoss over pixels, as mean or sum",
+        "reduction none, and the mean of that",
+        lambda *args, **options: (args[3] if len(args) > 3 else options.get("reduction", 1)) != 0,
+    ),
     "_ctc_loss_backward": _Refused("CTCLoss, backward", "another loss"),
     "_embedding_bag_dense_backward": _Refused(
         "EmbeddingBag with mode max, backward", "mode sum or mean", lambda *args, **options: 2 in (args[7:8] or (options.get("mode"),))
