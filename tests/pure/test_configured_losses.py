@@ -118,3 +118,25 @@ def test_what_lists_are_padded_with_does_not_count(name: str, init_args: dict[st
 def test_one_value_of_a_padded_list_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\), which are padded"):
         loss_of_rows({"class_path": f"{__name__}.OfRow"}, OF_LISTS, LISTS, there=THERE)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_targets_are_not_rounded_to_the_precision_of_the_outputs(half: torch.dtype) -> None:
+    target = torch.tensor([345678.0, 0.123456])
+    outputs = torch.tensor([345670.0, 0.0]).clamp(max=torch.finfo(half).max).to(half).requires_grad_()
+    losses = loss_of_rows({"class_path": "torch.nn.L1Loss"}, outputs, target)
+    assert isinstance(losses, Tensor)
+    assert torch.equal(losses, (outputs.float() - target).abs())
+    losses.sum().backward()
+    assert outputs.grad is not None
+    assert outputs.grad.dtype == half
+
+
+def test_sums_and_weights_of_a_row_are_not_rounded_to_half_precision() -> None:
+    for name, outputs, target in (("MSELoss", torch.zeros(2, 1001), torch.ones(2, 1001)), ("NLLLoss", torch.ones(2, 3, 1001), LONG)):
+        found = Losses.of(loss_of_rows({"class_path": f"torch.nn.{name}"}, outputs.bfloat16(), target))
+        assert found.weights is not None
+        assert (found.values.abs().tolist(), found.weights.tolist()) == ([1001, 1001], [1001, 1001])
+
+
+LONG = torch.zeros(2, 1001, dtype=torch.int64)

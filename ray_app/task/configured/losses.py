@@ -25,7 +25,7 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
     Args:
         spec: The loss; its `reduction` is set to `none`.
         outputs: What of the model's is compared.
-        target: What with; of the outputs' shape it becomes of their type.
+        target: What with; of the outputs' shape it becomes of their type, both of at least 32 bits.
         accuracy: Whether what is right of each row is the metric `accuracy`; it counts as its losses do.
         there: Which values of a target of lists are there; the others are padding, and do not count. Not given: all.
 
@@ -38,8 +38,8 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
     right = _right(outputs, target) if accuracy else None
     loss = _made(json.dumps(spec), str(target.device))
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
-        target = target.to(outputs.dtype)
-    losses = loss(outputs, target)
+        outputs, target = _in_full(outputs), target.to(_in_full(outputs).dtype)
+    losses = _in_full(loss(outputs, target))
     is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
     if is_torchs and isinstance(outputs, Tensor) and losses.shape == outputs.shape != target.shape:
         raise ConfigError(
@@ -62,6 +62,11 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
         return Losses(_of_rows(losses), _of_rows(counted))
     right = right.float() if right.ndim <= counted.ndim else right.float().flatten(1).mean(1)  # the loss made one value of a row's
     return Losses(_of_rows(losses), _of_rows(counted), {"accuracy": _of_rows(right * counted)})
+
+
+def _in_full(values: Tensor) -> Tensor:
+    """Values of half precision in single precision, others as they are: targets and sums are not rounded to what a model computes in."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _of_rows(values: Tensor) -> Tensor:
