@@ -21,7 +21,9 @@ NUMBERS, TAGS = torch.randn(6), torch.randint(0, 2, (6, 3))
     ("name", "init_args", "outputs", "target"),
     [
         ("CrossEntropyLoss", {}, SCORES[:4], LABELS[:4]),
+        ("CrossEntropyLoss", {}, SCORES, LABELS),
         ("CrossEntropyLoss", {"ignore_index": -100}, SCORES, LABELS),
+        ("NLLLoss", {}, SCORES.log_softmax(1), LABELS),
         ("CrossEntropyLoss", {"weight": [1, 2, 5]}, SCORES, LABELS),
         ("CrossEntropyLoss", {"weight": [1.0, 2.0, 5.0], "label_smoothing": 0.1}, SCORES[:4], LABELS[:4]),
         ("CrossEntropyLoss", {"weight": [1, 2, 0], "ignore_index": 1}, PIXELS, MASKS),
@@ -56,6 +58,7 @@ WEIGHTED = torch.tensor([1.0, 2.0, 5.0])
     [
         ("CrossEntropyLoss", {}, SCORES[:4], LABELS[:4], SCORES[:4].argmax(1) == LABELS[:4], torch.ones(4)),
         ("CrossEntropyLoss", {"ignore_index": -100}, SCORES, LABELS, SCORES.argmax(1) == LABELS, LABELS.ge(0)),
+        ("CrossEntropyLoss", {}, SCORES, LABELS, SCORES.argmax(1) == LABELS, LABELS.ge(0)),
         ("CrossEntropyLoss", {"weight": [1, 2, 5]}, SCORES[:4], LABELS[:4], SCORES[:4].argmax(1) == LABELS[:4], WEIGHTED[LABELS[:4]]),
         ("CrossEntropyLoss", {"ignore_index": 1}, PIXELS, MASKS, PIXELS.argmax(1) == MASKS, MASKS != 1),
         ("BCEWithLogitsLoss", {"pos_weight": [1, 2, 5]}, SCORES, TAGS, SCORES.gt(0) == TAGS.bool(), torch.ones(6, 3)),

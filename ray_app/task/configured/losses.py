@@ -46,7 +46,7 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
             f"The model's outputs are of shape {_rows(outputs)}, the target of {_rows(target)}; {spec['class_path']} compares each with"
             " each of these. Let the model give as many outputs as there are numbers in a row of the target."
         )
-    counted = _counted(spec, loss, losses, target)
+    counted = _counted(loss, losses, target)
     if there is not None:
         if losses.shape != target.shape:
             raise ConfigError(
@@ -95,14 +95,11 @@ def _rows(values: Tensor) -> str:
     return f"({', '.join(['rows', *map(str, values.shape[1:])])})"
 
 
-def _counted(spec: Spec, loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
+def _counted(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
     """How much each value of a loss that goes by class indices counts, as torch's own mean has it; None: as much as the others."""
     if losses.shape != target.shape or target.is_floating_point() or (ignored := getattr(loss, "ignore_index", None)) is None:
         return None
-    weights = getattr(loss, "weight", None)
-    if losses.ndim < 2 and weights is None and "ignore_index" not in (spec.get("init_args") or {}):
-        return None
-    counted = target != ignored
+    weights, counted = getattr(loss, "weight", None), target != ignored
     return counted.to(losses.dtype) if weights is None else weights[torch.where(counted, target, 0)] * counted
 
 
