@@ -63,6 +63,10 @@ WEIGHTED = torch.tensor([1.0, 2.0, 5.0])
         ("CrossEntropyLoss", {"ignore_index": 1}, PIXELS, MASKS, PIXELS.argmax(1) == MASKS, MASKS != 1),
         ("BCEWithLogitsLoss", {"pos_weight": [1, 2, 5]}, SCORES, TAGS, SCORES.gt(0) == TAGS.bool(), torch.ones(6, 3)),
         ("BCEWithLogitsLoss", {}, NUMBERS, TAGS[:, 0].bool(), NUMBERS.gt(0) == TAGS[:, 0].bool(), torch.ones(6)),
+        ("BCEWithLogitsLoss", {}, SCORES, TAGS.float(), SCORES.gt(0) == TAGS.bool(), torch.ones(6, 3)),
+        ("BCELoss", {}, NUMBERS.sigmoid(), TAGS[:, 0], NUMBERS.gt(0) == TAGS[:, 0].bool(), torch.ones(6)),
+        ("MultiLabelSoftMarginLoss", {}, SCORES, TAGS, SCORES.gt(0) == TAGS.bool(), torch.ones(6, 3)),
+        ("SoftMarginLoss", {}, NUMBERS, TAGS[:, 0] * 2 - 1, NUMBERS.gt(0) == TAGS[:, 0].bool(), torch.ones(6)),
     ],
 )
 def test_the_accuracy_of_training_counts_as_the_loss_does(
@@ -89,7 +93,9 @@ def test_the_accuracy_of_a_loss_with_one_value_for_all_pixels_of_a_row() -> None
     assert found.metrics["accuracy"].tolist() == pytest.approx((PIXELS.argmax(1) == MASKS).float().flatten(1).mean(1).tolist())
 
 
-@pytest.mark.parametrize(("outputs", "target"), [(NUMBERS, TAGS[:, 0].float()), (SCORES, TAGS[:, :2]), ({"logits": SCORES}, LABELS)])
+@pytest.mark.parametrize(
+    ("outputs", "target"), [(NUMBERS, TAGS[:, 0].float()), (NUMBERS, TAGS[:, 0]), (SCORES, TAGS[:, :2]), ({"logits": SCORES}, LABELS)]
+)
 def test_the_accuracy_of_what_are_no_classes_is_refused(outputs: Any, target: Tensor) -> None:
     with pytest.raises(ConfigError, match=r"train_accuracy is true, and the target, .* is not the index of a class"):
         loss_of_rows({"class_path": "torch.nn.MSELoss"}, outputs, target, accuracy=True)

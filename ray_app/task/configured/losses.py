@@ -15,6 +15,8 @@ from ray_app.task.rows.transforms import Spec, made
 
 _OF_CLASSES = ("weight", "pos_weight")
 """Arguments of losses that are tensors, lists in a configuration."""
+_BETWEEN = {nn.BCEWithLogitsLoss: 0.0, nn.MultiLabelSoftMarginLoss: 0.0, nn.SoftMarginLoss: 0.0, nn.BCELoss: 0.5}
+"""Losses of two classes with one output, and the output between the two."""
 
 
 def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = False, there: Tensor | None = None) -> Tensor | Losses:
@@ -35,8 +37,8 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
     """
     if there is not None:
         target = target.masked_fill(~there, 0)
-    right = _right(outputs, target) if accuracy else None
     loss = _made(json.dumps(spec), str(target.device))
+    right = _right(loss, outputs, target) if accuracy else None
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
         outputs, target = _in_full(outputs), target.to(_in_full(outputs).dtype)
     losses = _in_full(loss(outputs, target))
@@ -74,20 +76,21 @@ def _of_rows(values: Tensor) -> Tensor:
     return values.flatten(1).sum(1) if values.ndim > 1 else values
 
 
-def _right(outputs: Any, target: Tensor) -> Tensor:
-    """Where the outputs say the target's class, in its shape: by the highest score, of two classes with one score by whether it is above 0.
+def _right(loss: Any, outputs: Any, target: Tensor) -> Tensor:
+    """Where the outputs say the target's class, in its shape: by the highest score, of two classes with one score by what the loss parts.
 
     Raises:
         ConfigError: These are not classes.
     """
-    if isinstance(outputs, Tensor) and not target.is_floating_point():
-        if outputs.ndim == target.ndim + 1:
+    if isinstance(outputs, Tensor):
+        if outputs.ndim == target.ndim + 1 and not target.is_floating_point():
             return outputs.argmax(1) == target
-        if outputs.shape == target.shape:
-            return (outputs > 0) == (target > 0)
+        parts = next((value for kind, value in _BETWEEN.items() if isinstance(loss, kind)), None)
+        if outputs.shape == target.shape and parts is not None:
+            return (outputs > parts) == (target > 0.5)
     raise ConfigError(
         f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_rows(target)}, is not the index of a class for"
-        " which the outputs have a score. Leave it out."
+        f" which the outputs have a score, nor 0 and 1 for {', '.join(kind.__name__ for kind in _BETWEEN)}. Leave it out."
     )
 
 
