@@ -265,6 +265,8 @@ class ModuleTask(Task):
             outputs, target = self._compared(outputs, batch)
             if (there := self._there(batch)) is not None:
                 outputs, target = (outputs.movedim(1, -1) if outputs.ndim > target.ndim else outputs)[there], target[there]
+                if not target.numel():  # of which some metrics cannot be told
+                    return
             metrics.update(outputs, target)
 
     def _classifies(self, outputs: Any) -> bool:

@@ -19,6 +19,7 @@ from ray_app.predict.actor import PredictActor, part_file
 from ray_app.runs.outcome.result import Result
 from ray_app.task.module import ModuleTask
 from ray_app.task.rows.ragged import Arrays, Ragged, joined, to_batch
+from ray_app.task.score.scoring import combine, score
 from ray_app.task.without_targets import WithoutTargets
 
 CROSS_ENTROPY = {"class_path": "torch.nn.CrossEntropyLoss"}
@@ -116,3 +117,15 @@ def test_what_goes_along_with_no_list_is_not_predicted() -> None:
     batch = to_batch(WITHOUT_TAGS)
     with pytest.raises(DataError, match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along"):
         tagging().predicted(tagging().forward(Halved(), batch), batch)
+
+
+ACCURACY = {"class_path": "torchmetrics.classification.MulticlassAccuracy", "init_args": {"num_classes": 3, "average": "micro"}}
+
+
+def test_a_chunk_of_empty_rows_alone_is_evaluated() -> None:
+    task, rows = tagging(metrics={"accuracy": ACCURACY}), [[4, 1, 5], [7], [], []]
+    tags = [[int(OfToken().scores.weight[token].argmax()) for token in row] for row in rows]
+    arrays = task.decode({"tokens": lists(rows), "tags": lists(tags)})
+    found = combine(task, score(task, OfToken(), arrays, 2, torch.device("cpu")))
+    assert found.values["accuracy"] == 1
+    assert found.values == combine(task, score(task, OfToken(), arrays, 4, torch.device("cpu"))).values
