@@ -241,7 +241,7 @@ class ModuleTask(Task):
         if isinstance(outputs, Tensor) and outputs.ndim == target.ndim + 1:
             if self.classes_last:
                 outputs = outputs.movedim(-1, 1)
-            elif outputs.shape[-1] == 1:
+            elif outputs.shape[-1] == 1 and outputs.shape[:-1] == target.shape:
                 outputs = outputs.squeeze(-1)
         return outputs, target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from ray_app.data.dataset.arrays import spec_like, to_column
 from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, part_file
 from ray_app.runs.outcome.result import Result
+from ray_app.task.losses import Losses, summed
 from ray_app.task.module import ModuleTask
 from ray_app.task.rows.ragged import Arrays, Ragged, joined, to_batch
 from ray_app.task.score.scoring import combine, score
@@ -129,3 +131,15 @@ def test_a_chunk_of_empty_rows_alone_is_evaluated() -> None:
     found = combine(task, score(task, OfToken(), arrays, 2, torch.device("cpu")))
     assert found.values["accuracy"] == 1
     assert found.values == combine(task, score(task, OfToken(), arrays, 4, torch.device("cpu"))).values
+
+
+@pytest.mark.parametrize("rows", [[[4]], [[4], [7]], [[4], []], [[4, 1], [7]]])
+@pytest.mark.parametrize(("outputs", "loss"), [(3, CROSS_ENTROPY), (1, {"class_path": "torch.nn.MSELoss"})])
+def test_a_micro_batch_of_one_token_for_each_row_is_compared_as_longer_ones_are(rows: Any, outputs: int, loss: Any) -> None:
+    task, model = tagging(False, loss=loss), OfToken(outputs, last=outputs == 1)
+    tags = [[token % 3 for token in row] for row in rows]
+    batch = to_batch(task.decode({"tokens": lists(rows), "tags": lists(tags)}))
+    found = summed(task, Losses.of(task.loss(task.forward(model, batch), batch)))
+    scores, target = model.scores.weight[[*chain(*rows)]], torch.tensor([*chain(*tags)])
+    wanted = nn.CrossEntropyLoss()(scores, target) if outputs == 3 else nn.MSELoss()(scores[:, 0], target.float())
+    assert found.loss / found.weight == pytest.approx(wanted.item())
