@@ -77,6 +77,8 @@ class ModuleTask(Task):
         best_mode: Whether less (`min`) or more (`max`) of it is better; not given: as the metric's `higher_is_better` says, of a loss less.
     """
 
+    classes_last = train_accuracy = False  # as in settings that were kept before these were
+
     def __init__(
         self,
         model: Spec,
