@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,15 @@ from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
-from ray_app.task.configured.arguments import need_channels, need_lists, need_numbers, need_specs
+from ray_app.task.configured.arguments import direction, need_channels, need_lists, need_numbers, need_specs
 from ray_app.task.configured.losses import loss_of_rows
 from ray_app.task.losses import Losses
-from ray_app.task.rows.lengths import without_padding
+from ray_app.task.rows.lengths import need_as_long, without_padding
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
 from ray_app.task.rows.plain import of_kind
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
 from ray_app.task.rows.transforms import Spec, made, made_once
-from ray_app.task.score.deciding import Mode, mode_of
+from ray_app.task.score.deciding import Mode
 
 _PADDING = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")
@@ -110,28 +110,10 @@ class ModuleTask(Task):
         if type(self).loss is ModuleTask.loss:
             need_specs(loss=loss)
         self.best_metric = best_metric  # type: ignore[misc]
-        self.best_mode = self._mode(best_metric, best_mode)  # type: ignore[misc]
+        self.best_mode = direction(best_metric, best_mode, self.metric_specs)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}
         self.ranges: dict[str, list[float]] = {}
         self.classes: list[str] = []
-
-    def _mode(self, metric: str, mode: Mode | None) -> Mode:
-        """Whether less or more of the metric that decides is better.
-
-        Raises:
-            ConfigError: Nothing says so.
-        """
-        if mode is not None and mode not in get_args(Mode):
-            raise ConfigError(f"task.init_args.best_mode is {mode!r}; it must be min or max.")
-        spec = self.metric_specs.get(metric) if mode is None else None
-        found = mode or mode_of(metric, made(spec, f"task.init_args.metrics.{metric}") if spec else None)
-        if found is None:
-            named = f" The metrics are {', '.join(['loss', *self.metric_specs])}." if self.metric_specs and not spec else ""
-            raise ConfigError(
-                f"task.init_args.best_metric is {metric!r}, and nothing says whether less or more of it is better.{named} Set"
-                " task.init_args.best_mode to min or max."
-            )
-        return found
 
     def prepare(self, data: DataFacts) -> ModuleTask:
         """Looks at the columns; see `Task.prepare`."""
@@ -194,6 +176,8 @@ class ModuleTask(Task):
         return self._decoded(rows, made_once(self.transforms, "task.init_args.transforms"), keys)
 
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
+        if self.classes_last:
+            need_as_long(rows, self.target, self._columns_of_model())
         images = {name: kind for name, kind in self.kinds.items() if kind in (IMAGE, MASK)}
         fields: dict[str, Field] = {name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images}
         return fields | decoded({name: rows[name] for name in images}, images, transforms, keys) if images else fields

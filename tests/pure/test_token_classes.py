@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.data.dataset.arrays import spec_like, to_column
+from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.read.first import probe
+from ray_app.data.read.reader import Reader, RowSource
+from ray_app.data.read.slices import fetch_here
+from ray_app.data.read.whole import load_all
 from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, part_file
 from ray_app.runs.outcome.result import Result
@@ -24,6 +30,7 @@ from ray_app.task.module import ModuleTask
 from ray_app.task.rows.ragged import Arrays, Ragged, joined, to_batch
 from ray_app.task.score.scoring import combine, score
 from ray_app.task.without_targets import WithoutTargets
+from tests.support.pictures import table_data
 
 CROSS_ENTROPY = {"class_path": "torch.nn.CrossEntropyLoss"}
 TOKENS = [[4, 1, 5], [7], [], [3, 3, 9, 8, 2], [6, 2]]
@@ -154,3 +161,22 @@ def test_settings_of_before_have_what_came_since() -> None:
     assert made.predictions(outputs)["predicted"].shape == (2, 1)
     assert Losses.of(made.loss(outputs, batch)).values.shape == (2,)
     made.update(made.metrics(), outputs, batch)
+
+
+def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
+    tokens = [[1 + n % 9] * (1 + n % 16) for n in range(64)]
+    wrong = [[0] * (len(row) + (n == 37)) for n, row in enumerate(tokens)]
+    data = {"tokens": pa.array(tokens, pa.list_(pa.int32())), "tags": pa.array(wrong, pa.list_(pa.int64()))}
+    dataset = open_dataset(table_data(tmp_path / "tagged", data)["path"])
+    for task, said in (
+        (tagging(max_length=2), r"row group 2, row 5: 7 numbers in 'tags', 6 in 'tokens'; there must be one for each of these"),
+        (tagging(max_length=2, inputs={"tokens": "tokens", "labels": "tags"}), None),
+        (tagging(False), None),
+    ):
+        prepared = task.prepare(dataset.facts)
+        fields = probe(dataset, prepared.columns(), prepared.decode)
+        source = RowSource(Reader(dataset.root, prepared.columns(), prepared.decode, fields), dataset.manifest, 64)
+        with nullcontext() if said is None else pytest.raises(DataError, match=said):
+            load_all(fetch_here, source)
+    unread = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
+    assert len(unread["tags"]) == len(TOKENS), "what stands in for tags has other lengths"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
+from ray_app.task.rows.transforms import Spec, made
+from ray_app.task.score.deciding import Mode, mode_of
 
 _AT = "task.init_args"
 _EVERY_HAS = ("loss", "rows")
@@ -74,3 +76,27 @@ def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterab
                 f"{_AT}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded; column {name!r} of"
                 f" {data.path} holds {facts[name].kind}, no lists. Leave .mask out."
             )
+
+
+def direction(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
+    """Whether less or more of the metric that decides is better.
+
+    Args:
+        metric: Its name.
+        mode: As configured.
+        metrics: The task's.
+
+    Raises:
+        ConfigError: Nothing says so.
+    """
+    if mode is not None and mode not in get_args(Mode):
+        raise ConfigError(f"{_AT}.best_mode is {mode!r}; it must be min or max.")
+    spec = metrics.get(metric) if mode is None else None
+    found = mode or mode_of(metric, made(spec, f"{_AT}.metrics.{metric}") if spec else None)
+    if found is None:
+        named = f" The metrics are {', '.join(['loss', *metrics])}." if metrics and not spec else ""
+        raise ConfigError(
+            f"{_AT}.best_metric is {metric!r}, and nothing says whether less or more of it is better.{named} Set"
+            f" {_AT}.best_mode to min or max."
+        )
+    return found

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from ray_app.errors import DataError
 from ray_app.task.rows.ragged import LENGTHS, Ragged
+
+
+def need_as_long(rows: Mapping[str, Any], name: str, others: Sequence[str]) -> None:
+    """Refuses rows with a list that is as long as none of some others of the same row.
+
+    Args:
+        rows: Columns as read.
+        name: Which one; nothing is refused where it is no list, as what stands in for a target that was not read.
+        others: Columns, of which the lists are compared.
+
+    Raises:
+        ValueError: There is such a row; it says what the first of them has.
+    """
+    one, lists = rows[name], {other: rows[other].lengths for other in others if isinstance(rows[other], Ragged)}
+    if not isinstance(one, Ragged) or not lists:
+        return
+    fit = np.any([lengths == one.lengths for lengths in lists.values()], axis=0)
+    if not fit.all():
+        row = int(fit.argmin())
+        said = " and ".join(f"{lengths[row]} in {other!r}" for other, lengths in lists.items())
+        raise ValueError(f"{one.lengths[row]} numbers in {name!r}, {said}; there must be one for each of these")
 
 
 def without_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str]) -> Ragged:
