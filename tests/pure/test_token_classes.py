@@ -180,3 +180,18 @@ def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
             load_all(fetch_here, source)
     unread = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
     assert len(unread["tags"]) == len(TOKENS), "what stands in for tags has other lengths"
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.bool_])
+@pytest.mark.parametrize("train_accuracy", [False, True])
+def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, train_accuracy: bool) -> None:
+    metrics = {"accuracy": ACCURACY}
+    task = tagging(kind="array", train_accuracy=train_accuracy, metrics=metrics)
+    tokens, tags = lists([[4, 1, 5], [7, 2, 2]]), np.array([[0, 1, 1], [1, 0, 1]])
+    sums = []
+    for some in (tags, tags.astype(kind)):
+        batch = to_batch(task.decode({"tokens": tokens, "tags": some}))
+        outputs = task.forward(OfToken(), batch)
+        sums.append(summed(task, Losses.of(task.loss(outputs, batch))))
+        task.update(task.metrics(), outputs, batch)
+    assert sums[0] == sums[1]
