@@ -17,7 +17,7 @@ from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
-from ray_app.task.configured.arguments import direction, need_channels, need_lists, need_numbers, need_specs
+from ray_app.task.configured.arguments import direction, need_channels, need_flat, need_lists, need_numbers, need_specs
 from ray_app.task.configured.losses import loss_of_rows
 from ray_app.task.losses import Losses
 from ray_app.task.rows.lengths import need_as_long, without_padding
@@ -121,6 +121,8 @@ class ModuleTask(Task):
         prepared.kinds = {}
         facts = {name: need_column(data, name, _KINDS, "target" if name == self.target else "model") for name in self.columns()}
         need_lists(data, facts, (name.removesuffix(_PADDING) for name in self._named() if name.endswith(_PADDING)))
+        if type(self).loss is ModuleTask.loss:
+            need_flat(data, self.target, facts[self.target])
         beside_images = any(is_image(facts[name]) for name in self._columns_of_model())
         for name, column in facts.items():
             is_target = name not in self._columns_of_model()

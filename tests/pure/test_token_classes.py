@@ -29,6 +29,7 @@ from ray_app.task.losses import Losses, summed
 from ray_app.task.module import ModuleTask
 from ray_app.task.rows.ragged import Arrays, Ragged, joined, to_batch
 from ray_app.task.score.scoring import combine, score
+from ray_app.task.script.batches import BatchTask
 from ray_app.task.without_targets import WithoutTargets
 from tests.support.pictures import table_data
 
@@ -195,3 +196,24 @@ def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, train_accuracy
         sums.append(summed(task, Losses.of(task.loss(outputs, batch))))
         task.update(task.metrics(), outputs, batch)
     assert sums[0] == sums[1]
+
+
+class Boxed(BatchTask):
+    """Compares lists of lists by itself."""
+
+    def evaluated(self, model: nn.Module, batch: Any) -> Any:
+        """Not called."""
+        raise NotImplementedError
+
+
+def test_a_target_of_lists_of_lists_is_refused(tmp_path: Path) -> None:
+    boxes = [[[0.0, 1.0, 2.0, 3.0]] * (1 + n % 4) for n in range(16)]
+    kinds = {"boxes": pa.list_(pa.list_(pa.float32())), "fixed": pa.list_(pa.list_(pa.float32(), 4))}
+    columns = {name: pa.array(boxes, kind) for name, kind in kinds.items()}
+    tokens = pa.array([[1] * (1 + n % 4) for n in range(16)], pa.list_(pa.int64()))
+    facts = open_dataset(table_data(tmp_path / "boxes", columns | {"tokens": tokens})["path"]).facts
+    for name in kinds:
+        with pytest.raises(DataError, match=f"target names '{name}', and of .* that holds lists of lists, "):
+            tagging(target=name, loss={"class_path": "torch.nn.MSELoss"}).prepare(facts)
+        assert Boxed({"class_path": "x"}, ["tokens", name], name).prepare(facts).kinds[name] == "list"
+        assert tagging(inputs=[name], target="tokens").prepare(facts).kinds[name] == "list"

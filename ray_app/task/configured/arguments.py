@@ -78,6 +78,19 @@ def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterab
             )
 
 
+def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
+    """Refuses a target of lists of lists, of which nothing says which of their axes is padded in the outputs.
+
+    Raises:
+        DataError: It is one.
+    """
+    if column.kind == "list" and (column.shape or column.dtype.count("list<") > 1):
+        raise DataError(
+            f"{_AT}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a target is one number for each"
+            " place of a list. Name another column, make lists of one size of it, or write a Task, whose `loss` gets the lists padded."
+        )
+
+
 def direction(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
     """Whether less or more of the metric that decides is better.
 
