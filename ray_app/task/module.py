@@ -222,15 +222,14 @@ class ModuleTask(Task):
         return outputs
 
     def _compared(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
-        """Outputs and target in shapes that fit: (rows, 1) is (rows,) where the target has no such axis; class indices as int64."""
+        """Outputs and target in shapes that fit: (rows, 1) is (rows,) where the target has no such axis; integers as int64."""
         target = self._input(batch, self.target)
         if isinstance(outputs, Tensor) and outputs.ndim == target.ndim + 1:
             if self.classes_last:
                 outputs = outputs.movedim(-1, 1)
             elif outputs.shape[-1] == 1 and outputs.shape[:-1] == target.shape:
                 outputs = outputs.squeeze(-1)
-        of_classes = self.kinds[self.target] == "list" or (isinstance(outputs, Tensor) and outputs.shape != target.shape)
-        return outputs, target.long() if of_classes and not target.is_floating_point() else target
+        return outputs, target if target.is_floating_point() else target.long()
 
     def _there(self, batch: Batch) -> Tensor | None:
         """Which values of a target of lists are no padding; of another target None."""

@@ -130,7 +130,8 @@ def test_what_goes_along_with_no_list_is_not_predicted() -> None:
         tagging().predicted(tagging().forward(Halved(), batch), batch)
 
 
-ACCURACY = {"class_path": "torchmetrics.classification.MulticlassAccuracy", "init_args": {"num_classes": 3, "average": "micro"}}
+CLASSIFICATION = "torchmetrics.classification"
+ACCURACY = {"class_path": f"{CLASSIFICATION}.MulticlassAccuracy", "init_args": {"num_classes": 3, "average": "micro"}}
 
 
 def test_a_chunk_of_empty_rows_alone_is_evaluated() -> None:
@@ -184,18 +185,18 @@ def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.bool_])
-@pytest.mark.parametrize("train_accuracy", [False, True])
-def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, train_accuracy: bool) -> None:
-    metrics = {"accuracy": ACCURACY}
-    task = tagging(kind="array", train_accuracy=train_accuracy, metrics=metrics)
-    tokens, tags = lists([[4, 1, 5], [7, 2, 2]]), np.array([[0, 1, 1], [1, 0, 1]])
-    sums = []
+@pytest.mark.parametrize("labels", [False, True])
+def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, labels: bool) -> None:
+    metric = {"class_path": f"{CLASSIFICATION}.MultilabelAccuracy", "init_args": {"num_labels": 3}} if labels else ACCURACY
+    given = {"loss": {"class_path": "torch.nn.BCEWithLogitsLoss"}} if labels else {}
+    task, model = tagging(not labels, "array", **given, train_accuracy=True, metrics={"accuracy": metric}), OfToken(1 if labels else 3)
+    tokens, tags, found = lists([[4, 1, 5], [7, 2, 2]]), np.array([[0, 1, 1], [1, 0, 1]]), []
     for some in (tags, tags.astype(kind)):
-        batch = to_batch(task.decode({"tokens": tokens, "tags": some}))
-        outputs = task.forward(OfToken(), batch)
-        sums.append(summed(task, Losses.of(task.loss(outputs, batch))))
-        task.update(task.metrics(), outputs, batch)
-    assert sums[0] == sums[1]
+        batch, metrics = to_batch(task.decode({"tokens": tokens, "tags": some})), task.metrics()
+        outputs = task.forward(model, batch)
+        task.update(metrics, outputs, batch)
+        found.append((summed(task, Losses.of(task.loss(outputs, batch))), metrics.compute()))
+    assert found[0] == found[1]
 
 
 class Boxed(BatchTask):
