@@ -161,10 +161,8 @@ class _Controller(TrainController):
         workers = group.get_workers()
         self._welcome()
         leaving = {*policy.draining, *self._retiring.retired}
-        ended = {i for i, s in status.worker_statuses.items() if not s.running}
-        left = {i for i in ended if workers[i].metadata.node_id in policy.draining}
-        retired = {i for i in ended - left if id_of(workers[i].actor) in self._retiring.retired}
-        self._over = self._over or bool(ended - left - retired)
+        left, retired = self._left(status)
+        self._over = self._over or any(not s.running and i not in left | retired for i, s in status.worker_statuses.items())
         self._expect()  # again and again: the rendezvous may have been started anew
         seen = ray.get([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])[1]
         silent = {i for i, w in enumerate(workers) if seen.silent.get(id_of(w.actor), 0.0) > _GRACE_S}
