@@ -64,7 +64,8 @@ class ModuleTask(Task):
         classes_last: Whether the scores of classes are the last axis of the outputs, as models of `transformers` have them for each token,
             and not the second one, where torch's losses look for them.
         metrics: `torchmetrics` by the name that they are recorded under.
-        train_accuracy: Whether the accuracy of each training step is recorded beside its loss; the target must be classes.
+        train_accuracy: Whether the accuracy of each training step is recorded beside its loss; the target must be classes, or 0 and
+            1 for a loss such as `torch.nn.BCEWithLogitsLoss`.
         transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key, which is another one in
             every epoch.
         evaluate_transforms: What is done to rows to evaluate and to predict on; it must give the shapes that `transforms` gives.
