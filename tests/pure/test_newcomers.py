@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
 from ray_app import load_config
 from ray_app.cluster.control import elastic, hooks
@@ -241,3 +242,36 @@ def test_who_waits_for_newcomers_heeds_a_stop(node: Node) -> None:
     ours.begin(2, SLOT)
     assert ours.wait(2) == []
     assert next(asked) == 5
+
+
+class Died(ray.exceptions.RayActorError):
+    """A worker is no more."""
+
+    def __str__(self) -> str:
+        return "the node is gone"
+
+
+@pytest.mark.parametrize("raised", [Died(), ray.exceptions.RayTaskError("run", "wrong", ValueError("wrong"))])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts_again(
+    control: FailureBudget, monkeypatch: pytest.MonkeyPatch, raised: Exception, has_begun: bool
+) -> None:
+    """Ray launches the training outside of where it looks for lost workers; before that it names no cause."""
+    group, ended = group_of(control, Newcomers("prepare", 2, bool)), list[Any]()
+
+    def start(self: Any, builder: Any) -> None:
+        if has_begun:
+            vars(self)["_worker_group_state"] = SimpleNamespace(shutdown=lambda: ended.append(self))
+            control.after_worker_group_start(SimpleNamespace(get_workers=lambda: ["a", "b"]))
+            raise raised
+        raise WorkerGroupStartupFailedError("At least one of the worker actors failed to initialize.") from raised
+
+    is_lost = isinstance(raised, Died)
+    monkeypatch.setattr(WorkerGroup, "_start_impl", start)
+    vars(group).update(_replica_groups=None, _worker_rank_to_replica_group_rank=None, _world_rank_to_ongoing_poll={})
+    with pytest.raises(WorkerGroupStartupFailedError if is_lost or not has_begun else type(raised)):
+        group._start()
+    assert (ended, group.has_started()) == ([group] if has_begun else [], False)
+    control.before_controller_execute_failure_decision(None)
+    told = [event.details["errors"] for event in read_events(control.budget.paths, "failed")]
+    assert told == ([{"start": "RuntimeError: the node is gone"}] if is_lost else [])

@@ -74,6 +74,23 @@ class ElasticGroup(WorkerGroup):
             labels[ray._raylet.RAY_NODE_ID_KEY] = f"!in({','.join(sorted(shunned))})"
         return Slot(context.resources_per_worker, context.placement_strategy, labels)
 
+    def _start(self) -> None:
+        """Starts it. If a worker is lost meanwhile that is a failure, and nobody of it is left behind: Ray would end the run.
+
+        Raises:
+            WorkerGroupStartupFailedError: It did not start.
+        """
+        try:
+            super()._start()
+        except Exception as error:
+            if self.has_started():
+                self.shutdown()
+            lost = error.__cause__ if isinstance(error, WorkerGroupStartupFailedError) else error
+            if not isinstance(lost, ray.exceptions.RayActorError):
+                raise
+            self._budget.not_started([str(lost)], charged=True)
+            raise WorkerGroupStartupFailedError(str(lost)) from lost
+
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> _Slots:
         del scaling_config
         self._slots = _Slots()
