@@ -169,7 +169,8 @@ def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
         chunks = list(score(task, state.model, rows, count, torch.device("cpu")))
         _refuse_unknown_metric(job, chunks)
     with own_code(lambda: "predicting two rows"), torch.inference_mode():
-        task.predictions(task.forward(state.model, to_batch(rows)))
+        batch = to_batch(rows)
+        task.predicted(task.forward(state.model, batch), batch)
 
 
 def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
