@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.errors import ConfigError
-from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.cursor import Cursor
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
 from tests.support.bad_rows import BAD, PickyTexts, job_of
-from tests.support.local_world import DieAfter, Pool, cached, disk_cached, feed_of, result_of, streamed, write_images
+from tests.support.delivered import Place, assert_same
+from tests.support.delivered import delivered as all_delivered
+from tests.support.local_world import DieAfter, Pool, cached, disk_cached, result_of, streamed, write_images
 
 FILES = [[30, 7], [1, 22], [19], [18]]
 ORDERS = [("row", "none"), ("file", "none"), ("off", "none"), ("row", "balanced"), ("off", "balanced")]
-Place = tuple[int, int, int]
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +35,7 @@ def texts_job(folder: Path, data: Path, bad: tuple[int, ...] = BAD, **fields: An
 
 
 def delivered(job: Job, size: int, windows: OpenWindows, start: Cursor = Cursor()) -> dict[Place, MicroBatch]:
-    """All micro-batches from a cursor to the end of the run."""
-    found: dict[Place, MicroBatch] = {}
-    for rank in range(size):
-        played = logical_workers_of(rank, size, job.plan.logical_workers)
-        feed, cursor = feed_of(job.plan, start, played, windows(job, start, played)), start
-        while cursor < Cursor(2, 0):
-            for batch in feed.next():
-                found[cursor.epoch, cursor.step, batch.logical_worker] = batch
-            cursor = cursor.next(job.plan.steps_per_epoch)
-        feed.close()
-    return found
-
-
-def assert_same(some: dict[Place, MicroBatch], others: dict[Place, MicroBatch]) -> None:
-    assert some.keys() == others.keys()
-    for place, batch in some.items():
-        other = others[place]
-        assert batch.positions.tolist() == other.positions.tolist(), place
-        assert (batch.row_hash, batch.bad, batch.num_skipped) == (other.row_hash, other.bad, other.num_skipped), place
-        assert torch.equal(batch.keys, other.keys), place
-        assert all(torch.equal(values, other.fields[name]) for name, values in batch.fields.items()), place
+    return all_delivered(job.plan, 2, size, start, lambda played: windows(job, start, played))
 
 
 def used(job: Job, batches: dict[Place, MicroBatch], epoch: int) -> Counter[int]:

@@ -27,16 +27,14 @@ from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Reader, RowSource
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
-from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.lengths import by_length
 from ray_app.plan.order import Plan
 from ray_app.task.rows.drawing import drawing
 from ray_app.task.rows.ragged import Ragged, put_together, to_batch
-from tests.support.local_world import feed_of
+from tests.support.delivered import Place, assert_same, delivered
 
 ROWS, EPOCHS = 300, 2
-Place = tuple[int, int, int]
 
 
 @pytest.fixture(scope="module")
@@ -70,28 +68,7 @@ def windows(dataset: Dataset, plan: Plan, cursor: Cursor, played: range, cache: 
 def deliver(
     dataset: Dataset, plan: Plan, size: int, cache: bool = False, start: Cursor = Cursor(), keyed: bool = False
 ) -> dict[Place, MicroBatch]:
-    """All micro-batches from a cursor to the end of the run."""
-    found: dict[Place, MicroBatch] = {}
-    for rank in range(size):
-        played = logical_workers_of(rank, size, plan.logical_workers)
-        feed, cursor = feed_of(plan, start, played, windows(dataset, plan, start, played, cache, keyed)), start
-        while cursor < Cursor(EPOCHS, 0):
-            for batch in feed.next():
-                found[cursor.epoch, cursor.step, batch.logical_worker] = batch
-            cursor = cursor.next(plan.steps_per_epoch)
-        feed.close()
-    return found
-
-
-def assert_same(some: dict[Place, MicroBatch], others: dict[Place, MicroBatch]) -> None:
-    assert some.keys() == others.keys()
-    for place, batch in some.items():
-        other = others[place]
-        assert batch.positions.tolist() == other.positions.tolist(), place
-        assert batch.row_hash == other.row_hash, place
-        assert batch.fields.keys() == other.fields.keys()
-        assert all(torch.equal(values, other.fields[name]) for name, values in batch.fields.items()), place
-        assert torch.equal(batch.keys, other.keys), place
+    return delivered(plan, EPOCHS, size, start, lambda played: windows(dataset, plan, start, played, cache, keyed))
 
 
 @pytest.mark.parametrize("field", [None, "tokens"])

@@ -69,7 +69,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker(short_run: ShortRun, referen
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__spare_workers=1)
     kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
     ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
-    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15, each_s=60)
+    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
     summary, events = run_with(config, reference, after_step=Several((ready, kill, joined)))
     assert kill.happened == 1
     assert [event.details["ready"] for event in events["spares"]][:2] == [1, 0], "it was there before, and joined"
@@ -84,7 +84,7 @@ def test_all_are_killed_and_the_run_goes_on_with_the_spare(short_run: ShortRun, 
     kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
     ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
     committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
-    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15, each_s=60)
+    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
     summary, events = run_with(config, reference, after_step=Several((ready, committed, kill, joined)))
     assert kill.happened == 2
     assert sizes(events) == [2, 1, 2]
