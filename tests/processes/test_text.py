@@ -33,7 +33,12 @@ def test_a_page_trains_on_texts(name: str, tmp_path: Path, monkeypatch: pytest.M
     """One worker against four, a resume in the middle on two, evaluation and export, in bf16."""
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path)
-    [command] = [line for block in blocks(PAGES[name]) for line in block.text.splitlines() if line.startswith("ray-app ingest")]
+    [command] = [
+        line
+        for block in blocks(PAGES[name])
+        for line in block.text.splitlines()
+        if line.startswith("ray-app ingest") and "--tokenizer" in line
+    ]
     assert main(shlex.split(command)[2:]) == 0
     found = check_task(load_config(ROOT / "conf" / f"{name}.yaml", run__storage_path=str(tmp_path / "runs")))
     assert [(f.level, f.topic) for f in found.findings] == [
