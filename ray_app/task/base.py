@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -19,6 +18,7 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.losses import Losses
 from ray_app.task.rows.columns import class_names, count_classes, need_column
 from ray_app.task.rows.drawing import uniform
+from ray_app.task.rows.mistake import Mistake
 from ray_app.task.rows.plain import plain
 from ray_app.task.rows.ragged import LENGTHS, Arrays
 
@@ -34,25 +34,6 @@ _UNIT_VALUES = 100_000
 Batch = dict[str, Tensor]
 Rows = dict[str, Any]
 """Rows as read: arrays of numbers or arrays, `Ragged` lists of numbers, lists of `bytes` or `str`, by column."""
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A row that a model predicted wrong.
-
-    Args:
-        row: Which one: its place in the batch, later in the data set.
-        truth: What it is.
-        predicted: What the model said.
-        confidence: How sure it was, 0 to 1.
-        image: The row's `Task.picture`.
-    """
-
-    row: int
-    truth: str
-    predicted: str
-    confidence: float
-    image: bytes | None = None
 
 
 class Task(ABC):
@@ -275,7 +256,12 @@ class Task(ABC):
         return {name: values.numpy() for name, values in named.items()}
 
     def predicted(self, outputs: Any, batch: Batch) -> Arrays:
-        """`predictions` of a batch's rows; to be replaced where that needs its fields, too, as the lengths of lists."""
+        """`predictions` of a batch's rows; to be replaced where that needs its fields, too, as the lengths of lists.
+
+        Args:
+            outputs: From `forward`, on the CPU.
+            batch: What they were made of, where the model is.
+        """
         del batch
         return self.predictions(outputs)
 
