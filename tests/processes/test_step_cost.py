@@ -28,7 +28,6 @@ class Small(TinyImages):
     """Counted where PyTorch's compiler is imported, whatever a process has from others: without it a step has three calls less."""
 
     def build_model(self) -> nn.Module:
-        import torch._dynamo
 
         return super().build_model()
 
@@ -37,7 +36,6 @@ class Grey(ImageClassification):
     """A ResNet-18 of one channel, counted as `Small` is."""
 
     def build_model(self) -> nn.Module:
-        import torch._dynamo
 
         model = super().build_model()
         model.conv1 = nn.Conv2d(1, 64, 7, 2, 3, bias=False)

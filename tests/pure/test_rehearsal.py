@@ -219,3 +219,49 @@ def test_classes_of_pixels_and_tokens_have_kernels_where_their_losses_are_not_re
             functional.cross_entropy(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), reduction=reduction)
         with pytest.raises(ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose reduction none"):
             kernels.refuse(1)
+
+
+class Remembering(nn.Sequential):
+    """Keeps a mean over what it has seen."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(nn.Flatten(), nn.utils.parametrizations.spectral_norm(nn.Linear(64, 5)))
+        self.how = how
+        self.register_buffer("mean", torch.zeros(64), persistent=how != "passing")
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        seen = images.detach().flatten(1).mean(0) + 1
+        if self.training and self.how == "another tensor":
+            self.mean = 0.9 * self.mean + 0.1 * seen
+        elif self.training and self.how == "another parameter":
+            self.factor = nn.Parameter(self.factor * 2)
+        elif self.training:
+            self.mean.mul_(0.9).add_(0.1 * seen)
+        return super().forward(images.flatten(1) * self.factor - self.mean)
+
+
+class Kept(TinyImages):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def build_model(self) -> nn.Module:
+        return Remembering(self.how)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("another tensor", r"another tensor for mean \(self.mean = ...\).*self.mean.copy_"),
+        ("another parameter", "another tensor for factor"),
+        ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint has it"),
+    ],
+)
+def test_what_a_model_keeps_where_no_checkpoint_and_no_other_worker_has_it_is_refused(tmp_path: Path, how: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trial(tmp_path, Kept(how))
+
+
+def test_what_a_model_writes_into_its_buffers_is_fine(tmp_path: Path) -> None:
+    trial(tmp_path, Kept("in place"))

@@ -19,6 +19,7 @@ from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
 from ray_app.errors import ConfigError, TaskError
 from ray_app.runs.preparing.attempt import SHORT, Attempt, cut, numbers_of
 from ray_app.runs.preparing.beyond import Beyond
+from ray_app.runs.preparing.buffers import kept_whole
 from ray_app.runs.preparing.extremes import refuse_out_of_range
 from ray_app.runs.preparing.kernels import Kernels
 from ray_app.task.base import Task
@@ -154,7 +155,8 @@ def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
     """
     task, state, count, config = job.task, attempt.state, len(next(iter(rows.values()))), job.config
     state.train()
-    with own_code(lambda: "training on two rows"), _kernels(config, config.scaling.gpus_per_worker) as gpus:
+    trained_on = own_code(lambda: "training on two rows")
+    with kept_whole(state.model), trained_on, _kernels(config, config.scaling.gpus_per_worker) as gpus:
         fields = task.augment(to_batch(rows), torch.arange(count))
         for turn in attempt.turns:
             losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)

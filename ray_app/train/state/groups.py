@@ -75,3 +75,12 @@ def numbers(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[int]:
     """The optimizer's numbers of parameters."""
     known = {id(p): number for number, p in enumerate(in_order(optimizer))}
     return [known[id(p)] for p in parameters]
+
+
+def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Takes over a state with the dtypes that it has; PyTorch alone makes them those of the parameters (NAdam, own optimizers in bf16)."""
+    optimizer.load_state_dict(saved)
+    for p, number in zip(in_order(optimizer), (n for group in saved["param_groups"] for n in group["params"]), strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and (loaded := optimizer.state[p][name]).dtype != value.dtype:
+                optimizer.state[p][name] = value.to(loaded.device, copy=True)

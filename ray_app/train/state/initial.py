@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import safetensors.torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError
 from ray_app.record.files import location
 
 _MOST_NAMED = 5
+
+
+def contiguous(model: nn.Module) -> nn.Module:
+    """A model whose parameters lie in memory as their shapes say: fused optimizers pair a parameter's values with those of gradient and
+    state by their places in memory, and what is exchanged, saved or sent lies as the shape says.
+    """
+    for p in model.parameters():
+        if not isinstance(p, UninitializedParameter) and not p.is_contiguous():
+            p.data = p.data.contiguous()
+    return model
 
 
 def read(place: str, digest: str | None) -> dict[str, Tensor]:

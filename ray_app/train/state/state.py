@@ -25,8 +25,8 @@ from ray_app.train.state.average import Average
 from ray_app.train.state.copies import arrived, copied
 from ray_app.train.state.eager import without_compiler
 from ray_app.train.state.freeze import freeze
-from ray_app.train.state.groups import grouped, refuse_unknown_options
-from ray_app.train.state.initial import begin_with
+from ray_app.train.state.groups import grouped, load_optimizer, refuse_unknown_options
+from ray_app.train.state.initial import begin_with, contiguous
 from ray_app.train.state.scale import LossScale
 from ray_app.train.state.schedules import make_schedule
 from ray_app.train.state.seeds import seed_init
@@ -75,7 +75,7 @@ class TrainingState:
     def _made(self) -> nn.Module:
         """The model as the task makes it."""
         seed_init(self._config.seed, self._device)
-        model = self._task.build_model()
+        model = contiguous(self._task.build_model())
         self._frozen = freeze(model, self._config.train.freeze or [])
         return model
 
@@ -212,7 +212,10 @@ class TrainingState:
             self.average.load(snapshot.model, snapshot.more["parameters"])
         if self.scale is not None:
             self.scale.load(snapshot.more["scale"])
-        self.optimizer.load_state_dict(snapshot.optimizer)
+        if self.turns is not None:
+            self.turns.load_state_dict(snapshot.optimizer)
+        else:
+            load_optimizer(self.optimizer, snapshot.optimizer)
         if self.schedule is not None and snapshot.schedule is not None:
             self.schedule.load_state_dict(_with_counters(snapshot.schedule, self.schedule.state_dict()))
         self.step = snapshot.step

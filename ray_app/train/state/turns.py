@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.optimizers import TurnSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
+from ray_app.train.state.groups import load_optimizer
 from ray_app.train.state.names import matching, some
 
 
@@ -105,12 +106,9 @@ class Turns(Optimizer):
         for optimizer in self.optimizers.values():
             own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
             count = sum(len(group["params"]) for group in own)
-            optimizer.load_state_dict(
-                {
-                    "state": {n - first: values for n, values in state_dict["state"].items() if first <= n < first + count},
-                    "param_groups": [{**group, "params": [number - first for number in group["params"]]} for group in own],
-                }
-            )
+            state = {n - first: values for n, values in state_dict["state"].items() if first <= n < first + count}
+            numbered = [{**group, "params": [number - first for number in group["params"]]} for group in own]
+            load_optimizer(optimizer, {"state": state, "param_groups": numbered})
             first += count
         self._note_groups()
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ray_app.errors import ConfigError
 from ray_app.exchange.bits import bits_of
 from ray_app.exchange.exchange import World, collective
 
@@ -28,7 +29,9 @@ class Buffers:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
-        self._buffers = _Alike(list(model.buffers()) if world.logical_workers > 1 else [])
+        shared = world.logical_workers > 1
+        self._buffers = _Alike(list(model.buffers()) if shared else [])
+        self._owners = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if shared and b is not None]
         self._start, self._kept, self._sent = (self._buffers.like() for _ in range(3))
         self._is_kept, self._sends = False, world.size > 1 and self._sent.memory.numel() > 0
         self._pending: dist.Work | None = None
@@ -59,7 +62,14 @@ class Buffers:
         self._buffers.copy(self._start)
 
     def end_logical_worker(self, logical_worker: int) -> None:
-        """Keeps the buffers of logical worker 0 and returns to those of the start for the next."""
+        """Keeps the buffers of logical worker 0 and returns to those of the start for the next.
+
+        Raises:
+            ConfigError: The model has another tensor for a buffer, which would not return.
+        """
+        for owner, name, buffer in self._owners:
+            if owner[name] is not buffer:
+                raise replaced(name)
         if len(self._world.played) == 1:
             return
         if logical_worker == 0:
@@ -86,6 +96,14 @@ class Buffers:
         self._buffers.copy(self._sent)
 
 
+def replaced(name: str) -> ConfigError:
+    """The refusal of a model that has another tensor for a parameter or a buffer after a forward."""
+    return ConfigError(
+        f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...), which the other workers, the optimizer"
+        f" and a step that is undone do not see. Write into the one that it has: self.{name.rpartition('.')[2]}.copy_(...)."
+    )
+
+
 class _Alike:
     """Tensors in lists of one dtype each, of which a device copies each in one call.
 
@@ -97,7 +115,7 @@ class _Alike:
         self._tensors, self.memory = tensors, memory if memory is not None else torch.empty(0)
         self._lists: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
-            self._lists.setdefault(tensor.dtype, []).append(tensor.detach())
+            self._lists.setdefault(tensor.dtype, []).append(tensor)
 
     def like(self) -> _Alike:
         """As many of the same shapes and dtypes, in one piece of memory."""

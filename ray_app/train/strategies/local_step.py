@@ -33,7 +33,7 @@ from ray_app.task.losses import Unread, read, sums_of
 from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.job import Job
 from ray_app.train.state.eager import without_compiler
-from ray_app.train.state.groups import in_order, numbers
+from ray_app.train.state.groups import in_order, load_optimizer, numbers
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.step import Step, line
@@ -64,7 +64,7 @@ class LocalState(TrainingState):
             p.grad = value
         self.outer.step()
         self.outer.zero_grad()
-        self.optimizer.load_state_dict(optimizer)
+        load_optimizer(self.optimizer, optimizer)
         if self.schedule is not None and replica.schedule is not None:
             self.schedule.load_state_dict(copy.deepcopy(replica.schedule.state_dict()))
         if self.average is not None:
@@ -242,7 +242,7 @@ class _Replica(TrainingState):
     def follow(self, state: TrainingState) -> None:
         """Starts a round from the common state."""
         self.model.load_state_dict(state.model.state_dict())
-        self.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict()))
+        load_optimizer(self.optimizer, copy.deepcopy(state.optimizer.state_dict()))
         if self.schedule is not None and state.schedule is not None:
             self.schedule.load_state_dict(copy.deepcopy(state.schedule.state_dict()))
 
