@@ -29,6 +29,6 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
     for name, value in passing.items():
         if not value.equal(now[name]):
             raise ConfigError(
-                f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint has it: a run that goes on"
-                " would have lost it. Register it with persistent=True."
+                f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint has it: a run that goes"
+                " on would have lost it. Register it with persistent=True."
             )
