@@ -1,7 +1,7 @@
 """How the workers are started: Ray Train over the loop.
 
 It is `DataParallelTrainer`, or one of our own derived from it, and not its `TorchTrainer`: all that this adds is `TorchConfig`, whose
-process group lives as long as the workers and would be in the way of ours, and importing it would have the controller import torch.
+process group lives as long as the workers and would be in the way of ours.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +70,14 @@ class Start:
     parameters: Parameters | None = None
 
 
-def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
+def fit(start: Start, max_workers: int, reserved_cpus: float, given_up: threading.Event) -> None:
     """Trains on the connected cluster; blocks until the run ends.
 
     Args:
         start: What every worker gets.
         max_workers: Most workers that the cluster has room for now.
         reserved_cpus: Logical CPUs that are not for training workers: the evaluator's and one for reading.
+        given_up: Set when nobody waits for the run any more; heeded where workers come and go one by one.
 
     Raises:
         Exception: What ended the run, in Ray Train's wrapping.
@@ -103,7 +105,8 @@ def fit(start: Start, max_workers: int, reserved_cpus: float) -> None:
 
         sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.most_workers + scaling.spare_workers), **options)
         prepare = ray.put(functools.partial(_prepare, arguments))
-        trainer = ElasticTrainer(control, prepare, _work, train_loop_config=arguments, scaling_config=sizes, run_config=run_config)
+        options = {"train_loop_config": arguments, "scaling_config": sizes, "run_config": run_config}
+        trainer = ElasticTrainer(control, prepare, given_up, _work, **options)
         take_over(trainer, job.run_root)
         try:
             trainer.fit()

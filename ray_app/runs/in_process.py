@@ -16,7 +16,6 @@ from rich.console import Console
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.ray_job import ray_job
-from ray_app.cluster.trainer import Start, fit
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import LeaseLostError, own_error
 from ray_app.record.ends import put_summary
@@ -27,9 +26,10 @@ from ray_app.record.redact import redact
 from ray_app.runs.actors import start_actors
 from ray_app.runs.announce import announce, say_changed_environment
 from ray_app.runs.capacity import fits_object_stores, refuse_windows, shared_bytes
-from ray_app.runs.cluster import cluster, reserved_cpus, workers_that_fit
+from ray_app.runs.cluster import cluster, workers_that_fit
 from ray_app.runs.evaluator import Following
 from ray_app.runs.faults import Faults, Observe
+from ray_app.runs.fitting import Fitting
 from ray_app.runs.front import train_in_front
 from ray_app.runs.outcome.closing import mlflow_status
 from ray_app.runs.outcome.registering import REGISTRABLE, try_to_register
@@ -238,14 +238,13 @@ class Run:
         return self._stops_early
 
     def _train(self, stack: ExitStack, following: Following, observe: Observe | None) -> None:
-        """Runs `fit` in a thread; the main thread is for signals and the console."""
+        """Trains beside the main thread, which is for signals and the console."""
         job, start = self.job, start_actors(stack, self.job, self._faults.train)
         rendezvous = start.rendezvous
-        thread = threading.Thread(target=self._fit, args=(start,), name="fit", daemon=True)
-        with RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job)) as shown:
-            thread.start()
+        console = RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job))
+        with console as shown, Fitting(start, self._max_workers) as fitting:
             told, looked_s = False, time.monotonic()
-            while thread.is_alive():
+            while fitting.is_alive():
                 if time.monotonic() - looked_s > poll_s(job.paths.root):
                     looked_s = time.monotonic()
                     self._is_over()
@@ -261,7 +260,8 @@ class Run:
                 shown.show(seen.record, seen.waiting or "waiting for the workers to start ...", seen.waiting is not None)
                 if observe is not None:
                     observe(job)
-                thread.join(_LOOK_S)
+                fitting.join(_LOOK_S)
+            self._error = fitting.error
             shown.show_last()
 
     def _stops(self, looks: bool) -> bool:
@@ -271,12 +271,6 @@ class Run:
             looks: Whether to read what the evaluations say, which takes a moment.
         """
         return self._interrupted.is_set() or (self._is_over() if looks else self._stops_early)
-
-    def _fit(self, start: Start) -> None:
-        try:
-            fit(start, self._max_workers, reserved_cpus(self._config))
-        except BaseException as error:  # shown and raised by the main thread
-            self._error = own_error(error)
 
     def _status(self) -> Status:
         if self._error is not None:

@@ -1,11 +1,17 @@
-"""Workers that fail while others have left without an error: those go on no more, and do not make the run look ended."""
+"""Workers that fail while others have left without an error: those go on no more, and do not make the run look ended.
+
+And those of a run that its driver has given up.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
@@ -98,3 +104,22 @@ def test_who_has_left_does_not_count_as_going_on(
     assert decided == ("restart" if stay is None else "running")
     assert (None if ours._worker_group is None else list(ours._worker_group.workers)) == stay
     assert ours.charged == charged
+
+
+def test_a_run_that_was_given_up_ends_its_workers_and_its_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up, ended = threading.Event(), list[Any]()
+
+    async def look(self: Any) -> None:
+        ended.append("looked")
+        given_up.set()
+
+    monkeypatch.setattr(TrainController, "_run_control_loop_iteration", look)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    ours: Any = Controller(Group(a=TRAINS), set(), set())
+    ours._given_up, ours._newcomers = given_up, SimpleNamespace(keep=ended.append)
+    ours._worker_group.abort = lambda: ended.append("aborted")
+    ours._set_state = lambda state: ended.append(state.is_terminal())
+    asyncio.run(ours._run_control_loop_iteration())
+    assert ended == ["looked"]
+    asyncio.run(ours._run_control_loop_iteration())
+    assert ended == ["looked", 0, "aborted", True]

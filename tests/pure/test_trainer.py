@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ def test_every_start_of_a_run_asks_for_resources_under_one_name(monkeypatch: pyt
     def start(run: str, fence: int, recovery: str) -> None:
         paths = RunPaths(tmp_path / run)
         job: Any = SimpleNamespace(paths=paths, run_root=str(paths.root), fence=fence, config=Config().replace(failure__recovery=recovery))
-        fit(Start(job, None), 2, 1.0)
+        fit(Start(job, None), 2, 1.0, threading.Event())
 
     for recovery in ("in_place", "restart"):
         start("one", 1, recovery)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,13 @@ from ray_app.data.feed.disk_cache import SUMS
 from ray_app.errors import BudgetSpentError, ConfigError, RunExistsError
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import read_events
+from ray_app.record.progress.steps import read_steps
 from ray_app.runs.faults import Faults
 from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
 from tests.support.cluster import record_of
 from tests.support.injector import Kill, KillEvaluator
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
@@ -125,3 +129,16 @@ def test_the_failure_budget_ends_a_run(short_run: ShortRun, tmp_path: Path) -> N
     with pytest.raises(BudgetSpentError, match=r"failure\.max_failures allows 0"):
         run_training(config, faults=Faults(train=Hooks(after_step=kill)))
     assert kill.happened == 1
+
+
+def test_nobody_trains_on_when_the_driver_gives_a_run_up(short_run: ShortRun) -> None:
+    """As a second Ctrl+C does; the cluster lives on, and so does the driver's process, in which the controller is."""
+
+    def leave(job: Job) -> None:
+        if read_steps(job.paths).records:
+            raise KeyboardInterrupt
+
+    result = run_training(short_run(train__max_steps=20_000), observe=leave)
+    assert result.status == "interrupted"
+    assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
+    until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "the workers' CPUs were not free")

@@ -7,28 +7,33 @@ What that needs of Ray's internals:
 - `WorkerGroup`: see `cluster.control.group`.
 - `TrainController`: where it would restart the group it drops the failed workers; where it would resize it lets newcomers join.
 - `ElasticScalingPolicy`: see `cluster.control.sizes`.
-- `DataParallelTrainer._initialize_and_run_controller`: the only place where a controller of one's own can be put in.
+- `DataParallelTrainer._initialize_and_run_controller`: the only place where a controller of one's own can be put in. Ray runs its own as an
+  actor; ours runs here, in the driver's process, in the thread that calls `fit`: a process less to wait for, two seconds of every start. It
+  ended with the driver as an actor, too. What it says goes to a file beside Ray's logs, as before.
 
 Another Ray version may lack any of it; then importing this module fails, and `cluster.trainer` falls back to restarting all workers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
 from ray.train.backend import BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.constants import ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR
 from ray.train.v2._internal.execution.controller.controller import TrainController, TrainControllerLoopIterationResult
-from ray.train.v2._internal.execution.controller.state import RunningState
+from ray.train.v2._internal.execution.controller.state import AbortedState, RunningState
+from ray.train.v2._internal.logging.logging import SessionFileHandler
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.cluster.control.group import ElasticGroup, id_of
 from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupBackend
@@ -40,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0  # Ray itself says more about how a worker was lost, and usually sooner
 _RETRY_S, _MOST_DOUBLED = 5.0, 4
+_OWN_LOGS = ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR
 
 
 class _Backend(OwnGroupBackend):
@@ -65,13 +71,25 @@ class _Controller(TrainController):
     _over = False
     """Whether a worker has ended as it should."""
 
-    def __init__(self, env: dict[str, str], callbacks: list[Any], scaling_policy: Sizes, prepare: list[Any], **arguments: Any) -> None:
-        os.environ |= env  # with a `runtime_env` of its own a process that is there already would be of no use
+    def __init__(self, given_up: threading.Event, callbacks: list[Any], scaling_policy: Sizes, **arguments: Any) -> None:
+        self._given_up = given_up
         config = scaling_policy._control.config
         scaling = config.scaling
-        self._newcomers = scaling_policy.newcomers = Newcomers(prepare[0], scaling.min_workers, scaling_policy.is_stopping)
+        self._newcomers = scaling_policy.newcomers
         self._retiring = Retiring(scaling.replace_slow_s, config.logical_workers, scaling.min_workers, scaling.most_workers)
-        super().__init__(callbacks=[*callbacks, self._newcomers], scaling_policy=scaling_policy, **arguments)
+        with _without_own_logs():
+            super().__init__(callbacks=[*callbacks, self._newcomers], scaling_policy=scaling_policy, **arguments)
+
+    async def _run_control_loop_iteration(self) -> None:
+        if not self._given_up.is_set():
+            await super()._run_control_loop_iteration()
+            return
+        if ray.is_initialized():  # otherwise Ray would start anew to be asked
+            with suppress(ray.exceptions.RayError):
+                self._newcomers.keep(0)
+                if self._worker_group is not None:
+                    self._worker_group.abort()
+        self._set_state(AbortedState())
 
     @property
     def _budget(self) -> FailureBudget:
@@ -222,23 +240,56 @@ class ElasticTrainer(DataParallelTrainer):
     Args:
         control: The run.
         prepare: Reference of a function without arguments that each worker calls before it joins; what it raises is not looked at.
+        given_up: Set when nobody waits for the run any more; then the controller ends its workers and itself.
         arguments: Of `DataParallelTrainer`.
         options: Likewise.
     """
 
-    def __init__(self, control: Control, prepare: Any, *arguments: Any, **options: Any) -> None:
+    def __init__(self, control: Control, prepare: Any, given_up: threading.Event, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, backend_config=_BackendConfig(), **options)
-        self._control, self._prepare = control, prepare
+        self._control, self._prepare, self._given_up = control, prepare, given_up
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         # Ray's cleaner knows one placement group per run, and waits for a dashboard that may not be there; ours go with the job.
         # For data sets it starts a process each time, and we give it none.
         unused = (PlacementGroupCleanerCallback, DatasetsCallback)
         arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unused)]
-        arguments["scaling_policy"] = Sizes(self.scaling_config, self._control)
-        arguments["prepare"] = [self._prepare]  # in a list, so that Ray does not put what it refers to in its place
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
-        controller = ray.remote(_Controller).options(num_cpus=0, scheduling_strategy=here).remote(env, **arguments)
-        ray.get(controller.run.remote())
-        return ray.get(controller.get_result.remote())
+        control, given_up = self._control, self._given_up
+        policy = arguments["scaling_policy"] = Sizes(self.scaling_config, control)
+        stops = lambda: given_up.is_set() or policy.is_stopping()  # noqa: E731
+        policy.newcomers = Newcomers(self._prepare, control.config.scaling.min_workers, stops)
+        try:
+            with _logged(f"ray-train-controller-{self.train_run_context.run_id}.log"):
+                controller = _Controller(given_up, **arguments)
+                asyncio.run(controller.run())
+                return controller.get_result()
+        finally:
+            policy.newcomers.keep(0)
+
+
+@contextmanager
+def _without_own_logs() -> Iterator[None]:
+    """Ray's own way to log what a controller says takes over the logging of its process, and closes all other log files."""
+    before = os.environ.get(_OWN_LOGS)
+    os.environ[_OWN_LOGS] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_OWN_LOGS) if before is None else os.environ.update({_OWN_LOGS: before})
+
+
+@contextmanager
+def _logged(name: str) -> Iterator[None]:
+    """What the controller says meanwhile goes to a file of the Ray session, and not to the terminal."""
+    said, handler = logging.getLogger("ray.train.v2"), SessionFileHandler(name)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level, propagates = said.level, said.propagate
+    said.addHandler(handler)
+    said.setLevel(logging.INFO)
+    said.propagate = False
+    try:
+        yield
+    finally:
+        said.removeHandler(handler)
+        said.setLevel(level)
+        said.propagate = propagates

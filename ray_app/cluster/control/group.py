@@ -121,6 +121,22 @@ class ElasticGroup(WorkerGroup):
         first, self._next_rank = self._next_rank, self._next_rank + len(workers)
         return self._assign_worker_ranks(workers, first, first + len(workers), replica_group_size=1)
 
+    def _init_train_context_on_workers(self, workers: list, sync_actor: Any, train_context_args: dict[str, list]) -> None:
+        """As Ray's, but for the controller's handle, which only `ray.train.report` needs: ours is no actor."""
+        common = {
+            "train_run_context": self._train_run_context,
+            "synchronization_actor": sync_actor,
+            "storage_context": self._storage_context,
+            "worker_callbacks": self._worker_callbacks_to_propagate,
+            "controller_actor": None,
+        }
+        asked = []
+        for place, worker in enumerate(workers):
+            own = {name: values[place] for name, values in train_context_args.items()}
+            asked.append(worker.actor.init_train_context.remote(distributed_context=worker.distributed_context, **common, **own))
+        ray.get(asked)
+        self._decorate_worker_log_file_paths(workers)
+
     def drop(self, gone: set[int]) -> None:
         """Ends the workers at these places of the list and frees their slots."""
         workers = self.get_workers()

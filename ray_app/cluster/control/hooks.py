@@ -1,7 +1,7 @@
 """Ray Train's parts (Ray 2.60) that every way of recovery needs: a backend that leaves process groups alone, and the budgets.
 
 - `ray.train.backend`: the public `TorchConfig` makes a backend that starts a process group for the life of the workers, and imports torch,
-  which the controller's process has no need of. Our process group is formed in generations, see `cluster.rendezvous.membership`.
+  for which a newcomer's environment is not set yet. Our process group is formed in generations, see `cluster.rendezvous.membership`.
 - `ray.train.v2._internal.execution.callback`: the classes of the callbacks that `RunConfig(callbacks=...)` accepts.
 - `TrainRunContext.run_id`: the name under which a run asks for resources.
 """
