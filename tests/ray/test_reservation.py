@@ -1,4 +1,4 @@
-"""What Ray keeps for a run: a start whose predecessor was killed takes over what that had asked for."""
+"""What Ray keeps for a run: a start whose predecessor was killed takes over what that had asked for; and what is free before it asks."""
 
 from __future__ import annotations
 
@@ -50,3 +50,15 @@ def test_a_start_does_not_wait_for_what_its_killed_predecessor_asked_for(
         assert possible(started("/runs/this", config, workers)) == workers
     finally:
         killed._cancel_resource_request()
+
+
+def test_a_start_begins_as_many_workers_as_are_sure_to_fit_before_it_asks(ray_cluster: None, short_run: Callable[..., Config]) -> None:
+    cpus = int(ray.cluster_resources()["CPU"])
+    config = short_run(scaling__min_workers=2, scaling__max_workers=cpus, scaling__logical_workers=cpus, data__global_batch_size=cpus * 4)
+
+    def free(reading_cpus: float, least: int = 2) -> int:
+        control = Control("/runs/this", 1, config.replace(scaling__min_workers=least), None, reading_cpus, True)
+        return Sizes(ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1}), control).free()
+
+    assert (free(0), free(1), free(cpus - 2)) == (cpus, cpus - 1, 2)
+    assert free(cpus - 1) == 0, "the run could not start"

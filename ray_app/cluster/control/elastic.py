@@ -258,6 +258,7 @@ class ElasticTrainer(DataParallelTrainer):
         policy = arguments["scaling_policy"] = Sizes(self.scaling_config, control)
         stops = lambda: given_up.is_set() or policy.is_stopping()  # noqa: E731
         policy.newcomers = Newcomers(self._prepare, control.config.scaling.min_workers, stops)
+        policy.newcomers.begin(policy.free(), policy.slot())  # while the controller waits for others whom it asks before it decides
         try:
             with _logged(f"ray-train-controller-{self.train_run_context.run_id}.log"):
                 controller = _Controller(given_up, **arguments)

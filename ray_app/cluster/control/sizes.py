@@ -18,7 +18,7 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
 from ray_app.cluster.control.hooks import Control
-from ray_app.cluster.control.newcomers import Newcomers
+from ray_app.cluster.control.newcomers import Newcomers, Slot
 from ray_app.cluster.control.scaling import sizing
 from ray_app.cluster.labels import Node, labelled
 from ray_app.cluster.room import room_for
@@ -106,6 +106,18 @@ class Sizes(ElasticScalingPolicy):
         count = min(count, self._beside_reading(staying.values()))
         self._possible = max(0, count)
         return self._possible
+
+    def free(self) -> int:
+        """Workers that there is room for now by what is free on the nodes, spares included; none if the run could not start with them."""
+        scaling = self._control.config.scaling
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        count = min(self._free_on(alive), self._beside_reading(alive), self.scaling_config.max_workers)
+        return count if count >= scaling.min_workers else 0
+
+    def slot(self) -> Slot:
+        """What each worker reserves, see `ElasticGroup.slot`."""
+        scaling = self.scaling_config
+        return Slot(scaling._resources_per_worker_not_none, scaling.placement_strategy, (scaling._label_selector_per_worker(1) or [{}])[0])
 
     def _beside_reading(self, nodes: Iterable[Node]) -> int:
         """Workers for whom these nodes have CPUs, but for what else the run needs."""
