@@ -12,7 +12,6 @@ from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.errors import EvaluationError
-from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.record.redact import redact
 from ray_app.runs.outcome.closing import close_orphan
@@ -34,7 +33,11 @@ class Following:
 
     def __init__(self, job: EvaluationJob | None, outlives: bool, before: Callable[[Commit], None] | None) -> None:
         self._job, self._metrics = job, RunMetrics(job.paths.name) if job is not None else None
-        self._actor: Any = start_evaluator(job, before, close_orphan if outlives else None) if job is not None else None
+        self._actor: Any = None
+        if job is not None:
+            from ray_app.evaluate.actor import start_evaluator  # with it Ray Data, see `import_ahead`
+
+            self._actor = start_evaluator(job, before, close_orphan if outlives else None)
 
     def __enter__(self) -> Following:
         return self

@@ -23,13 +23,12 @@ from ray_app.record.files import poll_s
 from ray_app.record.lease import Lease, acquire
 from ray_app.record.progress.journal import put_event
 from ray_app.record.redact import redact
-from ray_app.runs.actors import start_actors
+from ray_app.runs.ahead import import_ahead
 from ray_app.runs.announce import announce, say_changed_environment
 from ray_app.runs.capacity import fits_object_stores, refuse_windows, shared_bytes
 from ray_app.runs.cluster import cluster, workers_that_fit
 from ray_app.runs.evaluator import Following
 from ray_app.runs.faults import Faults, Observe
-from ray_app.runs.fitting import Fitting
 from ray_app.runs.front import train_in_front
 from ray_app.runs.outcome.closing import mlflow_status
 from ray_app.runs.outcome.registering import REGISTRABLE, try_to_register
@@ -100,6 +99,8 @@ def opened(
     observers_of(config)
     prepared = prepare(config)
     phases.end("preparation")
+    if config.train.strategy != "single":
+        import_ahead("ray_app.runs.fitting")
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
     with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
@@ -239,6 +240,9 @@ class Run:
 
     def _train(self, stack: ExitStack, following: Following, observe: Observe | None) -> None:
         """Trains beside the main thread, which is for signals and the console."""
+        from ray_app.runs.actors import start_actors
+        from ray_app.runs.fitting import Fitting  # with it Ray Train, see `import_ahead`
+
         job, start = self.job, start_actors(stack, self.job, self._faults.train)
         rendezvous = start.rendezvous
         console = RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job))

@@ -22,9 +22,9 @@ config = load_config("conf/digits.yaml", data__path=sys.argv[1], data__eval_path
 prepare(config)  # makes model, optimizer and schedule, and takes a step
 print(json.dumps(list(sys.modules)))
 """
-_CONTROLLER = """
+_NEWCOMER = """
 import json, sys
-import ray_app.cluster.control.elastic
+import ray_app.cluster.control.newcomers, ray_app.cluster.control.hooks
 print(json.dumps(list(sys.modules)))
 """
 _OPTIMIZER = """
@@ -72,13 +72,15 @@ def said_by(code: str, *arguments: str) -> Any:
 @pytest.mark.rest
 def test_a_driver_imports_neither_metrics_nor_the_compiler(digits: Path) -> None:
     imported = set(said_by(_DRIVER, str(digits / "train")))
-    assert {"torch", "ray.train", "ray_app.task.image"} <= imported
+    assert {"torch", "ray", "ray_app.task.image"} <= imported
     assert not {"torchmetrics", "torchvision", "scipy", "matplotlib", "mlflow", "torch._dynamo", "torch._inductor"} & imported
+    assert not {"ray.train", "ray.data"} & imported, "these are imported while the cluster starts"
 
 
-def test_the_controller_imports_no_torch() -> None:
-    imported = set(said_by(_CONTROLLER))
-    assert "ray.train.v2._internal.execution.controller.controller" in imported
+def test_a_newcomer_imports_no_torch_before_it_prepares_itself() -> None:
+    """Nor does the controller of `failure.recovery: restart`, which is a process of its own."""
+    imported = set(said_by(_NEWCOMER))
+    assert "ray.train.v2._internal.execution.worker_group.worker" in imported
     assert "torch" not in imported
 
 

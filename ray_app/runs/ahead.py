@@ -1,0 +1,17 @@
+"""Imports while a cluster starts, which the driver only waits for."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from contextlib import suppress
+
+
+def import_ahead(module: str) -> None:
+    """Imports in a thread what is needed as soon as the cluster is there; who imports it before that is done waits for the rest."""
+
+    def work() -> None:
+        with suppress(Exception):  # raised again where it is needed
+            importlib.import_module(module)
+
+    threading.Thread(target=work, name="imports", daemon=True).start()
