@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import difflib
-import gc
 import importlib
 import logging
 import os
@@ -12,6 +11,7 @@ import sys
 from contextlib import suppress
 from types import ModuleType
 
+from ray_app.importing import without_gc
 from ray_app.version import __version__
 
 COMMANDS = {
@@ -75,12 +75,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module of a subcommand. What is imported is no garbage, and to look for some meanwhile takes half a second."""
-    gc.disable()
-    try:
+    """The module of a subcommand."""
+    with without_gc():
         return importlib.import_module(f"ray_app.cli.{name}")
-    finally:
-        gc.enable()
 
 
 def _help(prog: str) -> str:

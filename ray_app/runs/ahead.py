@@ -6,12 +6,14 @@ import importlib
 import threading
 from contextlib import suppress
 
+from ray_app.importing import without_gc
+
 
 def import_ahead(module: str) -> None:
     """Imports in a thread what is needed as soon as the cluster is there; who imports it before that is done waits for the rest."""
 
     def work() -> None:
-        with suppress(Exception):  # raised again where it is needed
+        with suppress(Exception), without_gc():  # raised again where it is needed
             importlib.import_module(module)
 
     threading.Thread(target=work, name="imports", daemon=True).start()

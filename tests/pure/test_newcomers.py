@@ -6,6 +6,7 @@ And those that die, again and again.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import time
 from collections import Counter
@@ -275,3 +276,10 @@ def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts
     control.before_controller_execute_failure_decision(None)
     told = [event.details["errors"] for event in read_events(control.budget.paths, "failed")]
     assert told == ([{"start": "RuntimeError: the node is gone"}] if is_lost else [])
+
+
+def test_a_newcomer_looks_for_no_garbage_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[bool]()
+    monkeypatch.setattr(ray, "get", lambda ref: lambda: looks.append(gc.isenabled()))
+    module._prepare({}, ["a reference"])
+    assert (looks, gc.isenabled()) == ([False], True)

@@ -21,6 +21,8 @@ from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ray_app.importing import without_gc
+
 _PLACE_S, _PLACE_EACH_S = 5.0, 0.01  # Ray makes some hundred slots a second
 _READY_S, _PATIENCE_S = 600.0, 10.0
 _MOST_DEATHS = 3
@@ -210,5 +212,6 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
 def _prepare(env: dict[str, str], prepare: list[Any]) -> None:
     os.environ |= env
     if prepare[0] is not None:
-        function: Callable[[], None] = ray.get(prepare[0])  # not earlier: imports come with it, which look at the environment
-        function()
+        with without_gc():
+            function: Callable[[], None] = ray.get(prepare[0])  # not earlier: imports come with it, which look at the environment
+            function()
