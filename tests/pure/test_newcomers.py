@@ -278,6 +278,23 @@ def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts
     assert told == ([{"start": "RuntimeError: the node is gone"}] if is_lost else [])
 
 
+def test_the_actor_for_collectives_that_nobody_calls_is_ended_before_workers_are_waited_for(
+    control: FailureBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take a worker's time to import what it needs."""
+    group, builder, done = group_of(control, Newcomers(None, 1, bool)), SimpleNamespace(sync_actor=None), list[Any]()
+
+    def start(self: Any, builder: Any) -> None:
+        builder.sync_actor = "made"
+        self._create_workers(0)
+
+    monkeypatch.setattr(WorkerGroup, "_start_impl", start)
+    monkeypatch.setattr(ray, "kill", done.append)
+    vars(group).update(_workers_of=done.append)
+    group._start_impl(builder)
+    assert done == ["made", []]
+
+
 def test_a_newcomer_looks_for_no_garbage_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = list[bool]()
     monkeypatch.setattr(ray, "get", lambda ref: lambda: looks.append(gc.isenabled()))

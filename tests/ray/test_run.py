@@ -134,11 +134,16 @@ def test_the_failure_budget_ends_a_run(short_run: ShortRun, tmp_path: Path) -> N
 def test_nobody_trains_on_when_the_driver_gives_a_run_up(short_run: ShortRun) -> None:
     """As a second Ctrl+C does; the cluster lives on, and so does the driver's process, in which the controller is."""
 
+    alive = set[str]()
+
     def leave(job: Job) -> None:
         if read_steps(job.paths).records:
+            alive.update(a["ActorClassName"] for a in ray._private.state.actors().values() if a["State"] == "ALIVE")
             raise KeyboardInterrupt
 
     result = run_training(short_run(train__max_steps=20_000), observe=leave)
     assert result.status == "interrupted"
+    assert "RayTrainWorker" in alive
+    assert not {"_Controller", "TrainController", "SynchronizationActor"} & alive, "a process that every start would wait for"
     assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
     until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "the workers' CPUs were not free")

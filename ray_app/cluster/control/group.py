@@ -57,6 +57,7 @@ class ElasticGroup(WorkerGroup):
     _slots: _Slots
     _next_rank = 0
     _worker_group_state: Any
+    _builder: Any = None
 
     @property
     def _newcomers(self) -> Newcomers:
@@ -91,6 +92,10 @@ class ElasticGroup(WorkerGroup):
             self._budget.not_started([str(lost)], charged=True)
             raise WorkerGroupStartupFailedError(str(lost)) from lost
 
+    def _start_impl(self, builder: Any) -> None:
+        self._builder = builder
+        super()._start_impl(builder)
+
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> _Slots:
         del scaling_config
         self._slots = _Slots()
@@ -104,6 +109,10 @@ class ElasticGroup(WorkerGroup):
             WorkerGroupStartupFailedError: There are not so many.
         """
         del unused, also_unused
+        if (
+            self._builder is not None
+        ):  # its actor for `ray.train.report` and collectives, which nobody calls here, would import for a second
+            ray.kill(self._builder.sync_actor)
         reasons = self._newcomers.wait(num_workers)
         if self._newcomers.ready() < num_workers:
             if died := [reason for reason in reasons if reason != NO_ROOM]:
