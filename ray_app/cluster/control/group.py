@@ -109,9 +109,7 @@ class ElasticGroup(WorkerGroup):
             WorkerGroupStartupFailedError: There are not so many.
         """
         del unused, also_unused
-        if (
-            self._builder is not None
-        ):  # its actor for `ray.train.report` and collectives, which nobody calls here, would import for a second
+        if self._builder is not None:  # the actor for `ray.train.report` and collectives, which nobody calls, would import for a second
             ray.kill(self._builder.sync_actor)
         reasons = self._newcomers.wait(num_workers)
         if self._newcomers.ready() < num_workers:
