@@ -241,13 +241,26 @@ class Remembering(nn.Sequential):
         return super().forward(images.flatten(1) * self.factor - self.mean)
 
 
+class Extra(nn.Module):
+    """Keeps a number beside its tensors."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        del state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Kept(TinyImages):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
 
     def build_model(self) -> nn.Module:
-        return Remembering(self.how)
+        return Remembering(self.how) if self.how != "extra" else nn.Sequential(super().build_model(), Extra())
 
 
 @pytest.mark.parametrize(
@@ -255,6 +268,7 @@ class Kept(TinyImages):
     [
         ("another tensor", r"another tensor for mean \(self.mean = ...\).*self.mean.copy_"),
         ("another parameter", "another tensor for factor"),
+        ("extra", "state_dict has 1._extra_state, which is no tensor but dict"),
         ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint has it"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What training may not do with a model's tensors: replace them, or change one that no checkpoint has."""
+"""What a checkpoint cannot hold of a model, and what training may not do with its tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
     """The context of a forward in training.
 
     Raises:
-        ConfigError: It has given the model another tensor for a parameter or a buffer, or has changed a buffer that is not persistent.
+        ConfigError: It has given the model another tensor for a parameter or a buffer, or has changed a buffer that is not persistent; or
+            the model's state is not of tensors alone.
     """
     saved = model.state_dict(keep_vars=True)
+    for name, value in saved.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"The model's state_dict has {name}, which is no tensor but {type(value).__name__} (get_extra_state), and a checkpoint holds"
+                " tensors. Return a tensor from get_extra_state, or keep it in a buffer."
+            )
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     passing = {name: tensor.clone() for name, tensor in model.named_buffers() if name not in saved}
     yield
