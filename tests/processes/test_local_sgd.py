@@ -91,6 +91,25 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     assert again.workers[6:8] == [[3, 2], [3, 2]], "the round's steps were done again"
 
 
+class Tempered(TinyImages):
+    """Has a parameter without dimensions, as learned temperatures are."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+        return model
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().forward(model, batch) * model.temperature  # type: ignore[operator]
+
+
+def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_not(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = local_job(tmp_path / "run", data, task=Tempered(), train__outer_lr=0.7)
+    alone = pool.trained(job, 1, cached)
+    assert len(alone.steps) == job.total_steps
+    assert pool.trained(job, 2, cached).bits == alone.bits
+
+
 def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[LocalStep, TrainingState, Any]:
     set_up_torch(job.config, CPU)
     if state is None:

@@ -23,8 +23,8 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"The model's state_dict has {name}, which is no tensor but {type(value).__name__} (get_extra_state), and a checkpoint holds"
-                " tensors. Return a tensor from get_extra_state, or keep it in a buffer."
+                f"The model's state_dict has {name}, which is no tensor but {type(value).__name__} (get_extra_state), and a checkpoint"
+                " holds tensors. Return a tensor from get_extra_state, or keep it in a buffer."
             )
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     passing = {name: tensor.clone() for name, tensor in model.named_buffers() if name not in saved}

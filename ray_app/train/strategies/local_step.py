@@ -258,9 +258,10 @@ class _Replica(TrainingState):
         self.pass_over()
 
     def averaged(self) -> list[str]:
-        """What of the optimizer's state is averaged: the values that are one per value of a parameter."""
-        names = {name for p in self.trained for name, v in self.optimizer.state[p].items() if isinstance(v, Tensor) and v.shape == p.shape}
-        return sorted(names)
+        """What of the optimizer's state is averaged: the values that are one per value of every parameter that has them."""
+        held = [(name, v, p) for p in self.trained for name, v in self.optimizer.state[p].items()]
+        others = {name for name, v, p in held if not isinstance(v, Tensor) or v.shape != p.shape}
+        return sorted({name for name, _, _ in held} - others)
 
     def values(self, name: str) -> list[Tensor]:
         """One of them for every parameter; zeros where the optimizer has none."""
