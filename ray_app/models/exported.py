@@ -87,7 +87,12 @@ def write_export(
         refuse_taken(folder, overwrite)
         if folder.exists():
             os.rename(folder, old)
-        os.rename(temporary, folder)
+        try:
+            os.rename(temporary, folder)
+        except BaseException:
+            if old.exists():
+                os.rename(old, folder)
+            raise
     finally:
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,12 +50,15 @@ class Champion:
         return Known(*(Profile.from_json(stage[name]) if stage.get(name) else None for name in ("train", "evaluation", "gate")))
 
     def accepted(self, metric: str) -> float | None:
-        """Its value of a metric on the rows of the gate when it was promoted; None if it is not known."""
-        figures = self._stage("judged").get("figures", {})
+        """Its value of a metric on the rows of the gate when it was promoted; None if it is not known, or no number to compare with."""
+        figures, tags = self._stage("judged").get("figures", {}), self.version.tags
         if figures.get("metric") == metric:
-            return float(figures["challenger"])
-        tags = self.version.tags
-        return float(tags["ray_app.metric_value"]) if tags.get("ray_app.metric") == metric else None
+            value = float(figures["challenger"])
+        elif tags.get("ray_app.metric") == metric:
+            value = float(tags["ray_app.metric_value"])
+        else:
+            return None
+        return value if math.isfinite(value) else None
 
     def export(self) -> Location:
         """Writes its parameters to a file that a run can begin with, unless they are there; returns the file."""

@@ -9,6 +9,7 @@ that margin below it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -123,8 +124,13 @@ def judge(found: GateFigures, section: RetrainSection) -> Decision:
     worst = section.min_metric
     if worst is not None and not (found.challenger >= worst if found.mode == "max" else found.challenger <= worst):  # also NaN
         problems.append(f"its {found.metric} of {found.challenger:.4f} is not as good as retrain.min_metric = {worst:g}")
-    if found.champion is None:
-        said = f"{found.metric} {found.challenger:.4f} on {found.rows:,} rows, no champion to compare with"
+    if not math.isfinite(found.challenger):
+        problems.append(f"its {found.metric} is no number to judge it by; look at the rows of the gate (one class, a constant target?)")
+    if found.champion is None or not math.isfinite(found.champion):
+        other = (
+            "no champion to compare with" if found.champion is None else f"the champion's is {found.champion}, which nothing compares with"
+        )
+        said = f"{found.metric} {found.challenger:.4f} on {found.rows:,} rows, {other}"
         return Decision(not problems, "; ".join([said, *problems]))
     assert found.gain is not None
     assert found.low is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -186,6 +187,19 @@ def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(
         for place in (tmp_path / "other", out):
             with pytest.raises(KeyboardInterrupt):
                 write_export(task, model, example, place, source, overwrite=True)
+    rename = os.rename
+
+    def full(source: Path, target: Path) -> None:
+        if target == out and not full.has_failed:  # type: ignore[attr-defined]
+            full.has_failed = True  # type: ignore[attr-defined]
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    full.has_failed = False  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        with pytest.raises(OSError, match="Input/output"):
+            write_export(task, model, example, out, source, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
     assert (out / "export.json").read_bytes() == before
     expected = model(torch.ones(2, 3)).detach().numpy()

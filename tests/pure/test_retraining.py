@@ -37,9 +37,11 @@ from ray_app.data.read.reader import Reader, RowSource
 from ray_app.data.read.slices import fetch_here
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package import make_package
-from ray_app.models.versions import parameters
+from ray_app.models.versions import Version, parameters
 from ray_app.plan.manifest import Manifest
+from ray_app.record.files import location
 from ray_app.retrain import comparison, gate
+from ray_app.retrain.champion import Champion
 from ray_app.retrain.comparison import PackagedModule, _load, files_of, run_packaged, sample
 from ray_app.retrain.gate import ClassRecall, GateFigures, _recalls, draws, figures, judge
 from ray_app.retrain.key import Delivery, delivered, inputs_of
@@ -323,6 +325,18 @@ def test_the_first_champion_needs_no_more_than_a_metric() -> None:
     assert not refused.promote
     assert "accuracy of 0.8997 is not as good as retrain.min_metric = 0.95" in refused.reason
     assert not judge(GateFigures("loss", "min", 10, float("nan")), replace(SECTION, min_metric=1.0)).promote
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_makes_no_champion_and_is_none_to_compare_with(value: float, tmp_path: Path) -> None:
+    refused = judge(GateFigures("auroc", "max", 500, value), SECTION)
+    assert not refused.promote
+    assert "its auroc is no number to judge it by" in refused.reason
+    lost = GateFigures("auroc", "max", 500, 0.8, value, float("nan"), float("nan"), float("nan"))
+    assert judge(lost, SECTION).promote
+    assert not judge(replace(lost, challenger=value), SECTION).promote
+    version = Version("m", "1", "run", "", {"ray_app.metric": "auroc", "ray_app.metric_value": str(value)})
+    assert Champion(version, RetrainPaths(location(str(tmp_path))), "").accepted("auroc") is None
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
