@@ -17,7 +17,7 @@ from ray_app.data.read.ray_tasks import Pool, through
 from ray_app.data.read.reader import ReadSpec
 from ray_app.errors import ConfigError, DataError, is_refusal, own_error
 from ray_app.predict.actor import PredictActor, facts_of
-from ray_app.predict.prepare import MADE_FROM, PredictSection, PreparedPrediction, prepare_prediction
+from ray_app.predict.prepare import MADE_FROM, PredictSection, PreparedPrediction, prepare_prediction, refuse_other
 from ray_app.record.files import Location, names, put_json, read_json, remove_temporary
 from ray_app.record.redact import redact
 from ray_app.runs.cluster import cluster, workers_that_fit
@@ -53,7 +53,8 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
         room = config.replace(**asked)
         with cluster(room):
             most = workers_that_fit(room, ray.cluster_resources(), ray.nodes(), most_resources())
-            put_json(out / MADE_FROM, prepared.made_from)
+            if not put_json(out / MADE_FROM, prepared.made_from, if_absent=True):
+                refuse_other(prepared)  # another may have begun here meanwhile
             pool = Pool(PredictActor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
             for found in through(pool, prepared.reader, missing):
                 done[found["name"]] = json.loads(found["facts"])

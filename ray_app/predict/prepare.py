@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ray_app.plan.order import Segment
 from ray_app.predict.actor import PredictJob
 from ray_app.predict.model import model_of_package, model_of_run
 from ray_app.record.files import Location, folders, location, names, read_json
+from ray_app.runs.preparing.code import files_of
 from ray_app.task.base import Task
 from ray_app.task.rows.ragged import LENGTHS
 from ray_app.task.without_targets import WithoutTargets
@@ -128,6 +130,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "model": source,
         "params_digest": model.params_digest,
         "task": class_path(model.task),
+        "code": _digest(files_of(class_path(model.task))),
         "manifest_digest": manifest.digest,
         "content_digest": hashlib.sha256(json.dumps(contents(place_of(dataset.root), manifest.paths)).encode()).hexdigest(),
         "columns": carried,
@@ -140,8 +143,14 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     out = str(location(section.out))
     job = PredictJob(model, dataset.root, reader.fields, carried, parts, out, digest, section.batch_size, section.threads, device)
     prepared = PreparedPrediction(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows)
-    _refuse_other(prepared)
+    refuse_other(prepared)
     return prepared
+
+
+def _digest(files: dict[str, Path]) -> str:
+    """Of the Python files of a task, by the names of their modules."""
+    told = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _check(section: PredictSection) -> None:
@@ -192,7 +201,7 @@ def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
     return [spec for group in groups for spec in cut_specs(manifest, group, most_rows)]
 
 
-def _refuse_other(prepared: PreparedPrediction) -> None:
+def refuse_other(prepared: PreparedPrediction) -> None:
     """Refuses a folder that holds anything but what the same prediction wrote.
 
     Raises:

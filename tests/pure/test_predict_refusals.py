@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +17,13 @@ from rich.console import Console
 
 from ray_app.cli import predict as command
 from ray_app.cli.predict import main
+from ray_app.config.config import Config
 from ray_app.data.read.ray_tasks import Pool
 from ray_app.errors import ConfigError
+from ray_app.predict import prepare
 from ray_app.predict.actor import Model
 from ray_app.predict.prepare import MADE_FROM, PredictSection, prepare_prediction
-from ray_app.record.files import put_json
+from ray_app.record.files import put_json, read_json
 from tests.support.finished_run import CHAMPION, Finished, champion_run, predict_command
 
 
@@ -115,3 +118,38 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
     with pytest.raises(ReachedError):
         command.predict(prepare_prediction(run.config, section), run.config, section, Console(quiet=True))
     assert asked == [expected]
+
+
+def test_a_folder_that_another_code_began_is_refused(run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root))
+    code = tmp_path / "task.py"
+    monkeypatch.setattr(prepare, "files_of", lambda path: {"task": code})
+    code.write_text("scale = 1")
+    put_json(tmp_path / "out" / MADE_FROM, prepare_prediction(run.config, section).made_from)
+    prepare_prediction(run.config, section)
+    code.write_text("scale = 2")
+    with pytest.raises(ConfigError, match="was made from something else; give another folder:\n  - code: "):
+        prepare_prediction(run.config, section)
+
+
+def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
+    run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = [
+        PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root), batch_size=size)
+        for size in (8, 16)
+    ]
+    first, second = (prepare_prediction(run.config, section) for section in sections)
+
+    @contextmanager
+    def meanwhile(config: Config) -> Iterator[None]:
+        del config
+        put_json(first.out / MADE_FROM, first.made_from)
+        yield
+
+    there = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}, nodes=list, put=lambda value: value)
+    for name, fake in {"ray": there, "cluster": meanwhile, "most_resources": dict}.items():
+        monkeypatch.setattr(command, name, fake)
+    with pytest.raises(ConfigError, match="batch_size: 8, now 16"):
+        command.predict(second, run.config, sections[1], Console(quiet=True))
+    assert read_json(first.out / MADE_FROM) == first.made_from
