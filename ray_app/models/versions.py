@@ -60,6 +60,11 @@ def version_of(client: Any, name: str, version: str) -> Version:
     return Version(name, str(version), found.run_id, found.source, dict(found.tags))
 
 
+def tagged(client: Any, name: str, tag: str, value: str) -> list[str]:
+    """The versions of a model that have a tag of this value; none if there is no such model."""
+    return [str(v.version) for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(tag) == value]
+
+
 def champion(client: Any, name: str) -> Version | None:
     """The version that serves, or None."""
     serves = champion_of(client, name)

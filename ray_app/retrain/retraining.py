@@ -16,11 +16,12 @@ from rich.console import Console
 
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import DataError, StorageError
-from ray_app.models.versions import tag_model
+from ray_app.models.versions import tag_model, tagged
 from ray_app.record.files import remove_tree
 from ray_app.record.lease import Lease, acquire, refuse_if_lost
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard, redact
+from ray_app.retrain.champion import KEY_TAG
 from ray_app.retrain.key import delivered
 from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.rollback import record_rollbacks
@@ -122,22 +123,38 @@ class _Start:
         return self._dry_run(made) if self._lease is None else self._finish(self._begun(made))
 
     def _continued(self) -> Round | None:
-        """The round that was stopped, if it is about the same; others are closed, since what they were about is no more."""
+        """The round that was stopped, if it is about the same; others are closed, since what they were about is no more.
+
+        What one of these did already, a promotion above all, is recorded as what it is.
+        """
         found = None
         for one in open_rounds(self._paths):
             decided = one.read("decided") or {}
             then = self._given.at_champion(decided["champion"])
             if found is None and then.inputs == one.inputs:
                 found = one
+            elif one.read("concluded") is not None or self._has_promoted(one, decided):
+                self._stage(one, "concluded", Stages(then, one, self._console, self._at).conclude)
+                self._record(one)
             else:
                 self._supersede(one, decided)
         return found
+
+    def _has_promoted(self, round: Round, decided: dict[str, Any]) -> bool:
+        """Whether its challenger serves, since it was stopped between the alias and its record."""
+        serves = self._given.champion
+        if serves is None or round.read("judged") is None:
+            return False
+        return serves.version.tags.get(KEY_TAG) == round.key and serves.version.version != decided["champion"]
 
     def _supersede(self, round: Round, decided: dict[str, Any]) -> None:
         why = "data, configuration or code changed before it was done"
         details = {"key": round.key, "inputs": decided["inputs"], "decision": decided["decision"]}
         audit(self._paths, f"superseded {round.key} {decided['at']}", "superseded", why, details)
-        remove_tree(self._paths.round(round.key))
+        if tagged(self._client, self._name, KEY_TAG, round.key):  # a version says by it what data it is of, and may come to serve
+            round.put("recorded", {"superseded": why})
+        else:
+            remove_tree(self._paths.round(round.key))
 
     def _decided(self) -> Triggered | Outcome:
         """The decision to train, or why there is nothing to do."""

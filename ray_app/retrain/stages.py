@@ -138,7 +138,7 @@ class Stages:
                 "ray_app.gate_reason": decision.reason,
                 "ray_app.trained_because": why,
             }
-            tag(now.client, challenger, tags | {"ray_app.data_digest": now.delivery.digest})
+            tag(now.client, challenger, tags | {"ray_app.data_digest": self._round.inputs.data})
         if decision.promote:
             promote(now.client, now.model, challenger.version, f"retraining: {decision.reason}", user())
         return {"outcome": outcome, "reason": decision.reason, "version": challenger.version, "before": before}

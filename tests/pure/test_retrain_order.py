@@ -15,18 +15,22 @@ from rich.console import Console
 
 from ray_app import load_config
 from ray_app.cli.retrain import main
-from ray_app.config.config import Config
+from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import footers
 from ray_app.errors import LeaseLostError, RunHeldError
-from ray_app.models.registry import promote
+from ray_app.models.registry import champion_of, promote
 from ray_app.record.files import put_json
 from ray_app.record.lease import Holder, Record
 from ray_app.record.paths import RunPaths
 from ray_app.retrain import profile, rounds
+from ray_app.retrain.champion import KEY_TAG, Champion
+from ray_app.retrain.gate import GateFigures
+from ray_app.retrain.key import delivered, inputs_of
 from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.retraining import Outcome, retrain
 from ray_app.retrain.rounds import entries
 from ray_app.retrain.section import RetrainSection
+from ray_app.retrain.situation import champion_now
 from ray_app.track.client import connect
 from tests.support.mlflow_server import database
 
@@ -237,3 +241,82 @@ def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(config: Confi
     assert "of another round" not in start(config, again).reason
     assert list(again.seen) == ["decided", "validated", "concluded", "recorded"]
     assert not (folder / "judged.json").exists()
+
+
+class Promoted:
+    """Version 2 has just been promoted by a round that was stopped before it recorded that; version 1 served when it began.
+
+    Args:
+        config: The configuration.
+        folder: Where the versions' files would be.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.paths, self.client = RetrainPaths.of(config), connect(default_tracking_uri(config))
+        delivery = delivered(config)
+        inputs = inputs_of(config, SECTION, delivery, "")
+        self.round = rounds.Round(self.paths, inputs.key)
+        run = self.client.create_run("0").info.run_id
+        self.client.create_registered_model("m")
+        for tags in ({}, {KEY_TAG: inputs.key}):
+            self.client.create_model_version("m", str(folder), run, tags=tags)
+        promote(self.client, "m", "1", "better", "me")
+        decision = {"retrain": True, "trigger": "new data", "reason": "40 new rows"}
+        self.round.put("decided", {"inputs": dataclasses.asdict(inputs), "champion": "1", "decision": decision})
+        table = profile.Profile(60, {"a": "double", "label": "int64"}, {"a": 0.0}, {"0": 20})
+        self.round.put("validated", {"delivery": dataclasses.asdict(delivery), "problems": [], "accepted": True, "train": table.to_json()})
+        self.round.put("trained", {"run": "m-1"})
+        self.round.put("registered", {"version": "2"})
+        figures = GateFigures("accuracy", "max", 60, 0.9, 0.8, 0.1, 0.05, 0.15)
+        self.judged = {"figures": dataclasses.asdict(figures), "verdict": {"promote": True, "reason": "gain +0.1000"}}
+        self.data = delivery.digest
+
+    def champion(self) -> Champion:
+        found = champion_now(self.paths, self.client, "m", "")
+        assert found is not None
+        return found
+
+
+def deliver_anew(config: Config) -> None:
+    """Of another type, so that no model is asked about it."""
+    pq.write_table(pa.table({"a": np.arange(50), "label": np.arange(50) % 3}), Path(config.data.path) / "part.parquet")
+
+
+@pytest.mark.parametrize("concluded", [False, True])
+def test_a_promotion_that_was_not_recorded_is_recorded_although_other_data_has_come(
+    config: Config, tmp_path: Path, concluded: bool
+) -> None:
+    made = Promoted(config, tmp_path)
+    made.round.put("judged", made.judged)
+    promote(made.client, "m", "2", "retraining: gain +0.1000", "me")
+    if concluded:
+        made.round.put("concluded", {"outcome": "promoted", "reason": "gain +0.1000", "version": "2", "before": "1"})
+    deliver_anew(config)
+    assert start(config, Watch(config)).what == "data refused"
+    first, second = entries(made.paths)
+    assert (first["what"], first["why"], first["version"], first["champion_before"]) == ("promoted", "gain +0.1000", "2", "1")
+    assert (second["what"], second["champion_before"]) == ("data refused", "2")
+    champion = made.champion()
+    assert (champion.version.version, champion.accepted("accuracy")) == ("2", 0.9)
+    assert champion.delivery is not None
+    assert champion.delivery.digest == made.data
+    assert champion.version.tags.get("ray_app.data_digest", made.data) == made.data
+    assert champion.known.train is not None
+    assert start(config, Watch(config)).what == "data refused"
+    assert len(entries(made.paths)) == 2
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_superseded_round_that_made_a_version_still_says_what_data_that_is_of(config: Config, tmp_path: Path, judged: bool) -> None:
+    made = Promoted(config, tmp_path)
+    if judged:
+        made.round.put("judged", made.judged)
+    deliver_anew(config)
+    assert start(config, Watch(config)).what == "data refused"
+    assert [(entry["what"], entry.get("champion_before")) for entry in entries(made.paths)] == [("superseded", None), ("data refused", "1")]
+    assert champion_of(made.client, "m") == "1"
+    promote(made.client, "m", "2", "by hand", "me")
+    assert made.champion().known.train is not None
+    assert rounds.open_rounds(made.paths) == []
+    assert start(config, Watch(config)).what == "data refused"
+    assert [entry["what"] for entry in entries(made.paths)] == ["superseded", "data refused", "data refused"]
