@@ -102,11 +102,12 @@ class CheckpointStore:
                 raise OSError(f"{folder / name} was left damaged, or by steps that were done differently before; it is removed")
         refuse_if_lost(self._paths, commit.fence)
         _refuse_if_gone(folder, files.keys())
-        put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}), if_absent=True)
+        is_ours = put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}), if_absent=True)
         try:
             _refuse_if_gone(folder, files.keys())  # by who gives up, and had not seen the commit yet
-        except OSError:
-            (folder / COMMIT).unlink(missing_ok=True)
+        except _GoneError:  # a storage that does not answer says nothing
+            if is_ours:
+                (folder / COMMIT).unlink(missing_ok=True)
             raise
 
     def discard(self, commit: Commit) -> None:
@@ -271,9 +272,13 @@ class CheckpointStore:
         return found
 
 
+class _GoneError(OSError):
+    """Files of a checkpoint that is being written are no longer there."""
+
+
 def _refuse_if_gone(folder: Location, wanted: Iterable[str]) -> None:
     if gone := set(wanted) - set(names(folder)):
-        raise OSError(f"Somebody has removed {sorted(gone)} from {folder} meanwhile")
+        raise _GoneError(f"Somebody has removed {sorted(gone)} from {folder} meanwhile")
 
 
 def _mark_bad(folder: Location, reason: str) -> None:

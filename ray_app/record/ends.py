@@ -105,7 +105,7 @@ def read_ends(storage: Location) -> list[End]:
             listed[end.run] = end
     runs = [name for name in folders(storage) if not name.startswith(".")]
     unlisted = [name for name in runs if name not in listed]
-    for run, data in zip(unlisted, read_all((RunPaths(storage / run).summary for run in unlisted), missing=b""), strict=True):
+    for run, data in zip(unlisted, read_all((RunPaths(storage / run).summary for run in unlisted), missing=b"", denied=b""), strict=True):
         try:
             listed[run] = End.of(run, json.loads(data))
             _put(storage, listed[run])

@@ -163,15 +163,17 @@ def listing(folder: Location, *, temporary: bool = False) -> dict[str, Location]
     return {name: folder / name for name in sorted(found)}
 
 
-def read_all(paths: Iterable[Location], missing: bytes | None = None) -> list[bytes]:
+def read_all(paths: Iterable[Location], missing: bytes | None = None, denied: bytes | None = None) -> list[bytes]:
     """The contents of many small files, on S3 several at a time.
 
     Args:
         paths: The files.
         missing: What counts as the content of a file that was removed meanwhile.
+        denied: Likewise of one that this user may not read.
 
     Raises:
         FileNotFoundError: There is no such file, and nothing was said to count instead.
+        PermissionError: Likewise.
     """
 
     def read(place: Location) -> bytes:
@@ -181,6 +183,10 @@ def read_all(paths: Iterable[Location], missing: bytes | None = None) -> list[by
             if missing is None:
                 raise
             return missing
+        except PermissionError:
+            if denied is None:
+                raise
+            return denied
 
     places = list(paths)
     if not any(isinstance(place, S3Path) for place in places):

@@ -13,7 +13,7 @@ import torch
 
 from ray_app.checkpoint import put as put_module
 from ray_app.checkpoint import store as store_module
-from ray_app.checkpoint.commit import COMMIT, Commit
+from ray_app.checkpoint.commit import COMMIT, Commit, sealed
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, same_values
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.sections import CheckpointSection
@@ -149,6 +149,31 @@ def test_one_that_gives_up_just_before_the_other_commits_leaves_no_commit_withou
     assert store.commits() == []
     monkeypatch.undo()
     store.write(files, commit_of(20))
+    assert_intact(paths)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_who_finds_the_other_one_done_leaves_its_commit_alone(paths: RunPaths, monkeypatch: pytest.MonkeyPatch, is_gone: bool) -> None:
+    """The other has told of it, and what is older may be gone by then; neither a listing that fails nor one that lacks a file undoes it."""
+    folder, real = paths.checkpoint(20, 1), store_module.names
+    asked: list[Location] = []
+
+    def overtaken(place: Location, value: Any, **options: Any) -> bool:
+        earlier = {name: said for name, said in value.items() if name != "sha256"} | {"time_s": -1.0}
+        assert put_json(place, sealed(earlier), **options)
+        monkeypatch.setattr(store_module, "names", unanswered)
+        return put_json(place, value, **options)
+
+    def unanswered(place: Location) -> list[str]:
+        asked.append(place)
+        if not is_gone:
+            raise OSError("SlowDown")
+        return [name for name in real(place) if name != MODEL]
+
+    monkeypatch.setattr(store_module, "put_json", overtaken)
+    assert CheckpointStore(paths).write(pack(snapshot_of(20)), commit_of(20)) == folder
+    assert asked == [folder], "nothing happened"
+    monkeypatch.undo()
     assert_intact(paths)
 
 

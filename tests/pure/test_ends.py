@@ -109,3 +109,20 @@ def test_a_run_that_cannot_be_listed_has_its_summary(tmp_path: Path) -> None:
     assert json.loads(paths.summary.read_bytes())["status"] == "finished"
     put_summary(paths, {"status": "failed", "ended_s": None})
     assert json.loads(paths.summary.read_bytes())["status"] == "failed"
+
+
+def test_a_folder_that_may_not_be_read_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `lost+found` at the top of a disk, or a colleague's run; the tests' user may read everything."""
+    neighbours(tmp_path, 2)
+    (tmp_path / "lost+found").mkdir()
+    real, denied = Path.read_bytes, list[Path]()
+
+    def read_bytes(path: Path) -> bytes:
+        if path.parent.name == "lost+found":
+            denied.append(path)
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert sorted(end.run for end in read_ends(tmp_path)) == ["near0", "near1"]
+    assert denied, "nobody was refused"

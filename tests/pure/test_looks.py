@@ -190,3 +190,10 @@ def test_of_many_nodes_there_are_as_many_values_as_of_three() -> None:
         "most": {"cpu_percent": 1000.0, "memory_gb": 2.0, "gpu0_percent": 7.0},
         "all": {"nodes": 1002},
     }
+
+
+def test_an_empty_file_is_damaged_and_not_waited_for(paths: RunPaths) -> None:
+    put(paths, 1, range(3))
+    (paths.system / "000001-000000001.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"000001-000000001\.json"):
+        read_looks(paths, "")

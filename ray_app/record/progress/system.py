@@ -82,9 +82,12 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
         ConfigError: A file is damaged, or of a newer version.
         OSError: The storage does not answer.
     """
+    before: set[str] = set()
     while True:
-        contents = _read(paths, [name for name in names(paths.system) if (last := _last(name)) > after and last not in known])
-        if all(contents):  # else some were joined meanwhile
+        files = [name for name in names(paths.system) if (last := _last(name)) > after and last not in known]
+        contents = _read(paths, files, before)
+        before = {name for name, looks in zip(files, contents, strict=True) if not looks}
+        if not before:  # else some were joined meanwhile
             found = {name: look for looks in contents for name, look in looks.items() if name > after and name not in known}
             return dict(sorted(found.items()))
 
@@ -121,10 +124,11 @@ def _last(name: str) -> str:
     return name.replace(_FULL, ".json")
 
 
-def _read(paths: RunPaths, files: list[str]) -> list[dict[str, Look]]:
-    """The looks in files, by their names; none in one that is gone."""
+def _read(paths: RunPaths, files: list[str], before: Collection[str] = ()) -> list[dict[str, Look]]:
+    """The looks in files, by their names; none in one that is gone, but one that was so `before` and is listed again is damaged."""
     places = [paths.system / name for name in files]
-    return [_looks(place, data) if data else {} for place, data in zip(places, read_all(places, missing=b""), strict=True)]
+    contents = zip(places, read_all(places, missing=b""), strict=True)
+    return [_looks(place, data) if data or place.name in before else {} for place, data in contents]
 
 
 def _looks(file: Location, data: bytes) -> dict[str, Look]:
