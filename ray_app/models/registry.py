@@ -29,7 +29,8 @@ _WAS = "ray_app.promoted_before"
 """What a version's tags said before its newest promotion: a rollback to it says that again, if that promotion was stopped. The next that
 happens to a version that serves removes it.
 """
-FIRST = "first version"
+FIRST, _FIRST = "first version", "1"
+"""Why the first version of all serves, and its number, which MLflow gives to no other, also when it is deleted."""
 _BACK_BECAUSE, _BACK_AT, _BACK_BY = "ray_app.rolled_back_because", "ray_app.rolled_back_at", "ray_app.rolled_back_by"
 _TAG_CHARS, _KEPT_CHARS = 5000, 1000
 
@@ -99,7 +100,7 @@ def register(
         version = client.create_model_version(name, source, run_id, tags=tags)
     if _REGISTERED not in version.tags:
         client.set_registered_model_alias(name, CHALLENGER, version.version)
-        if first_serves and champion_of(client, name) is None:
+        if first_serves and str(version.version) == _FIRST and champion_of(client, name) is None:
             promote(client, name, version.version, FIRST, by)
         client.set_model_version_tag(name, version.version, _REGISTERED, _now())
     return _registered(client, version)

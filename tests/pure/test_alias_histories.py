@@ -142,6 +142,37 @@ def test_some_histories() -> None:
     run_state_machine_as_test(Aliases, settings=SOME)
 
 
+def made(client: MemoryClient, run: str) -> str | None:
+    """Registers a run's parameters; returns what serves then."""
+    with patch.object(registry, "upload", lambda *_: "somewhere"):
+        register(client, NAME, run, run, run, {}, lambda folder: Package(Path(folder), "f", "one", ()), "me")
+    return champion_of(client, NAME)
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+def test_where_the_champion_was_taken_away_no_other_version_serves_by_itself(versions: int) -> None:
+    client = MemoryClient()
+    assert [made(client, run) for run in "ab"[:versions]] == ["1"] * versions
+    del client.models[NAME].aliases["champion"]
+    assert made(client, "c") is None
+    assert "ray_app.promoted_at" not in client._one(NAME, str(versions + 1)).tags
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_the_first_version_serves_wherever_its_registration_was_stopped(after: bool) -> None:
+    for calls in range(30):
+        client = MemoryClient()
+        client.left, client.after = calls, after
+        try:
+            made(client, "a")
+        except LostError:
+            client.left = -1
+            assert made(client, "a") == "1"
+        else:
+            assert calls > 5
+            break
+
+
 @pytest.mark.search
 def test_many_histories() -> None:
     run_state_machine_as_test(Aliases, settings=MANY)
