@@ -38,8 +38,9 @@ from ray_app.task.score.scoring import combine, score
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = "ray_app"
-HOLD_S = 300.0
-"""Seconds that a hold outlives the evaluator; long enough for Ray to start it again."""
+HOLD_S = 1500.0
+"""Seconds that a hold outlives the evaluator, by its own clock: ten minutes for Ray to start it again, and the quarter of an hour that
+clocks may be apart."""
 _LONGEST_PAUSE_S = 10.0
 _LOOKS_PER_LEASE = 10
 
@@ -126,7 +127,7 @@ class Evaluator:
 
     def _renew(self) -> None:
         """Keeps the hold alive, however long one evaluation takes."""
-        while not self._stopped.wait(HOLD_S / 5):
+        while not self._stopped.wait(HOLD_S / 25):
             try:
                 self._hold(self._done_step)
             except OSError as error:

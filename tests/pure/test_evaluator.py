@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,25 @@ def test_what_waits_is_held_however_long_an_evaluation_takes(job: EvaluationJob,
         wait_until(lambda: not pending(job), "all evaluated")
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
     assert CheckpointStore(job.paths).retain(1, []) == [1, 2]
+
+
+def test_a_clock_that_is_a_quarter_of_an_hour_behind_loses_no_checkpoint(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, started, now = threading.Event(), threading.Event(), time.time
+    for step in (1, 2, 3):
+        commit(job, step)
+
+    def slow(_: Commit) -> None:
+        started.set()
+        go.wait(30)
+
+    monkeypatch.setattr(actor, "time", SimpleNamespace(time=lambda: now() - 900, perf_counter=time.perf_counter))
+    with following(job, slow):
+        assert started.wait(30)
+        assert CheckpointStore(job.paths).holds()[0].expires_s < now() + actor.HOLD_S - 800, "its clock is right"
+        assert CheckpointStore(job.paths).retain(1, []) == []
+        go.set()
+        wait_until(lambda: not pending(job), "all evaluated")
+    assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
 
 
 def test_a_damaged_checkpoint_is_marked_and_passed_over_and_one_that_went_is_not(job: EvaluationJob) -> None:
