@@ -65,7 +65,11 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> i
     """
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
     own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    own.add_argument("--rollback", metavar="REASON", help="Lets the champion before serve again; trains nothing.")
+    own.add_argument(
+        "--rollback",
+        metavar="REASON",
+        help="Lets the champion before serve again; trains nothing. The same reason again goes back no further.",
+    )
     own.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
     try:
         with ending_at_sigterm():

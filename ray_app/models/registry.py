@@ -178,7 +178,7 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     """Makes the version that the champion replaced serve again; the reason goes on record first, at the version that is left.
 
     The tags of the version that serves again are those with which it served, so a second rollback goes back further, never to one that was
-    left.
+    left. The same reason once more is the same rollback, of which the answer was lost.
 
     Raises:
         RegistryError: There is no reason, no champion, nothing that it replaced, or that was rolled back itself; nothing is changed.
@@ -190,6 +190,9 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     if now is None:
         raise RegistryError(f"{name!r} has no champion that could be rolled back.")
     leaves = client.get_model_version(name, now)
+    done = rollbacks(client, name)[-1:]
+    if done and (done[0].to, done[0].reason) == (now, reason[:_TAG_CHARS]) and done[0].at >= leaves.tags.get(_AT, ""):
+        return done[0]
     before = leaves.tags.get(_REPLACES, "none")
     if before == "none":
         raise RegistryError(

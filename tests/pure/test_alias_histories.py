@@ -6,6 +6,7 @@ version; nothing that was rolled back is gone back to; what was stopped and is d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Aliases(RuleBasedStateMachine):
         self.complete: set[tuple[str, str]] = set()
         self.serves: str | None = None
         self.replaced: dict[str, str] = {}
+        self.reasons = 0
         self.left: dict[str, bool] = {}
         """Versions that were rolled back, and whether nothing has touched that record since."""
 
@@ -99,10 +101,12 @@ class Aliases(RuleBasedStateMachine):
         now = self.serves
         assert now is not None
         to = self.replaced[now]
+        self.reasons += 1
+        reason = f"worse, for the {self.reasons}. time"
         try:
-            stopped = self._stopped(calls, after, lambda: rollback(self.client, NAME, "worse", "me"))
-            if stopped and again and self._now() == now:
-                rollback(self.client, NAME, "worse", "me")
+            stopped = self._stopped(calls, after, lambda: rollback(self.client, NAME, reason, "me"))
+            if stopped and again:
+                assert rollback(self.client, NAME, reason, "me").to == to
         except RegistryError:
             assert to == "none" or to in self.left, "what could be gone back to"
             assert self._now() == now
@@ -132,6 +136,13 @@ class Aliases(RuleBasedStateMachine):
     def rollbacks_are_on_record(self) -> None:
         found = {one.version for one in rollbacks(self.client, NAME)} if NAME in self.client.models else set()
         assert {version for version, whole in self.left.items() if whole} <= found <= self.left.keys()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One person does nothing twice in a second."""
+    seconds = itertools.count()
+    monkeypatch.setattr(registry, "_now", lambda: f"2026-01-01T{next(seconds):012d}")
 
 
 SOME = settings(max_examples=12, stateful_step_count=20, deadline=None)

@@ -9,6 +9,7 @@ import pytest
 
 from ray_app.config.config import Config
 from ray_app.errors import RegistryError
+from ray_app.models import registry
 from ray_app.models.registry import champion_of, promote, rollback, rollbacks
 from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
@@ -131,6 +132,31 @@ def test_what_cannot_be_rolled_back_is_refused(client: Any, tmp_path: Path) -> N
     with pytest.raises(RegistryError, match="has no version '1'"):
         rollback(client, "one", "bad", "me")
     assert champion_of(client, "one") == "2"
+
+
+def test_a_rollback_whose_answer_was_lost_is_done_again_as_the_same(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = {"tracking__uri": client.tracking_uri, "run__storage_path": str(tmp_path / "runs")}
+    config = Config().replace(tracking__registered_model="lost", **uri)
+    model(client, "lost", 4, tmp_path)
+
+    def lose(self: Any, *args: Any) -> None:
+        move(self, *args)
+        raise Stopped
+
+    move = type(client).set_registered_model_alias
+    with monkeypatch.context() as losing:
+        losing.setattr(type(client), "set_registered_model_alias", lose)
+        with pytest.raises(Stopped):
+            roll_back(config, "wrong on customer X")
+    assert champion_of(client, "lost") == "3"
+    for _ in range(2):
+        again = roll_back(config, "wrong on customer X")
+        assert (again.version, again.to, champion_of(client, "lost")) == ("4", "3", "3")
+    assert [entry["what"] for entry in entries(RetrainPaths.of(config))] == ["rolled back"]
+    assert roll_back(config, "wrong on customer Y").to == "2"
+    monkeypatch.setattr(registry, "_now", lambda: "2999-01-01T00:00:00+00:00")
+    promote(client, "lost", "3", "right after all", "me")
+    assert roll_back(config, "wrong on customer X").to == "2", "it has been promoted since"
 
 
 def test_a_rollback_does_not_wait_for_a_training(client: Any, tmp_path: Path) -> None:
