@@ -13,6 +13,7 @@ only what was not renewed for a quarter of an hour (S3 refuses clocks that diffe
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 LIFE_S = 30.0
 """Seconds that a lease lasts unless it is renewed."""
+_FENCE = re.compile(r"(\d+)\.json")
 _CLOSING_S, _CLOSING_LOOK_S = 60.0, 0.2
 _RENEWALS_PER_LIFE, _TRIES_PER_LIFE, _LOOKS_PER_LIFE = 3, 30, 30
 
@@ -174,7 +176,7 @@ def is_held(paths: RunPaths) -> bool:
 
 def newest_fence(paths: RunPaths) -> int:
     """The highest fence that was claimed; 0 for a run that was never started."""
-    return max((int(name.removesuffix(".json")) for name in names(paths.fences)), default=0)
+    return max((int(found[1]) for name in names(paths.fences) if (found := _FENCE.fullmatch(name))), default=0)
 
 
 def is_taken_over(paths: RunPaths, fence: int) -> bool:

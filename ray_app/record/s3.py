@@ -86,11 +86,16 @@ class S3Path(ObjectPath):
                 for upload in self._uploads():
                     found[upload["Key"].removeprefix(prefix)] = S3Path(self.bucket, upload["Key"], self.query)
                 return found
-            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
-                for entry in page.get("Contents", ()):
-                    name = entry["Key"].removeprefix(prefix)
+            for entry in self._entries():
+                name = entry["Key"].removeprefix(prefix)
+                if name and not name.endswith("/"):  # what consoles put for a folder is no file
                     found[name] = replace(self / name, etag=entry["ETag"], size=entry["Size"])
         return found
+
+    def _entries(self) -> Iterator[Any]:
+        """What S3 says of every object below this prefix."""
+        for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.below):
+            yield from page.get("Contents", ())
 
     def folders(self) -> list[str]:
         """See `record.files.folders`; one request per thousand folders, however much is in them."""
@@ -106,8 +111,8 @@ class S3Path(ObjectPath):
 
     def remove_tree(self) -> None:
         """Removes all objects below this prefix, and ends the uploads."""
-        keys = [{"Key": path.key} for path in self.listing().values()]
         with self._errors():
+            keys = [{"Key": entry["Key"]} for entry in self._entries()]
             for first in range(0, len(keys), _DELETED_PER_CALL):
                 some = {"Objects": keys[first : first + _DELETED_PER_CALL], "Quiet": True}
                 refused = self._client.delete_objects(Bucket=self.bucket, Delete=some).get("Errors")

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray_app.record.files import poll_s
 from ray_app.record.progress.history import means
-from ray_app.record.progress.journal import Event, FirstRecords, put_event, read_events
+from ray_app.record.progress.journal import Event, EventsReader, FirstRecords, put_event
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.job import Job
 
@@ -67,7 +67,8 @@ class Observers:
     def __init__(self, job: Job, observers: Sequence[Observer]) -> None:
         self._job, self._observers = job, observers
         self._records, self._epoch = FirstRecords(job.paths), list[StepRecord]()
-        self._began = self._seen = 0.0
+        self._events, self._knows_before = EventsReader(job.paths), False
+        self._began = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -75,7 +76,10 @@ class Observers:
         if not self._observers:
             yield
             return
-        self._began = self._seen = time.time()  # what was there before this start is no news
+        self._began = time.time()
+        with suppress(Exception):  # then what is older than this counts as known
+            self._events.unread()  # what was there before this start is no news
+            self._knows_before = True
         self._tell("begun", str(self._job.paths.root))
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(over,), name="observers", daemon=True)
@@ -99,15 +103,15 @@ class Observers:
         """Tells what is new; what cannot be read now is told later."""
         try:
             steps = list(self._records.poll())
-            events = [event for event in read_events(self._job.paths) if event.time_s > self._seen]
+            events = [event for event in self._events.unread() if self._knows_before or event.time_s > self._began]
         except Exception as error:
             logger.warning("The record could not be read for observers, will try again: %s", error)
             return
+        self._knows_before = True
         for record in steps:
             if record.time_s >= self._began:
                 self._step(record)
         for event in events:
-            self._seen = max(self._seen, event.time_s)
             self._event(event)
 
     def _step(self, record: StepRecord) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +16,14 @@ from rich.console import Console
 
 from ray_app import Observer
 from ray_app.errors import ConfigError
+from ray_app.record.files import put_json
 from ray_app.record.paths import RunPaths
-from ray_app.record.progress.journal import put_event, read_events
+from ray_app.record.progress.journal import Event, put_event, read_events
+from ray_app.record.schema import versioned
 from ray_app.runs.given.configuration import load_config
 from ray_app.runs.in_process import run_training
 from ray_app.runs.outcome.result import Result
+from ray_app.watch.observer import Observers
 from tests.support.local_world import Pool, cached, make_job, result_of, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
@@ -155,3 +161,22 @@ def test_the_steps_that_are_asked_for_are_traced_by_rank_0(
 def test_steps_that_cannot_be_traced_are_refused(data: Path, tmp_path: Path, wanted: Any) -> None:
     with pytest.raises(ConfigError, match=r"train.profile_steps is .*; it must be \[first, last\], counted from 1, or a number of steps"):
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=wanted)
+
+
+def test_what_a_slower_clock_wrote_later_is_told_and_each_thing_once(tmp_path: Path) -> None:
+    TOLD.clear()
+    paths, now = RunPaths(tmp_path / "run"), time.time()
+
+    def put(kind: str, time_s: float, **details: Any) -> None:
+        put_json(paths.events / f"{int(time_s * 1e9):020d}-{kind}-1.json", versioned(asdict(Event(kind, time_s, 1, details))))
+
+    put("failed", now + 60, errors="before this start")
+    made: Any = SimpleNamespace(paths=paths, steps_per_epoch=10, fence=1)
+    observers = Observers(made, [Noted()])
+    with observers.watching():
+        put("checkpointed", now + 5, step=10)
+        observers._look()
+        put("failed", now - 5, errors="rank 1 died", left=1)
+        observers._look()
+    told = [facts for facts in TOLD if facts[0] != "begun"]
+    assert told == [("failed", "{'0': 'made up'}"), ("checkpointed", 10), ("failed", "rank 1 died")]

@@ -30,6 +30,7 @@ from ray_app.errors import CheckpointError, ConfigError
 from ray_app.record import s3
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
 from ray_app.record.files import Location, folders, listing, location, names, put_atomic, put_json, read_json, remove_tree
+from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import put_event, read_events
 from ray_app.record.s3 import S3Path
@@ -286,6 +287,21 @@ def test_a_whole_bucket_is_a_place_as_well(s3_server: S3Server, s3_folder: S3Pat
     assert not is_within(whole, s3_folder)
 
 
+def test_what_a_console_puts_for_a_folder_is_no_file(s3_folder: S3Path) -> None:
+    """An empty object that has the folder's name and a slash at its end."""
+    paths = RunPaths(s3_folder / "run")
+    for folder in (paths.root, paths.fences, paths.holds, paths.root / "sub"):
+        folder._client.put_object(Bucket=folder.bucket, Key=folder.key + "/", Body=b"")
+    assert names(paths.root) == names(paths.fences) == []
+    with acquire(paths) as lease:
+        assert lease.fence == 1
+        CheckpointStore(paths).hold("evaluator", Hold(1, 2.0))
+        assert len(CheckpointStore(paths).holds()) == 1
+    remove_tree(paths.root)
+    kept = paths.root._client.list_objects_v2(Bucket=paths.root.bucket, Prefix=paths.root.key + "/")
+    assert not kept.get("Contents"), "remains"
+
+
 def test_small_records(paths: RunPaths) -> None:
     made = Evaluation(8, 0, "digest", {"accuracy": 0.5}, 10, 0.1, 1.0)
     assert read_evaluations(paths) == []
@@ -304,6 +320,7 @@ import sys
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record import s3
 from ray_app.record.files import location
+from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
 from tests.support.checkpoints import commit_of, snapshot_of
 from ray_app.checkpoint.format import pack

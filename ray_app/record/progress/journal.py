@@ -206,6 +206,16 @@ class EventsReader:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._known: dict[str, Event] = {}
+        self._returned: set[str] = set()
+
+    def unread(self) -> list[Event]:
+        """Those that no earlier call has returned, in the order of time; one may be older than what was returned: clocks differ, and a
+        storage is slow at times. See `read`.
+        """
+        self.read()
+        new = sorted(self._known.keys() - self._returned)
+        self._returned.update(new)
+        return [self._known[name] for name in new]
 
     def read(self, *kinds: str) -> list[Event]:
         """All events in the order of time, or those of some kinds.
