@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Literal
@@ -32,6 +33,7 @@ LIFE_S = 30.0
 """Seconds that a lease lasts unless it is renewed."""
 _FENCE = re.compile(r"(\d+)\.json")
 _CLOSING_S, _CLOSING_LOOK_S = 60.0, 0.2
+_REMEMBERED = 100
 _RENEWALS_PER_LIFE, _TRIES_PER_LIFE, _LOOKS_PER_LIFE = 3, 30, 30
 
 
@@ -177,6 +179,14 @@ def is_held(paths: RunPaths) -> bool:
 def newest_fence(paths: RunPaths) -> int:
     """The highest fence that was claimed; 0 for a run that was never started."""
     return max((int(found[1]) for name in names(paths.fences) if (found := _FENCE.fullmatch(name))), default=0)
+
+
+def forget_older(paths: RunPaths, fence: int) -> None:
+    """Removes the files of starts long before one that holds the lease, which say nothing any more, as far as the storage lets us."""
+    with suppress(OSError):
+        for name in names(paths.fences):
+            if int(name.removesuffix(".json")) < fence - _REMEMBERED:
+                (paths.fences / name).unlink(missing_ok=True)
 
 
 def is_taken_over(paths: RunPaths, fence: int) -> bool:

@@ -18,7 +18,7 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import DataError, StorageError
 from ray_app.models.versions import tag_model, tagged
 from ray_app.record.files import remove_tree
-from ray_app.record.lease import Lease, acquire, refuse_if_lost
+from ray_app.record.lease import Lease, acquire, forget_older, refuse_if_lost
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard, redact
 from ray_app.retrain.champion import KEY_TAG
@@ -84,6 +84,8 @@ def retrain(
     paths = RetrainPaths.of(config)
     with ExitStack() as stack:
         lease = None if section.dry_run else stack.enter_context(acquire(RunPaths(paths.root)))
+        if lease is not None:
+            forget_older(RunPaths(paths.root), lease.fence)
         return _Start(config, section, paths, console or Console(), at, lease, stack).go()
 
 

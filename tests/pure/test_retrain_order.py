@@ -19,8 +19,8 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import footers
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.models.registry import champion_of, promote
-from ray_app.record.files import put_json
-from ray_app.record.lease import Holder, Record
+from ray_app.record.files import names, put_json
+from ray_app.record.lease import Holder, Record, newest_fence
 from ray_app.record.paths import RunPaths
 from ray_app.retrain import profile, rounds
 from ray_app.retrain.champion import KEY_TAG, Champion
@@ -28,6 +28,7 @@ from ray_app.retrain.gate import GateFigures
 from ray_app.retrain.key import delivered, inputs_of
 from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.retraining import Outcome, retrain
+from ray_app.retrain.rollback import deciding
 from ray_app.retrain.rounds import entries
 from ray_app.retrain.section import RetrainSection
 from ray_app.retrain.situation import champion_now
@@ -320,3 +321,17 @@ def test_a_superseded_round_that_made_a_version_still_says_what_data_that_is_of(
     assert rounds.open_rounds(made.paths) == []
     assert start(config, Watch(config)).what == "data refused"
     assert [entry["what"] for entry in entries(made.paths)] == ["superseded", "data refused", "data refused"]
+
+
+@pytest.mark.parametrize("which", ["root", "deciding"])
+def test_of_starts_long_ago_no_file_is_left(config: Config, which: str) -> None:
+    paths = RetrainPaths.of(config)
+    lease = RunPaths(getattr(paths, which))
+    for number in range(1, 151):
+        put_json(lease.fence(number), dataclasses.asdict(Record(Holder.here(), 0.0, 0.0, 30.0, released=True)))
+    if which == "root":
+        start(config, Watch(config))
+    else:
+        deciding(paths).release()
+    assert sorted(names(lease.fences)) == [f"{number:04d}.json" for number in range(51, 152)]
+    assert newest_fence(lease) == 151

@@ -11,10 +11,12 @@ from ray_app.config.config import Config
 from ray_app.errors import RegistryError
 from ray_app.models import registry
 from ray_app.models.registry import champion_of, promote, rollback, rollbacks
+from ray_app.record.files import read_all_json
 from ray_app.record.lease import acquire
 from ray_app.record.paths import RunPaths
+from ray_app.retrain import rounds
 from ray_app.retrain.paths import RetrainPaths
-from ray_app.retrain.rollback import roll_back
+from ray_app.retrain.rollback import record_rollbacks, roll_back
 from ray_app.retrain.rounds import entries
 from ray_app.track.client import connect
 from tests.support.mlflow_server import database
@@ -169,3 +171,22 @@ def test_a_rollback_does_not_wait_for_a_training(client: Any, tmp_path: Path) ->
         assert roll_back(config, "wrong on customer X").to == "1"
     assert champion_of(client, "busy") == "1"
     assert [entry["what"] for entry in entries(paths)] == ["rolled back"]
+
+
+def test_the_audit_record_is_read_once_for_all_rollbacks_that_are_in_it(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model(client, "many", 5, tmp_path)
+    paths, read = RetrainPaths(tmp_path / "many"), []
+    for reason in "abcd":
+        rollback(client, "many", reason, "me")
+    record_rollbacks(paths, client, "many")
+
+    def reading(places: Any) -> Any:
+        read.append(1)
+        return read_all_json(places)
+
+    monkeypatch.setattr(rounds, "read_all_json", reading)
+    record_rollbacks(paths, client, "many")
+    assert len(read) == 1
+    assert sorted(entry["why"] for entry in entries(paths)) == ["a", "b", "c", "d"]
