@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ray_app.checkpoint.format import pack, params_digest, unpack
 from ray_app.config.config import Config
@@ -255,6 +256,33 @@ def test_batch_norm_is_in_training_again_after_an_error() -> None:
     assert all(layer.training for layer in model.modules())
     with pytest.raises(ValueError, match="more than 1 value"):
         model(torch.randn(1, 6))  # no hook is left
+
+
+class Recomputing(nn.Module):
+    """Batch-norm whose forward is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(checkpoint(self.norm, self.first(images.flatten(1)), use_reentrant=False))
+
+
+class Recomputed(TinyImages):
+    def build_model(self) -> nn.Module:
+        return Recomputing()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
+def test_batch_norm_of_one_row_is_the_same_when_backward_computes_it_again(pool: Pool, data: Path, tmp_path: Path, strategy: str) -> None:
+    fields = {"train__strategy": strategy} | ({"train__local_steps": 2} if strategy == "local_sgd" else {})
+    found = []
+    for size in (1, 3):
+        job = make_job(tmp_path / str(size), data, logical_workers=3, batch=3, task=Recomputed(), **fields)
+        assert job.plan.rows_of_step(0) == [1, 1, 1]
+        found.append(pool.trained(job, size).bits)
+    assert found[0] == found[1]
 
 
 def test_the_buffers_of_logical_worker_0_are_kept() -> None:

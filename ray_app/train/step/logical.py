@@ -139,7 +139,7 @@ class _Alike:
 def single_values(model: nn.Module) -> Iterator[None]:
     """Lets batch-norm layers that see one value per channel use their running statistics and leave them alone.
 
-    In training such a layer raises, since one value has no variance. It can happen only in a micro-batch of one row.
+    In training such a layer raises, since one value has no variance. It can happen only in a micro-batch of one row, forward or backward.
     """
 
     def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -195,7 +195,18 @@ class Step:
 
     def _blaming(self, batch: MicroBatch) -> AbstractContextManager[None]:
         """The context of forward and backward of a micro-batch: what is raised is told with the logical worker and the rows."""
-        return own_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
+        blamed = own_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
+        return self._alone(batch, blamed) if batch.rows == 1 else blamed
+
+    @contextmanager
+    def _alone(self, batch: MicroBatch, blamed: AbstractContextManager[None]) -> Iterator[None]:
+        """That of a micro-batch of one row; backward is in it, which may compute parts of the forward again (activation checkpointing)."""
+        with single_values(self._trained_by(batch)), blamed:
+            yield
+
+    def _trained_by(self, batch: MicroBatch) -> nn.Module:
+        """The model that a micro-batch goes through."""
+        return self._state.model
 
     def _lines(self, batches: list[MicroBatch], told: list[Sums], global_rows: int, flags: Flags) -> list[Row]:
         """What this rank's logical workers have to say."""
@@ -228,9 +239,8 @@ class Step:
         fields = self._task.augment(batch.fields, batch.keys)
         if self._config.train.channels_last:  # not the parameters: fused optimizers take a gradient's values for ones in their layout
             fields = {name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v for name, v in fields.items()}
-        single = single_values(model) if batch.rows == 1 else nullcontext()
         called = self._compiled(model) if self._config.train.compile and batch.rows > 1 else model
-        with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext(), single:
+        with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
             found = self._loss(called, fields)
         return of_rows(self._task, found, batch.rows).float()
 
@@ -259,7 +269,11 @@ class Step:
         """Finds out which logical workers' rows gave the NaN or infinity, and raises on every rank alike."""
         found = []
         for batch in batches:
-            if batch.rows and not self._is_finite(cursor, batch, global_rows):
+            if not batch.rows:
+                continue
+            with self._blaming(batch):
+                is_finite = self._is_finite(cursor, batch, global_rows)
+            if not is_finite:
                 found.append((batch.logical_worker, batch.positions.tolist()))
         everyone = gather(found, self._world)
         culprits = "; ".join(f"logical worker {v}, rows at manifest positions {p}" for part in everyone for v, p in part)

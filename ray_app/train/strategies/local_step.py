@@ -173,6 +173,9 @@ class LocalStep(Step):
         weight = sums.values[1]
         return torch.where(weight > 0, 1 / weight, 0.0).float().expand(sums.rows)
 
+    def _trained_by(self, batch: MicroBatch) -> nn.Module:
+        return self._replicas[batch.logical_worker].model
+
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
         replica = self._replicas[batch.logical_worker]
         loss = self._losses(cursor, batch, replica.model).values.sum() / batch.rows

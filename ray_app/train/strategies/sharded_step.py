@@ -64,7 +64,8 @@ class ShardedStep(Step):
         batch, buffers = self._before, list(self._state.model.buffers())
         assert batch is not None
         before = [b.clone() for b in buffers]
-        self._sharded.idle(self._losses(cursor, batch, self._state.model).values)
+        with self._blaming(batch):
+            self._sharded.idle(self._losses(cursor, batch, self._state.model).values)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
