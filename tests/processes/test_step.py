@@ -258,6 +258,27 @@ def test_batch_norm_is_in_training_again_after_an_error() -> None:
         model(torch.randn(1, 6))  # no hook is left
 
 
+class Turning(nn.Module):
+    """Has complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.factors, self.last = nn.Linear(64, 12), nn.Parameter(torch.ones(12, dtype=torch.complex64)), nn.Linear(12, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last((self.first(images.flatten(1)) * self.factors).abs())
+
+
+class Turned(TinyImages):
+    def build_model(self) -> nn.Module:
+        return Turning()
+
+
+def test_complex_parameters_are_trained_with_any_number_of_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path / str(size), data, logical_workers=3, batch=12, task=Turned()) for size in (1, 3)]
+    assert pool.trained(jobs[0], 1).bits == pool.trained(jobs[1], 3).bits
+
+
 class Recomputing(nn.Module):
     """Batch-norm whose forward is computed again in backward."""
 

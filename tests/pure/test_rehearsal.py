@@ -277,5 +277,31 @@ def test_what_a_model_keeps_where_no_checkpoint_and_no_other_worker_has_it_is_re
         trial(tmp_path, Kept(how))
 
 
+class Odd(TinyImages):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        if self.how == "expanded":
+            model.register_buffer("mask", torch.ones(1).expand(12))
+        else:
+            model[1].add_module("words", nn.Embedding(9, 4, sparse=True))  # type: ignore[operator]
+        return model
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("expanded", "the buffer mask share.*contiguous"), ("sparse", "words of the model.*sparse=False")]
+)
+def test_what_cannot_be_exchanged_or_written_into_is_refused(tmp_path: Path, how: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trial(tmp_path, Odd(how))
+
+
+def test_an_embedding_that_is_frozen_may_be_sparse(tmp_path: Path) -> None:
+    trial(tmp_path, Odd("sparse"), train__freeze=["1.words.*"])
+
+
 def test_what_a_model_writes_into_its_buffers_is_fine(tmp_path: Path) -> None:
     trial(tmp_path, Kept("in place"))

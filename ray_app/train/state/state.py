@@ -125,7 +125,8 @@ class TrainingState:
 
     def _can_fuse(self, optimizer: Any) -> bool:
         """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
-        return "fused" in inspect.signature(optimizer).parameters
+        trained = (p for p in self.master.parameters() if p.requires_grad)
+        return "fused" in inspect.signature(optimizer).parameters and all(p.is_floating_point() for p in trained)
 
     def begin(self, initial: dict[str, Tensor] | None) -> None:
         """Makes it the state of before the first step.
