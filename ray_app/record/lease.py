@@ -178,15 +178,20 @@ def is_held(paths: RunPaths) -> bool:
 
 def newest_fence(paths: RunPaths) -> int:
     """The highest fence that was claimed; 0 for a run that was never started."""
-    return max((int(found[1]) for name in names(paths.fences) if (found := _FENCE.fullmatch(name))), default=0)
+    return max(_claimed(paths), default=0)
+
+
+def _claimed(paths: RunPaths) -> list[int]:
+    """The fences that were claimed; other files beside them are none."""
+    return [int(found[1]) for name in names(paths.fences) if (found := _FENCE.fullmatch(name))]
 
 
 def forget_older(paths: RunPaths, fence: int) -> None:
     """Removes the files of starts long before one that holds the lease, which say nothing any more, as far as the storage lets us."""
     with suppress(OSError):
-        for name in names(paths.fences):
-            if int(name.removesuffix(".json")) < fence - _REMEMBERED:
-                (paths.fences / name).unlink(missing_ok=True)
+        for number in _claimed(paths):
+            if number < fence - _REMEMBERED:
+                paths.fence(number).unlink(missing_ok=True)
 
 
 def is_taken_over(paths: RunPaths, fence: int) -> bool:

@@ -22,7 +22,7 @@ from ray_app.record import files as files_module
 from ray_app.record import lease as lease_module
 from ray_app.record.files import put_json, read_json
 from ray_app.record.holder import Holder, Record
-from ray_app.record.lease import Lease, LeaseWatch, acquire, newest_fence
+from ray_app.record.lease import Lease, LeaseWatch, acquire, forget_older, newest_fence
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import read_events
 from ray_app.train.keep.saver import Saver
@@ -315,3 +315,13 @@ def test_a_lease_lost_between_the_files_and_the_marker(tmp_path: Path) -> None:
         store.write(Files(), commit_of(1))
     assert store.commits() == []
     assert not paths.checkpoint(1, 1).exists(), "half a checkpoint stays"
+
+
+def test_a_copy_beside_the_fences_is_none_and_files_of_starts_long_before_go(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    for number in (1, 2, 149, 150):
+        put_json(paths.fence(number), {})
+    (paths.fences / "0001 (copy).json").write_text("{}")
+    assert newest_fence(paths) == 150
+    forget_older(paths, 150)
+    assert sorted(file.name for file in paths.fences.iterdir()) == ["0001 (copy).json", "0149.json", "0150.json"]
