@@ -33,11 +33,19 @@ COMMANDS = {
 """What each subcommand does, by the name of its module."""
 
 
-def run(prog: str = "ray-app") -> int:
-    """The command as a process; see `main`. It ends without taking apart all that was imported, which takes a second."""
+def run(prog: str = "ray-app", name: str | None = None) -> int:
+    """A command as a process; see `main`.
+
+    It ends without taking Python apart, which takes a second and can abort the process (the code is then SIGABRT's) where a thread is
+    still at work in C++: one that has to wait for the interpreter then is ended there.
+
+    Args:
+        prog: What the user typed to get here, for messages.
+        name: The subcommand; not given: the first argument of the command line names it.
+    """
     codes: list[int] = []
     atexit.register(lambda: _leave(*codes))  # registered first, called last
-    codes.append(main(prog=prog))
+    codes.append(main(prog=prog) if name is None else _imported(name).main(prog=prog))
     return codes[0]
 
 

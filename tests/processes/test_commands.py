@@ -62,6 +62,26 @@ def test_every_job_is_a_command() -> None:
     assert PROJECT["scripts"] == {"ray-app": "ray_app.cli.command:run"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "started"), [([], "runpy.run_path('jobs/report.py', run_name='__main__')"), (["report"], "sys.exit(run())")]
+)
+def test_a_process_ends_before_python_is_taken_apart(arguments: list[str], started: str) -> None:
+    """A thread that is at work in C++ then can abort the process, whose exit code is no longer that of the command."""
+    code = f"""
+import runpy, sys
+from ray_app.cli.command import run
+class Late:
+    __del__ = lambda self: print("taken apart")
+late = Late()
+sys.argv[:] = {["ray-app", *arguments, "--run", "missing"]}
+print("begun")
+{started}
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "begun\n"), done.stderr
+    assert "missing" in done.stderr
+
+
 NAMED = re.compile(r"\bjobs/\w+\.py")
 
 

@@ -100,7 +100,7 @@ def test_a_second_driver_is_refused(short_run: ShortRun, tmp_path: Path) -> None
 
     assert run_training(config, observe=start_another).status == "finished"
     [refused] = refusals
-    assert refused.returncode == 2
+    assert refused.returncode == 2, refused.stderr
     assert "RunHeldError: The run 'run' is being written by process" in refused.stderr
     assert names(tmp_path / "runs" / "run" / "fences") == ["0001.json"]
     assert run_training(config).status == "finished", "a released run can be started again"
