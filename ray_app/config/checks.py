@@ -105,6 +105,7 @@ def _check_strategy(config: Config) -> list[str]:
     train = config.train
     problems = [
         *_check_fsdp(config),
+        *_check_capture(config),
         *(
             f"train.{name} is set, but only train.strategy: {' or '.join(strategies)} looks at it; leave it out."
             for name, strategies in _ONLY_FOR.items()
@@ -166,6 +167,19 @@ def _check_exchange(config: Config) -> list[str]:
             " overlapped, or train.gradient_compression to none."
         )
     return problems
+
+
+def _check_capture(config: Config) -> list[str]:
+    train = config.train
+    if not train.capture:
+        return []
+    hindrances = [
+        (not config.scaling.gpus_per_worker, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
+        (train.strategy not in ("ddp", "single"), f"train.strategy is {train.strategy}: it knows those of ddp and single alone"),
+        (train.compile, "train.compile is set: what is compiled is not captured"),
+        (config.optimizers is not None, "optimizers are several: what has a gradient would change from step to step"),
+    ]
+    return [f"train.capture is set, and {why}. Leave it out; the bits are the same without." for holds, why in hindrances if holds]
 
 
 def _check_fsdp(config: Config) -> list[str]:

@@ -51,6 +51,8 @@ class TrainSection:
         freeze: Names of parameters that are not trained, with `*` for any text (`features.*`); batch-norm layers that are frozen as a whole
             keep their statistics.
         compile: Compiles the model with `torch.compile`; needs a C++ compiler on the workers' nodes, and minutes for a big model.
+        capture: Captures forward and backward of a micro-batch as a CUDA graph, for small steps in which a GPU waits to be told what to do
+            next; the same bits. Refused where the forward depends on the host.
         channels_last: Lays images out with the channels last, which convolutions on GPUs with tensor cores prefer.
         init_from: Parameters (and persistent buffers) to begin with: a safetensors file, the folder of an export, or a registered model
             (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the run's first start and kept with it; not given: what the
@@ -84,6 +86,7 @@ class TrainSection:
     ema_decay: float | None = result(None)
     freeze: list[str] | None = result(None)
     compile: bool = result(False)
+    capture: bool = False
     channels_last: bool = result(False)
     init_from: str | None = None
     profile_steps: list[int] | int | None = None

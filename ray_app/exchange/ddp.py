@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from ray_app.exchange.bucket import Bucket
 from ray_app.exchange.exchange import Exchange, World, collective, in_parts
 from ray_app.exchange.side_stream import SideStream
 
+T = TypeVar("T")
 _MEBI = 1 << 20
 
 
@@ -81,10 +82,16 @@ class DataParallel(Exchange):
             self._listening = False
         self._end(logical_worker)
 
+    def take(self, leave: Callable[[], T], logical_worker: int) -> T:
+        """See `Exchange.take`; nothing of the last one travels before `launch`."""
+        self._begin(logical_worker)
+        found = leave()
+        self._end(logical_worker)
+        return found
+
     def skip(self, logical_worker: int) -> None:
         """See `Exchange.skip`."""
-        self._begin(logical_worker)
-        self._end(logical_worker)
+        self.take(lambda: None, logical_worker)
 
     def sum(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
         """Adds other values than gradients, between two steps and just as them; a collective of all ranks.

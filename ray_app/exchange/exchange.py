@@ -125,6 +125,10 @@ class Exchange(ABC):
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
         """Runs backward of the weighted sum of one logical worker's losses, both of shape (rows,), and adds its gradients."""
 
+    def take(self, leave: Callable[[], T], logical_worker: int) -> T:
+        """In the place of `backward`: takes the gradients that a call leaves in every `.grad`, all at once; returns what it returns."""
+        raise NotImplementedError(f"{type(self).__name__} takes gradients from a backward alone")
+
     @abstractmethod
     def skip(self, logical_worker: int) -> None:
         """Adds zeros for a logical worker without rows."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,18 @@ from ray_app.data.feed.windows import MicroBatch
 from ray_app.errors import DataError, NonFiniteError, PeerLostError, WrongResultError
 from ray_app.exchange.exchange import Exchange, World, gather
 from ray_app.plan.cursor import Cursor
-from ray_app.task import environment
 from ray_app.task.base import Batch, Task
-from ray_app.task.losses import Losses, Sums, Unread, of_rows, read, sums_of
+from ray_app.task.losses import Losses, Sums, Unread, read, sums_of
 from ray_app.task.own_code import own_code
 from ray_app.train.group.messages import Flags, Phase
-from ray_app.train.state.seeds import seed_step
 from ray_app.train.state.state import TrainingState
+from ray_app.train.step.capture import Captured, graphs_of
+from ray_app.train.step.forward import Forward
 from ray_app.train.step.logical import Buffers, single_values
 from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.replay import Replays
 from ray_app.train.step.table import Row, StepResult, Table
 from ray_app.train.step.timer import UNTOLD, Spent, Timer
-
-_MOST_CONSTANTS = 16
 
 
 class Step:
@@ -64,11 +62,8 @@ class Step:
         self._config, self._task, self._state, self._enter = config, task, state, enter
         self._exchange, self._world, self._device = exchange, world, device
         self._buffers, self._table = Buffers(state.model, world), Table(world)
-        self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
-        if config.train.compile:
-            environment.need_compiler(device)
-        self._compiled_models: dict[nn.Module, Any] = {}
-        self._constants: dict[tuple[int, float], Tensor] = {}
+        self._forward = Forward(config, task, device, self._loss)
+        self._captured = Captured(state.model, device, self._computed, graphs_of(device)) if config.train.capture else None
         self._scale = state.scale
         self._timer, self.waited_s = Timer(device) if world.size > 1 else None, 0.0
         self._replays: Replays | None = None
@@ -177,7 +172,7 @@ class Step:
             if not batch.rows:
                 return self._buffers.bits()
             losses = self._losses(cursor, replace(batch, fields=fields), self._state.model)
-            losses.values.backward(self._weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0))
+            losses.values.backward(self._forward.weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0))
             return self._buffers.bits()
 
     def _meet(self, found: list[Unread | None], norms: list[Tensor]) -> tuple[list[Sums], list[float]]:
@@ -218,40 +213,26 @@ class Step:
         if not batch.rows:
             self._exchange.skip(batch.logical_worker)
             return None
+        weights = self._forward.weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0)
+        if (captured := self._captured) is not None:
+            fields = self._forward.fields(cursor, batch)
+            return self._exchange.take(lambda: captured.run(fields, weights), batch.logical_worker)
         losses = self._losses(cursor, batch, self._state.model)
-        scale = self._scale.value if self._scale is not None else 1.0
-        self._exchange.backward(losses.values, self._weights(batch.rows, global_rows, scale), batch.logical_worker)
+        self._exchange.backward(losses.values, weights, batch.logical_worker)
         return sums_of(losses)
 
-    def _weights(self, rows: int, over: float, scale: float) -> Tensor:
-        """One over what the mean is over, scaled, for every row of a micro-batch, shape (rows,); made once for those that are alike."""
-        value = scale / over
-        held = self._constants.get((rows, value))
-        if held is None or held._version:  # a task's backward may have written into it
-            if len(self._constants) == _MOST_CONSTANTS:
-                self._constants.clear()
-            held = self._constants[rows, value] = torch.full((rows,), value, device=self._device)
-        return held
+    def _computed(self, fields: Batch, weights: Tensor) -> Unread:
+        """Forward and backward of rows, see `Compute`."""
+        losses = self._forward.losses(self._state.model, fields, len(weights))
+        losses.values.backward(weights)
+        return sums_of(losses)
 
     def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:
         """The losses of a micro-batch's rows."""
-        seed_step(self._config.seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
-        fields = self._task.augment(batch.fields, batch.keys)
-        if self._config.train.channels_last:  # not the parameters: fused optimizers take a gradient's values for ones in their layout
-            fields = {name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v for name, v in fields.items()}
-        called = self._compiled(model) if self._config.train.compile and batch.rows > 1 else model
-        with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
-            found = self._loss(called, fields)
-        return of_rows(self._task, found, batch.rows).float()
+        return self._forward.losses(model, self._forward.fields(cursor, batch), batch.rows)
 
     def _loss(self, model: nn.Module, fields: Batch) -> Tensor | Losses:
         return self._task.training_loss(model, fields)
-
-    def _compiled(self, model: nn.Module) -> Any:
-        """A model compiled for every shape that comes, each on its own: what a shape gives must not depend on those before it."""
-        if model not in self._compiled_models:
-            self._compiled_models[model] = torch.compile(model, dynamic=False)
-        return self._compiled_models[model]
 
     def _gradients(self) -> list[Tensor]:
         """What this rank has of the gradient, as the optimizer will find it."""

@@ -169,7 +169,7 @@ class LocalStep(Step):
     def _shares(self, sums: Unread) -> Tensor:
         """One over the weight of a micro-batch, which only the device knows where its task gives weights, or 0; shape (rows,)."""
         if sums.metrics is None:
-            return self._weights(sums.rows, sums.rows, 1.0)
+            return self._forward.weights(sums.rows, sums.rows, 1.0)
         weight = sums.values[1]
         return torch.where(weight > 0, 1 / weight, 0.0).float().expand(sums.rows)
 

@@ -1,0 +1,215 @@
+"""Forward and backward of a micro-batch as a CUDA graph: one launch in the place of hundreds, which a small step waits for.
+
+A graph is captured for every kind of micro-batch: its shapes, dtypes and layouts. Each replay reads the rows and weights from the memory of
+the capture and leaves gradients and sums in the memory of the capture; seeds and the offsets of the generator are those of the replay, so
+that dropout draws what it would have drawn. The bits are those of an eager step, which each graph is held against before it is used: the
+number of workers, which decides who captures what and when, is not in them.
+
+CUDA graphs in PyTorch: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog, 2021, and the notes on CUDA semantics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ray_app.errors import ConfigError
+from ray_app.task.base import Batch
+from ray_app.task.losses import Unread
+from ray_app.train.step.logical import Alike
+
+Compute = Callable[[Batch, Tensor], Unread]
+"""Forward and backward of rows and their weights: leaves gradients in `.grad`, which is None before, and returns the sums."""
+_MOST_KINDS = 16
+_CHECKED = 2
+"""The rows that it was captured with, and others with another seed: what the capture has read or drawn on the host shows there."""
+_OUT_OF_MEMORY = ("out of memory", "allocate memory")
+
+
+class Graphs(Protocol):
+    """What a device captures with."""
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """Runs it where it will be captured."""
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Captures what it gives the device; returns what replays that."""
+
+
+def graphs_of(device: torch.device) -> Graphs:
+    """What a device captures with.
+
+    Raises:
+        ConfigError: It is a CPU, where nothing is launched that one could wait for.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"train.capture is set, and a worker computes on its {device.type.upper()}, which has no CUDA graphs. Give the workers GPUs"
+            " (scaling.gpus_per_worker), or leave it out: the bits are the same without."
+        )
+    return CudaGraphs(device)
+
+
+class CudaGraphs:
+    """CUDA's: graphs that share one pool of memory, of which one is replayed at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """See `Graphs.warm_up`."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        self._stream.synchronize()
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        """See `Graphs.capture`; other threads may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+@dataclass
+class _Kind:
+    """A graph, the memory that it reads and that it leaves its results in, and how often it was held against an eager step."""
+
+    fields: Batch
+    weights: Tensor
+    replay: Callable[[], None]
+    gradients: list[Tensor | None]
+    sums: Unread
+    checked: int = 0
+
+
+class Captured:
+    """See the module.
+
+    Args:
+        model: What is trained.
+        device: Where it is.
+        compute: What is captured.
+        graphs: Of the device.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, compute: Compute, graphs: Graphs) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._device, self._compute, self._graphs = device, compute, graphs
+        self._buffers = Alike(list(model.buffers()))
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
+
+    def run(self, fields: Batch, weights: Tensor) -> Unread:
+        """As `Compute`, of the values that the generators have now; waits for the device only where it captures.
+
+        Raises:
+            ConfigError: It cannot be captured, or a replay has other bits.
+        """
+        named = sorted(fields.items())
+        key = (weights.shape, *((name, v.shape, v.dtype, v.stride()) for name, v in named))
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) == _MOST_KINDS:  # each keeps memory of the device: what is rarer is computed, with the same bits
+                return self._compute(fields, weights)
+            kind = self._kinds[key] = self._captured(fields, weights)
+        torch._foreach_copy_([*kind.fields.values(), kind.weights], [*(fields[name] for name in kind.fields), weights])
+        if kind.checked < _CHECKED:
+            self._hold_against_eager(kind, fields, weights)
+        else:
+            kind.replay()
+        for p, gradient in zip(self._parameters, kind.gradients, strict=True):
+            p.grad = gradient
+        return kind.sums._replace(values=kind.sums.values.clone())
+
+    def _captured(self, fields: Batch, weights: Tensor) -> _Kind:
+        """A graph for the kind of these; buffers and generators stay as they are."""
+        held, held_weights = {name: torch.empty_like(v).copy_(v) for name, v in fields.items()}, weights.clone()
+        found: list[Unread] = []
+
+        def work() -> None:
+            self._forget()
+            found[:] = [self._compute(held, held_weights)]
+
+        buffers, drawn = self._kept(), self._drawn()
+        try:
+            self._graphs.warm_up(work)
+            self._put_back(buffers, drawn)
+            self._forget()  # what the warm-up has left is not in the memory of the graph
+            replay = self._graphs.capture(work)
+        except RuntimeError as error:
+            if why := _refused(error):
+                raise _cannot(f"it does what a CUDA graph cannot hold ({why})") from error
+            raise
+        self._put_back(buffers, drawn)
+        kind = _Kind(held, held_weights, replay, [p.grad for p in self._parameters], found[0])
+        self._forget()
+        return kind
+
+    def _hold_against_eager(self, kind: _Kind, fields: Batch, weights: Tensor) -> None:
+        """Replays it, after what it has to equal was computed."""
+        buffers, drawn = self._kept(), self._drawn()
+        sums = self._compute(fields, weights)
+        gradients = [p.grad for p in self._parameters]
+        eager = self._kept()
+        self._forget()
+        self._put_back(buffers, drawn)
+        kind.replay()
+        names = ["the gradient", "the loss", "a buffer"]
+        pairs = [
+            zip(gradients, kind.gradients, strict=True),
+            [(sums.values, kind.sums.values)],
+            [(eager.memory, self._kept().memory)],
+        ]
+        for name, several in zip(names, pairs, strict=True):
+            if not all(_same_bits(a, b) for a, b in several):
+                raise _cannot(f"{name} of a replay is not that of the same rows computed without; it depends on what changes on the host")
+        kind.checked += 1
+
+    def _forget(self) -> None:
+        for p in self._parameters:
+            p.grad = None
+
+    def _kept(self) -> Alike:
+        """A copy of the buffers."""
+        kept = self._buffers.like()
+        kept.copy(self._buffers)
+        return kept
+
+    def _drawn(self) -> list[Tensor]:
+        """Where the generators are, the host's first."""
+        host = torch.default_generator.get_state()
+        return [host] if self._device.type == "cpu" else [host, torch.cuda.get_rng_state(self._device)]
+
+    def _put_back(self, buffers: Alike, drawn: list[Tensor]) -> None:
+        self._buffers.copy(buffers)
+        torch.default_generator.set_state(drawn[0])
+        for state in drawn[1:]:
+            torch.cuda.set_rng_state(state, self._device)
+
+
+def _refused(error: RuntimeError) -> str | None:
+    """What the device says of what it cannot capture, if that is what an error is about."""
+    while isinstance(error.__context__, RuntimeError):  # with the end of a capture that was broken off comes another
+        error = error.__context__
+    said = str(error)
+    is_refusal = "captur" in said.lower() and not any(words in said for words in _OUT_OF_MEMORY)
+    return said.partition("\n")[0] if is_refusal else None
+
+
+def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return same and torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))
+
+
+def _cannot(why: str) -> ConfigError:
+    return ConfigError(
+        f"train.capture is set, and a micro-batch cannot be captured: {why}. What forward and loss do has to be the same for all rows of"
+        " one shape, without waiting for the device (.item(), boolean masks, nonzero, print). Change it, or leave train.capture out: the"
+        " bits are the same without."
+    )

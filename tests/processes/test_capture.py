@@ -1,0 +1,132 @@
+"""`train.capture` on a CPU that stands for a device (`tests/support/recorded_graph.py`): the bits of an eager step, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ray_app.errors import ConfigError
+from ray_app.task.base import Batch
+from ray_app.task.image import ImageClassification
+from ray_app.train.hooks import Hooks
+from ray_app.train.job import Job
+from ray_app.train.step import capture
+from ray_app.train.step.capture import graphs_of
+from tests.support.local_world import DieAfter, KilledError, Pool, TinyImages, _train, cached, make_job, result_of, write_images
+from tests.support.recorded_graph import RecordedGraphs
+
+CAPTURE: dict[str, Any] = {"train__capture": True, "scaling__gpus_per_worker": 1.0, "train__backend": "gloo"}
+ROWS = [[50, 1], [46]]
+"""97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("capture") / "data", ROWS)
+
+
+def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_kinds: int) -> tuple[int, int]:
+    """Trains with the stand-in; returns how many captures and replays there were."""
+    graphs = RecordedGraphs()
+    with patch("ray_app.train.step.step.graphs_of", lambda device: graphs), patch.object(capture, "_MOST_KINDS", most_kinds):
+        _train(rank, store, job, size, hooks, cached, {})
+    return graphs.captures, graphs.replays
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("task", "fields"),
+    [
+        (None, {}),
+        (None, {"train__precision": "bf16", "train__channels_last": True, "train__grad_clip_norm": 0.5}),
+        (TinyImages(variant="unused"), {"train__precision": "fp16"}),
+        (TinyImages(), {"scaling__logical_workers": 1}),
+    ],
+)
+def test_the_bits_are_those_of_an_eager_step(
+    pool: Pool, data: Path, tmp_path: Path, task: ImageClassification | None, fields: dict[str, Any], workers: int
+) -> None:
+    """Batch-norm, dropout, augmentation, micro-batches of other sizes, of one row and of none."""
+    L = fields.get("scaling__logical_workers", 4)
+    fields = {"train__epochs": 2} | fields
+    eager = pool.trained(make_job(tmp_path / "eager", data, logical_workers=L, batch=12, task=task, **fields), 1, cached)
+    job = make_job(tmp_path / "captured", data, logical_workers=L, batch=12, task=task, **fields, **CAPTURE)
+    counts = pool.run(min(workers, L), _captured, job, min(workers, L), Hooks(), 16)
+    found = result_of(job)
+    assert (found.bits, found.steps) == (eager.bits, eager.steps)
+    assert all(0 < captures < replays for captures, replays in counts)
+
+
+def test_other_workers_go_on_with_the_same_bits(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2, "checkpoint__every_steps": 4}
+    eager = pool.trained(make_job(tmp_path / "eager", data, **fields), 1, cached)
+    job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
+    broken = pool.outcomes(2, _captured, job, 2, Hooks(after_step=DieAfter(6)), 16)
+    assert all(isinstance(each.error, KilledError) for each in broken)
+    pool.run(1, _captured, job, 1, Hooks(), 16)
+    assert result_of(job).bits == eager.bits
+
+
+def test_kinds_beyond_the_most_are_computed_eagerly(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2}
+    eager = pool.trained(make_job(tmp_path / "eager", data, **fields), 1, cached)
+    job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
+    [(captures, replays)] = pool.run(1, _captured, job, 1, Hooks(), 1)
+    assert (captures, result_of(job).bits) == (1, eager.bits)
+    assert replays < len(eager.steps) * 4
+
+
+class OnTheHost(TinyImages):
+    """Has its loss decided by the host: by how often it was called, a number drawn there, or a value that is read."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Any:
+        losses = self.loss(self.forward(model, batch), batch)
+        assert isinstance(losses, Tensor)
+        self.calls += 1
+        factor = {"counts": lambda: self.calls, "draws": random.random, "reads": lambda: losses.sum().item()}[self.how]()
+        return losses * factor
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("counts", "the gradient of a replay is not that of the same rows computed without"),
+        ("draws", "the gradient of a replay is not that of the same rows computed without"),
+        ("reads", "it does what a CUDA graph cannot hold (CUDA error: operation not permitted when stream is capturing)"),
+    ],
+)
+def test_what_depends_on_the_host_is_refused(pool: Pool, data: Path, tmp_path: Path, how: str, why: str) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=OnTheHost(how), **CAPTURE)
+    [outcome] = pool.outcomes(1, _captured, job, 1, Hooks(), 16)
+    assert isinstance(outcome.error, ConfigError)
+    assert why in str(outcome.error)
+    assert "leave train.capture out: the bits are the same without" in str(outcome.error)
+
+
+def test_a_worker_that_computes_on_its_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a worker computes on its CPU, which has no CUDA graphs"):
+        graphs_of(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"scaling__gpus_per_worker": 0.0}, "scaling.gpus_per_worker is 0"),
+        ({"train__strategy": "fsdp"}, "train.strategy is fsdp"),
+        ({"train__compile": True}, "train.compile is set"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.capture is set, and {why}"):
+        make_job(tmp_path / "run", data, logical_workers=4, batch=12, **(CAPTURE | fields))
