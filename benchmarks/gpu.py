@@ -27,13 +27,13 @@ import psutil
 import ray
 import torch
 
-from benchmarks import gpu_cluster, gpu_digests, gpu_missing, gpu_speed
+from benchmarks import gpu_cluster, gpu_digests, gpu_speed
 from benchmarks.gpu_lines import HEAD, Line, Result, as_json, look_at
 from benchmarks.gpu_workers import Bench
 from benchmarks.harness import ROOT
 
 TOTAL_S, GRACE_S = 500.0, 25.0
-LINES: list[Line] = [*gpu_digests.LINES, *gpu_speed.LINES, *gpu_cluster.LINES, *gpu_missing.LINES]
+LINES: list[Line] = [*gpu_digests.LINES, *gpu_speed.LINES, *gpu_cluster.LINES]
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -113,6 +113,22 @@ def fsdp_offloaded(bench: Bench) -> Found:
     return digests(bench, transformer(bench), train__strategy="fsdp", train__cpu_offload=True)
 
 
+def captured(bench: Bench) -> Found:
+    """Both networks as CUDA graphs, on other numbers of workers, against eager steps."""
+    if bench.device == "cpu":
+        raise NotYetError("a dry run captures nothing; tests/processes/test_capture.py looks at a stand-in")
+    said, same, told = [], True, {}
+    options: dict[str, Any] = {"transformer": {}, "network": BF16}
+    for make in (transformer, network):
+        fields = options[make.__name__]
+        [eager] = digests(bench, make(bench), (1,), **fields).figures["digests"].values()
+        found = digests(bench, make(bench), train__capture=True, **fields)
+        told[make.__name__] = found.figures["digests"] | {"eager": eager}
+        same &= bool(found.passed) and set(found.figures["digests"].values()) == {eager}
+        said.append(f"{make.__name__}: {found.said}, eager {eager[:12]}")
+    return Found("; ".join(said), same, {"digests": told})
+
+
 def nccl(bench: Bench) -> Found:
     """As many workers as there are GPUs, and fewer."""
     return digests(bench, network(bench), tuple(size for size in WORKERS if size <= bench.gpus), own_gpus=True)
@@ -125,6 +141,7 @@ LINES = [
     Line("bits: transformer, bf16", of(transformer, train__precision="bf16"), 40, "equal"),
     Line("bits: ResNet-18, fp16", of(network, train__precision="fp16"), 40, "equal"),
     Line("bits: transformer, compile", of(transformer, train__compile=True), 90, "equal"),
+    Line("bits: capture", captured, 60, "equal"),
     Line("bits: checkpoint, resume at another W", resumed, 40, "equal"),
     Line("bits: local_sgd, 2 local steps", of(transformer, train__strategy="local_sgd", train__local_steps=2), 40, "equal"),
     Line("bits: fsdp", of(transformer, train__strategy="fsdp"), 40, "equal"),

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_digests import BF16, network, transformer
-from benchmarks.gpu_lines import Found, Line
+from benchmarks.gpu_lines import Found, Line, NotYetError
 from benchmarks.gpu_loops import WARM_UP, Clock, bare, plain_ddp
 from benchmarks.gpu_models import Dense, resnet
 from benchmarks.gpu_workers import Bench
@@ -86,8 +86,9 @@ def step_against_ddp(bench: Bench) -> Found:
 
 
 def images_per_s(bench: Bench, **fields: Any) -> Found:
-    """A large ResNet, ours and a loop that is one CUDA graph, in turn."""
+    """A large ResNet, ours with forward and backward as a CUDA graph and a loop that is one as a whole, in turn."""
     sizes = bench.sizes
+    fields = {"train__capture": bench.device == "cuda"} | fields
     task = resnet(sizes, "resnet50")
     ours, theirs = [], []
     for _ in range(sizes.rounds):
@@ -100,6 +101,20 @@ def images_per_s(bench: Bench, **fields: Any) -> Found:
     said = f"{ratio:.3f}: {median(ours):,.0f} images/s, bare {median(theirs):,.0f}"
     passed = ratio >= 0.98 if bench.device == "cuda" else None
     return Found(said, passed, {"ours": ours, "bare": theirs})
+
+
+def captured_step(bench: Bench) -> Found:
+    """A step of the transformer, of a few rows, eager and as a CUDA graph, in turn."""
+    if bench.device == "cpu":
+        raise NotYetError("a dry run captures nothing")
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for captures in [False, True] * bench.sizes.rounds:
+        job = bench.job(transformer(bench), bench.small, logical_workers=1, batch=8, **steps(bench), train__capture=captures)
+        with bench.pool(1) as pool:
+            found[captures].append(median(clocked(bench, pool, job)[0]))
+    eager_s, captured_s = median(found[False]), median(found[True])
+    said = f"{eager_s / captured_s:.2f} times as fast: {captured_s * 1e3:.2f} ms, eager {eager_s * 1e3:.2f} ms"
+    return Found(said, eager_s >= 2 * captured_s if eager_s < 5e-3 else None, {"eager_s": found[False], "captured_s": found[True]})
 
 
 def from_parquet(bench: Bench) -> Found:
@@ -169,6 +184,7 @@ LINES = [
     line("memory: exact at W = L / torch's DDP", memory_against_ddp, 30, "at most 1.10"),
     line("ResNet-50, bf16, channels last, batch 256, in memory: images/s / bare loop as a CUDA graph", images_per_s, 90, "at least 0.98"),
     line("the same, fed from Parquet", from_parquet, 90, "at least 0.98"),
+    line("small step: captured / eager", captured_step, 60, "at least 2 times as fast below 5 ms"),
     line("step on 2 workers: exact, overlapped / plain DDP", step_against_ddp, 40),
     line("recipe of CIFAR-10's size: s per epoch", recipe, 30),
     line("stall of a checkpoint with 1 GB of state", stall, 60),

@@ -65,6 +65,8 @@ class LightningTask(BatchTask):
             )
         if config.train.compile:
             problems.append("train.compile compiles calls of the module, and training_step is none; compile parts of it in its __init__.")
+        if config.train.capture:
+            problems.append("train.capture needs each step to do the same, and training_step may do something else in each; leave it out.")
         return problems
 
     def build_model(self) -> nn.Module:

@@ -100,6 +100,8 @@ class LoopTask(BatchTask):
             )
         if config.train.compile:
             problems.append("train.compile compiles the model that a task is given; compile the model in the script, and leave it out.")
+        if config.train.capture:
+            problems.append("train.capture needs each step to do the same, and a script may do something else in each; leave it out.")
         return problems
 
     def _script(self) -> Callable[[Loop], None]:

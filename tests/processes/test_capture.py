@@ -34,7 +34,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_kinds: int) -> tuple[int, int]:
     """Trains with the stand-in; returns how many captures and replays there were."""
     graphs = RecordedGraphs()
-    with patch("ray_app.train.step.step.graphs_of", lambda device: graphs), patch.object(capture, "_MOST_KINDS", most_kinds):
+    with (
+        patch("ray_app.train.step.step.graphs_of", lambda device: graphs),
+        patch.object(capture, "_MOST_KINDS", most_kinds),
+        patch.object(capture, "_EVERY", 5),
+    ):
         _train(rank, store, job, size, hooks, cached, {})
     return graphs.captures, graphs.replays
 
@@ -94,7 +98,13 @@ class OnTheHost(TinyImages):
         losses = self.loss(self.forward(model, batch), batch)
         assert isinstance(losses, Tensor)
         self.calls += 1
-        factor = {"counts": lambda: self.calls, "draws": random.random, "reads": lambda: losses.sum().item()}[self.how]()
+        factor = {
+            "counts": lambda: self.calls,
+            "later": lambda: 1 + self.calls // 4,
+            "much later": lambda: 1 + self.calls // 6,
+            "draws": random.random,
+            "reads": lambda: losses.sum().item(),
+        }[self.how]()
         return losses * factor
 
 
@@ -102,6 +112,8 @@ class OnTheHost(TinyImages):
     ("how", "why"),
     [
         ("counts", "the gradient of a replay is not that of the same rows computed without"),
+        ("later", "the gradient of a replay is not that of the same rows computed without"),
+        ("much later", "the gradient of a replay is not that of the same rows computed without"),
         ("draws", "the gradient of a replay is not that of the same rows computed without"),
         ("reads", "it does what a CUDA graph cannot hold (CUDA error: operation not permitted when stream is capturing)"),
     ],

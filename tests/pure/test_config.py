@@ -252,6 +252,7 @@ def changed(**fields: Any) -> bool:
         {"train__servers": 3, "train__server_cpus": 2, "train__min_shard_kb": 64},
         {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},
         {"train__second_copy": True},
+        {"train__capture": True},
         {"evaluate__label_selector": {"zone": "a"}, "train__server_label_selector": {"zone": "a"}},
         {"train__profile_steps": [5, 7]},
         {"observers": [{"class_path": "my.Observer", "init_args": {}}]},

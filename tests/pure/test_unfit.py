@@ -29,6 +29,7 @@ LIGHTNING = {
 }
 ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
 SCHEDULE = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
+GPU = {"scaling__gpus_per_worker": 1.0}
 OWN = "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
 
 
@@ -47,6 +48,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"train__compile": True},
             "train.compile compiles the model that a task is given; compile the model in the script, and leave",
         ),
+        (LOOP, GPU | {"train__capture": True}, "train.capture needs each step to do the same, and a script may do something else"),
+        (LIGHTNING, GPU | {"train__capture": True, "optimizer": ADAM}, "train.capture needs each step to do the same, and training_step"),
         (LOOP, {"train__strategy": "central_storage"}, "train.strategy is central_storage, which needs more of a model's than"),
         (LOOP, {"train__strategy": "fsdp"}, "script's loop leaves it; use ddp or single."),
         (LOOP, {"schedule": SCHEDULE}, "and the task brings a StepLR with its optimizer; a run has one. Leave schedule out"),

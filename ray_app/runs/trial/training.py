@@ -58,6 +58,7 @@ _AS_IN_THE_TRIAL: dict[str, Any] = {
     "train__outer_lr": 1.0,
     "train__outer_momentum": 0.0,
     "train__compile": False,
+    "train__capture": False,
     "train__steps_per_epoch": None,
     "train__epochs": STEPS,
     "train__max_steps": STEPS,

@@ -2,8 +2,8 @@
 
 A graph is captured for every kind of micro-batch: its shapes, dtypes and layouts. Each replay reads the rows and weights from the memory of
 the capture and leaves gradients and sums in the memory of the capture; seeds and the offsets of the generator are those of the replay, so
-that dropout draws what it would have drawn. The bits are those of an eager step, which each graph is held against before it is used: the
-number of workers, which decides who captures what and when, is not in them.
+that dropout draws what it would have drawn. The bits are those of an eager step, which each graph is held against before it is used, and
+now and then: the number of workers, which decides who captures what and when, is not in them.
 
 CUDA graphs in PyTorch: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog, 2021, and the notes on CUDA semantics.
 """
@@ -25,8 +25,9 @@ from ray_app.train.step.logical import Alike
 Compute = Callable[[Batch, Tensor], Unread]
 """Forward and backward of rows and their weights: leaves gradients in `.grad`, which is None before, and returns the sums."""
 _MOST_KINDS = 16
-_CHECKED = 2
-"""The rows that it was captured with, and others with another seed: what the capture has read or drawn on the host shows there."""
+_AT_FIRST, _EVERY = 2, 1000
+"""When a graph is held against an eager step: with the rows that it was captured with, and others with another seed, which shows what the
+capture has read or drawn on the host; and now and then, should what it has read change later."""
 _OUT_OF_MEMORY = ("out of memory", "allocate memory")
 
 
@@ -77,14 +78,14 @@ class CudaGraphs:
 
 @dataclass
 class _Kind:
-    """A graph, the memory that it reads and that it leaves its results in, and how often it was held against an eager step."""
+    """A graph, the memory that it reads and that it leaves its results in, and how often it was used."""
 
     fields: Batch
     weights: Tensor
     replay: Callable[[], None]
     gradients: list[Tensor | None]
     sums: Unread
-    checked: int = 0
+    uses: int = 0
 
 
 class Captured:
@@ -104,7 +105,7 @@ class Captured:
         self._kinds: dict[tuple[object, ...], _Kind] = {}
 
     def run(self, fields: Batch, weights: Tensor) -> Unread:
-        """As `Compute`, of the values that the generators have now; waits for the device only where it captures.
+        """As `Compute`, of the values that the generators have now; waits for the device only where it captures or compares.
 
         Raises:
             ConfigError: It cannot be captured, or a replay has other bits.
@@ -117,10 +118,11 @@ class Captured:
                 return self._compute(fields, weights)
             kind = self._kinds[key] = self._captured(fields, weights)
         torch._foreach_copy_([*kind.fields.values(), kind.weights], [*(fields[name] for name in kind.fields), weights])
-        if kind.checked < _CHECKED:
+        if kind.uses < _AT_FIRST or not kind.uses % _EVERY:
             self._hold_against_eager(kind, fields, weights)
         else:
             kind.replay()
+        kind.uses += 1
         for p, gradient in zip(self._parameters, kind.gradients, strict=True):
             p.grad = gradient
         return kind.sums._replace(values=kind.sums.values.clone())
@@ -167,7 +169,6 @@ class Captured:
         for name, several in zip(names, pairs, strict=True):
             if not all(_same_bits(a, b) for a, b in several):
                 raise _cannot(f"{name} of a replay is not that of the same rows computed without; it depends on what changes on the host")
-        kind.checked += 1
 
     def _forget(self) -> None:
         for p in self._parameters:

@@ -62,7 +62,7 @@ class Step:
         self._config, self._task, self._state, self._enter = config, task, state, enter
         self._exchange, self._world, self._device = exchange, world, device
         self._buffers, self._table = Buffers(state.model, world), Table(world)
-        self._forward = Forward(config, task, device, self._loss)
+        self._forward = Forward(config, task, device, self._loss())
         self._captured = Captured(state.model, device, self._computed, graphs_of(device)) if config.train.capture else None
         self._scale = state.scale
         self._timer, self.waited_s = Timer(device) if world.size > 1 else None, 0.0
@@ -231,8 +231,9 @@ class Step:
         """The losses of a micro-batch's rows."""
         return self._forward.losses(model, self._forward.fields(cursor, batch), batch.rows)
 
-    def _loss(self, model: nn.Module, fields: Batch) -> Tensor | Losses:
-        return self._task.training_loss(model, fields)
+    def _loss(self) -> Callable[[nn.Module, Batch], Tensor | Losses]:
+        """What a model and rows are given to for their losses."""
+        return self._task.training_loss
 
     def _gradients(self) -> list[Tensor]:
         """What this rank has of the gradient, as the optimizer will find it."""

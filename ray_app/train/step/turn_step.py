@@ -47,8 +47,8 @@ class TurnStep(Step):
         self._exchange, self._table, self._parameters = self._exchanges[turn], self._tables[turn], self._turns.parameters[turn]
         return super().run(cursor, batches, global_rows, flags)
 
-    def _loss(self, model: nn.Module, fields: Batch) -> Tensor | Losses:
-        return self._task.turn_loss(self._turn, model, fields)
+    def _loss(self) -> Callable[[nn.Module, Batch], Tensor | Losses]:
+        return lambda model, fields: self._task.turn_loss(self._turn, model, fields)
 
     def close(self) -> None:
         """See `Exchange.close`."""
