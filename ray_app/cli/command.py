@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import sys
-from contextlib import suppress
 from types import ModuleType
 
 from ray_app.importing import without_gc
@@ -51,9 +50,13 @@ def run(prog: str = "ray-app", name: str | None = None) -> int:
 
 def _leave(*codes: int) -> None:
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed from the beginning
+        try:
             stream.flush()
+        except (BrokenPipeError, ValueError):  # nobody reads, or it is closed
+            pass
+        except OSError:  # a full disk: Python says so and has a code of its own for it
+            return
     for code in codes:
         os._exit(code)
 

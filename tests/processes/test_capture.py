@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
+from ray_app.exchange.exchange import World
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
+from ray_app.task.losses import Unread
+from ray_app.train.build import build_state, build_step
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.step import capture
-from ray_app.train.step.capture import graphs_of
-from tests.support.local_world import DieAfter, KilledError, Pool, TinyImages, _train, cached, make_job, result_of, write_images
+from ray_app.train.step.capture import Captured, _Inputs, graphs_of
+from tests.support.local_world import CPU, DieAfter, KilledError, Pool, TinyImages, _train, cached, make_job, result_of, write_images
 from tests.support.recorded_graph import RecordedGraphs
 
 CAPTURE: dict[str, Any] = {"train__capture": True, "scaling__gpus_per_worker": 1.0, "train__backend": "gloo"}
@@ -137,8 +143,108 @@ def test_a_worker_that_computes_on_its_cpu_is_refused() -> None:
         ({"scaling__gpus_per_worker": 0.0}, "scaling.gpus_per_worker is 0"),
         ({"train__strategy": "fsdp"}, "train.strategy is fsdp"),
         ({"train__compile": True}, "train.compile is set"),
+        ({"train__reduction": "overlapped"}, "train.reduction is overlapped"),
+        ({"failure__replay_rate": 0.1}, "failure.replay_rate is set"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=f"train.capture is set, and {why}"):
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, **(CAPTURE | fields))
+
+
+class Failing(RecordedGraphs):
+    """Fails at a capture, and then, as CUDA does, at its end."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__()
+        self.said = said
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        try:
+            raise RuntimeError(self.said)
+        except RuntimeError:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
+
+
+def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> Captured:
+    model = nn.Linear(3, 1)
+
+    def compute(fields: Batch, weights: Tensor) -> Unread:
+        losses = model(fields["x"]).square().sum(1)
+        if draws:
+            losses = losses * torch.rand(())
+        losses.backward(weights)
+        return Unread(losses.detach().sum(), len(weights), None)
+
+    return Captured(model, torch.device(device), compute, graphs)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [("CUDA out of memory while capturing", RuntimeError), ("operation not permitted when stream is capturing", ConfigError)],
+)
+def test_the_first_error_of_a_capture_is_told(said: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as found:
+        _small(Failing(said)).run({"x": torch.ones(2, 3)}, torch.ones(2))
+    assert type(found.value) is kind
+    assert said in str(found.value)
+
+
+def test_an_error_of_the_task_keeps_its_words() -> None:
+    small = _small(RecordedGraphs())
+    with (
+        patch.object(small, "_compute", side_effect=RuntimeError("the captured screenshot has 3 channels")),
+        pytest.raises(RuntimeError, match="screenshot"),
+    ):
+        small.run({"x": torch.ones(2, 3)}, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [(torch.ones(1, 3).expand(2, 3), "the field x was expanded"), (torch.ones(2, 3, device="meta"), "the field x is on the meta")],
+)
+def test_a_field_without_memory_of_its_own_on_the_device_is_refused(field: Tensor, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        _small(RecordedGraphs()).run({"x": field}, torch.ones(2))
+
+
+def test_a_cut_out_of_a_field_is_captured_in_its_layout() -> None:
+    small, cut = _small(RecordedGraphs()), torch.arange(24.0).view(4, 6)[1:3, 2:5]
+    for _ in range(3):
+        sums = small.run({"x": cut}, torch.ones(2))
+        assert sums.values == small._compute({"x": cut}, torch.ones(2)).values
+        small._forget()
+    [kind] = small._kinds.values()
+    assert kind.fields["x"].stride() == cut.stride()
+
+
+def test_numbers_that_are_drawn_on_the_host_are_refused_at_once() -> None:
+    """Of a device that is not the host; here only its generator is asked for."""
+    states = {"get_rng_state": lambda device: torch.zeros(1), "set_rng_state": lambda state, device: None}
+    with patch.multiple(torch.cuda, **states), patch("ray_app.train.step.capture.Captured._copy", lambda self, name, field: field.clone()):
+        with pytest.raises(ConfigError, match="it draws random numbers on the host"):
+            _small(RecordedGraphs(), "cuda", draws=True).run({"x": torch.ones(2, 3)}, torch.ones(2))
+        _small(RecordedGraphs(), "cuda").run({"x": torch.ones(2, 3)}, torch.ones(2))
+
+
+def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
+    """A model may keep a table as a plain attribute, and make another for longer rows."""
+    table, weight = torch.ones(3), nn.Parameter(torch.ones(3))
+    with _Inputs() as inputs:
+        ((weight * table + 1).relu() * 2).sum().backward()
+    assert {t.data_ptr() for t in inputs.alive} == {table.data_ptr(), weight.data_ptr()}
+
+
+def test_a_closed_step_keeps_no_graph(data: Path, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **CAPTURE)
+    state = build_state(job.config, job.task, CPU, 1)
+    with patch("ray_app.train.step.step.graphs_of", lambda device: RecordedGraphs()):
+        step = build_step(job, state, World(0, 1, 1), CPU, lambda phase: None)
+    step.close()
+    gone, captured = weakref.ref(step), step._captured
+    gc.disable()
+    try:
+        del step
+        assert (gone(), captured) == (None, None)
+    finally:
+        gc.enable()

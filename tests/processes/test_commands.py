@@ -82,6 +82,17 @@ print("begun")
     assert "missing" in done.stderr
 
 
+@pytest.mark.parametrize(("redirected", "code"), [(">/dev/full", 120), (">&-", 0)])
+def test_where_nobody_takes_what_it_prints(redirected: str, code: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m ray_app --version {redirected}"
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # what is printed is written at the end
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, timeout=_PROCESS_S, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 NAMED = re.compile(r"\bjobs/\w+\.py")
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
@@ -25,9 +27,9 @@ from ray_app.train.step.logical import Alike
 Compute = Callable[[Batch, Tensor], Unread]
 """Forward and backward of rows and their weights: leaves gradients in `.grad`, which is None before, and returns the sums."""
 _MOST_KINDS = 16
-_AT_FIRST, _EVERY = 2, 1000
-"""When a graph is held against an eager step: with the rows that it was captured with, and others with another seed, which shows what the
-capture has read or drawn on the host; and now and then, should what it has read change later."""
+_EVERY = 1000
+"""When a graph is held against an eager step: after 0, 1, 2, 4, ... uses, and every so many. The first is with the rows that it was
+captured with, the others show what the capture has read or drawn on the host, if that changes."""
 _OUT_OF_MEMORY = ("out of memory", "allocate memory")
 
 
@@ -78,13 +80,14 @@ class CudaGraphs:
 
 @dataclass
 class _Kind:
-    """A graph, the memory that it reads and that it leaves its results in, and how often it was used."""
+    """A graph, the memory that it reads and that it leaves its results in, what else it reads, which it keeps alive, and its uses."""
 
     fields: Batch
     weights: Tensor
     replay: Callable[[], None]
     gradients: list[Tensor | None]
     sums: Unread
+    alive: list[Tensor]
     uses: int = 0
 
 
@@ -118,7 +121,7 @@ class Captured:
                 return self._compute(fields, weights)
             kind = self._kinds[key] = self._captured(fields, weights)
         torch._foreach_copy_([*kind.fields.values(), kind.weights], [*(fields[name] for name in kind.fields), weights])
-        if kind.uses < _AT_FIRST or not kind.uses % _EVERY:
+        if not kind.uses & (kind.uses - 1) or not kind.uses % _EVERY:
             self._hold_against_eager(kind, fields, weights)
         else:
             kind.replay()
@@ -129,27 +132,40 @@ class Captured:
 
     def _captured(self, fields: Batch, weights: Tensor) -> _Kind:
         """A graph for the kind of these; buffers and generators stay as they are."""
-        held, held_weights = {name: torch.empty_like(v).copy_(v) for name, v in fields.items()}, weights.clone()
+        held, held_weights = {name: self._copy(name, v) for name, v in fields.items()}, weights.clone()
         found: list[Unread] = []
 
         def work() -> None:
             self._forget()
             found[:] = [self._compute(held, held_weights)]
 
-        buffers, drawn = self._kept(), self._drawn()
-        try:
-            self._graphs.warm_up(work)
-            self._put_back(buffers, drawn)
-            self._forget()  # what the warm-up has left is not in the memory of the graph
-            replay = self._graphs.capture(work)
-        except RuntimeError as error:
-            if why := _refused(error):
-                raise _cannot(f"it does what a CUDA graph cannot hold ({why})") from error
-            raise
+        buffers, drawn, inputs = self._kept(), self._drawn(), _Inputs()
+        self._graphs.warm_up(work)
+        if self._device.type != "cpu" and not torch.equal(torch.default_generator.get_state(), drawn[0]):
+            raise _cannot("it draws random numbers on the host, which each replay would repeat; draw them on the device")
         self._put_back(buffers, drawn)
-        kind = _Kind(held, held_weights, replay, [p.grad for p in self._parameters], found[0])
+        self._forget()  # what the warm-up has left is not in the memory of the graph
+
+        def watched() -> None:
+            with inputs:
+                work()
+
+        try:
+            replay = self._graphs.capture(watched)
+        except RuntimeError as error:
+            raise _reason(error) from None
+        self._put_back(buffers, drawn)
+        kind = _Kind(held, held_weights, replay, [p.grad for p in self._parameters], found[0], inputs.alive)
         self._forget()
         return kind
+
+    def _copy(self, name: str, field: Tensor) -> Tensor:
+        """Memory for a field of every replay, in its layout."""
+        if field.device.type != self._device.type:
+            raise _cannot(f"the field {name} is on the {field.device.type}, where each replay would find that of the capture")
+        if any(stride == 0 and size > 1 for size, stride in zip(field.shape, field.stride(), strict=True)):
+            raise _cannot(f"the field {name} was expanded, and has no memory of its own; let augment call contiguous()")
+        return torch.empty_strided(field.shape, field.stride(), dtype=field.dtype, device=field.device).copy_(field)
 
     def _hold_against_eager(self, kind: _Kind, fields: Batch, weights: Tensor) -> None:
         """Replays it, after what it has to equal was computed."""
@@ -192,20 +208,54 @@ class Captured:
             torch.cuda.set_rng_state(state, self._device)
 
 
-def _refused(error: RuntimeError) -> str | None:
-    """What the device says of what it cannot capture, if that is what an error is about."""
-    while isinstance(error.__context__, RuntimeError):  # with the end of a capture that was broken off comes another
+class _Inputs(TorchDispatchMode):
+    """What operators read that none of them made: parameters, buffers, and what a model keeps beside them (a table of positions).
+
+    A graph knows the memory alone: where a model gives itself another table, for longer rows, replays would read what was there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made, self._read = set[int](), dict[int, Tensor]()
+
+    @property
+    def alive(self) -> list[Tensor]:
+        """They."""
+        return list(self._read.values())
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        del types
+        for tensor in _tensors((args, kwargs)):
+            if (place := tensor.untyped_storage().data_ptr()) not in self._made:
+                self._read[place] = tensor.detach()
+        found = operator(*args, **(kwargs or {}))
+        self._made |= {t.untyped_storage().data_ptr() for t in _tensors(found)} - self._read.keys()
+        return found
+
+
+def _tensors(of: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(of) if isinstance(each, Tensor) and each.layout is torch.strided]
+
+
+def _reason(error: RuntimeError) -> Exception:
+    """What was the matter: with the end of a capture that was broken off comes another error."""
+    while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     said = str(error)
-    is_refusal = "captur" in said.lower() and not any(words in said for words in _OUT_OF_MEMORY)
-    return said.partition("\n")[0] if is_refusal else None
+    if "captur" not in said.lower() or any(words in said for words in _OUT_OF_MEMORY):
+        return error
+    return _cannot(f"it does what a CUDA graph cannot hold ({said.partition(chr(10))[0]})")
 
 
 def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     same = a.shape == b.shape and a.dtype == b.dtype
-    return same and torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))
+    return same and torch.equal(*(_bytes(each.detach()) for each in (a, b)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _cannot(why: str) -> ConfigError:

@@ -72,6 +72,7 @@ class Step:
     def close(self) -> None:
         """Ends it; see `Exchange.close`."""
         self._exchange.close()
+        self._captured = None  # it holds this one: its memory of the device would wait for the garbage collector
 
     def replay(self, replays: Replays | None) -> None:
         """From now on some shares are computed twice; None: not one."""
