@@ -175,12 +175,9 @@ def _check_capture(config: Config) -> list[str]:
         return []
     hindrances = [
         (not config.scaling.gpus_per_worker, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
-        (train.strategy not in ("ddp", "single"), f"train.strategy is {train.strategy}: it knows those of ddp and single alone"),
+        (train.strategy not in ("ddp", "single"), f"train.strategy is {train.strategy}: only the steps of ddp and single are captured"),
         (train.compile, "train.compile is set: what is compiled is not captured"),
-        (
-            train.reduction != "exact",
-            f"train.reduction is {train.reduction}, whose kernels need not give the same bits twice",
-        ),
+        (train.reduction != "exact", f"train.reduction is {train.reduction}, whose kernels need not give the same bits twice"),
         (config.failure.replay_rate > 0, "failure.replay_rate is set: what a graph gets wrong would be held for a fault of the hardware"),
         (config.optimizers is not None, "optimizers are several: what has a gradient would change from step to step"),
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from ray_app.exchange.bits import bits_of
 from ray_app.exchange.bucket import Bucket
-from ray_app.exchange.exchange import Exchange, World, collective, in_parts
+from ray_app.exchange.exchange import Exchange, T, World, collective, in_parts
 from ray_app.exchange.side_stream import SideStream
 
-T = TypeVar("T")
 _MEBI = 1 << 20
 
 

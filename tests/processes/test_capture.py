@@ -218,6 +218,14 @@ def test_a_cut_out_of_a_field_is_captured_in_its_layout() -> None:
     assert kind.fields["x"].stride() == cut.stride()
 
 
+def test_a_graph_is_looked_at_after_1_2_4_uses_and_every_so_many() -> None:
+    small, looked = _small(RecordedGraphs()), list[int]()
+    with patch.object(capture, "_EVERY", 6), patch.object(small, "_hold_against_eager", lambda kind, *_: looked.append(kind.uses)):
+        for _ in range(20):
+            small.run({"x": torch.ones(2, 3)}, torch.ones(2))
+    assert looked == [0, 1, 2, 4, 6, 8, 12, 16, 18]
+
+
 def test_numbers_that_are_drawn_on_the_host_are_refused_at_once() -> None:
     """Of a device that is not the host; here only its generator is asked for."""
     states = {"get_rng_state": lambda device: torch.zeros(1), "set_rng_state": lambda state, device: None}
