@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ray_app.exchange.bits import bits_of
 from ray_app.exchange.bucket import Bucket
-from ray_app.exchange.exchange import Exchange, T, World, collective, in_parts
+from ray_app.exchange.exchange import Exchange, T, World, backward_of, collective, in_parts
 from ray_app.exchange.side_stream import SideStream
 
 _MEBI = 1 << 20
@@ -76,7 +76,7 @@ class DataParallel(Exchange):
         self._begin(logical_worker)
         self._listening = logical_worker == self._last
         try:
-            losses.backward(weights)
+            backward_of(losses, weights)
         finally:
             self._listening = False
         self._end(logical_worker)

@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from ray_app.errors import ConfigError, PeerLostError
 from ray_app.plan.assign import logical_workers_of
@@ -47,12 +49,12 @@ class World:
         """Logical workers of a rank."""
         return self.shares[rank] if self.shares else logical_workers_of(rank, self.size, self.logical_workers, self.strided)
 
-    @property
+    @cached_property
     def route(self) -> list[Stage]:
         """By which stages what this rank has added reaches the others."""
         return route(self.rank, self.hosts or ("",) * self.size, self.logical_workers, self.shares)
 
-    @property
+    @cached_property
     def played(self) -> range:
         """Logical workers of this rank."""
         return self.played_by(self.rank)
@@ -101,6 +103,11 @@ def in_parts(name: str) -> ConfigError:
         " would be lost, so that the result depended on the number of workers. Activation checkpointing of layers that share parameters"
         " does this: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or checkpoint the layers together."
     )
+
+
+def backward_of(losses: Tensor, weights: Tensor) -> None:
+    """Backward of the weighted sum of losses, both of shape (rows,), as `losses.backward(weights)` without its checks (30 us in a step)."""
+    _engine_run_backward((losses,), (weights,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def settled(world: World) -> None:

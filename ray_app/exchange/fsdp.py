@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.config.training import TrainSection
-from ray_app.exchange.exchange import Exchange, World, collective, in_parts
+from ray_app.exchange.exchange import Exchange, World, backward_of, collective, in_parts
 
 
 def shard(
@@ -97,7 +97,7 @@ class FullySharded(Exchange):
             self._clear()
         self._began = True
         with collective():
-            losses.backward(weights)
+            backward_of(losses, weights)
         for p in self._held:  # torch 2.15 adds what came after a unit's exchange to the next step
             left = getattr(p, "_unsharded_param", None)
             if left is not None and left.grad is not None:

@@ -21,9 +21,14 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def key(*parts: int) -> int:
-    """One 64-bit key of any number of integers; their order counts."""
-    state = 0
+def key(*parts: int, after: int = 0) -> int:
+    """One 64-bit key of any number of integers; their order counts.
+
+    Args:
+        parts: The integers.
+        after: The key of those before them: `key(a, b)` is `key(b, after=key(a))`.
+    """
+    state = after
     for part in parts:
         state = mix(state ^ (part & _MASK))
     return state

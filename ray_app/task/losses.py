@@ -15,6 +15,8 @@ from ray_app.errors import ConfigError
 
 TAKEN = frozenset({"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts", "imbalance"})
 """What is recorded of every step; a metric of a task's own has another name."""
+_FEW = 16
+"""So many tensors of the host are read one by one in less time than at once."""
 _NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
 
 
@@ -144,10 +146,14 @@ def read(task: object, found: Sequence[Unread | None], also: Sequence[Tensor] = 
 
 
 def _numbers(held: list[Tensor]) -> list[float]:
-    """All their values, read at once."""
-    if len(held) < 2:
-        return held[0].reshape(-1).tolist() if held else []
+    """All their values, read at once from a device."""
+    if len(held) <= (_FEW if _are_here(held) else 1):
+        return [value for each in held for value in (each.tolist() if each.ndim else (each.item(),))]
     return (torch.stack if {each.ndim for each in held} == {0} else torch.hstack)(held).tolist()
+
+
+def _are_here(held: list[Tensor]) -> bool:
+    return not held or held[0].is_cpu
 
 
 def summed(task: object, losses: Losses) -> Sums:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from types import TracebackType
 
 from ray_app.errors import RayAppError, TaskError
 
@@ -22,9 +22,8 @@ _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")
 _MOST_CALLS = 30
 
 
-@contextmanager
-def own_code(place: Callable[[], str], positions: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
-    """A context in which the code of a task is called.
+class own_code:
+    """A context in which the code of a task is called; a class, since each step enters several.
 
     Args:
         place: Says what is being done; asked only if something is raised.
@@ -33,12 +32,17 @@ def own_code(place: Callable[[], str], positions: Callable[[], Sequence[int]] = 
     Raises:
         TaskError: The code raised anything but an error of the application's own.
     """
-    try:
-        yield
-    except RayAppError:
-        raise
-    except Exception as error:
-        raise TaskError(in_a_line(error), calls(error), place(), tuple(positions())) from error
+
+    def __init__(self, place: Callable[[], str], positions: Callable[[], Sequence[int]] = tuple) -> None:
+        self._place, self._positions = place, positions
+
+    def __enter__(self) -> None:
+        """Begins it."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Ends it, see `Raises`."""
+        if isinstance(error, Exception) and not isinstance(error, RayAppError):
+            raise TaskError(in_a_line(error), calls(error), self._place(), tuple(self._positions())) from error
 
 
 def in_a_line(error: BaseException) -> str:

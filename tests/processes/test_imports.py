@@ -29,18 +29,24 @@ print(json.dumps(list(sys.modules)))
 """
 _OPTIMIZER = """
 import json, sys, torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ray_app.train.state.eager import without_compiler
 from ray_app.task.environment import use_deterministic_algorithms
 
-def trained(kind, **options):
+def trained(kind, hooks="none", steps=3):
     torch.manual_seed(0)
     model, hooked = torch.nn.Linear(5, 3), []
-    optimizer = kind(model.parameters(), lr=0.1, **options)
-    optimizer.register_step_post_hook(lambda *_: hooked.append(torch.is_grad_enabled()))
-    for _ in range(3):
+    optimizer = kind(model.parameters(), lr=0.1)
+    if hooks == "own":
+        optimizer.register_step_post_hook(lambda *_: hooked.append(torch.is_grad_enabled()))
+    if hooks == "of all":
+        of_all = register_optimizer_step_pre_hook(lambda *_: hooked.append(torch.is_grad_enabled()))
+    for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(2, 5)).square().sum().backward()
         optimizer.step()
+    if hooks == "of all":
+        of_all.remove()
     optimizer.load_state_dict(optimizer.state_dict())
     return [p.tolist() for p in model.parameters()], hooked
 
@@ -49,9 +55,13 @@ kinds, found = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad), {}
 changed = [type(kind.__name__, (kind,), {}) for kind in kinds]
 for kind in changed:
     without_compiler(kind)
-found["changed"] = [trained(kind) for kind in changed]
+ways = "none", "own", "of all"
+found["changed"] = [trained(kind, hooks) for kind in changed for hooks in ways]
 found["compiler"] = "torch._dynamo" in sys.modules
-found["as they are"] = [trained(kind) for kind in kinds]
+found["as they are"] = [trained(kind, hooks) for kind in kinds for hooks in ways]
+with torch.autograd.profiler.profile() as profile:
+    trained(changed[0])
+found["marks"] = sum(event.name == "Optimizer.step#Adam.step" for event in profile.function_events)
 found["deterministic"] = torch.are_deterministic_algorithms_enabled()
 import torch._inductor.config as compiling
 found["compiler is told"] = compiling.deterministic
@@ -88,5 +98,6 @@ def test_a_newcomer_imports_no_torch_before_it_prepares_itself() -> None:
 def test_an_optimizer_without_the_compiler_steps_to_the_same_bits() -> None:
     found = said_by(_OPTIMIZER)
     assert found["changed"] == found["as they are"]
+    assert found["marks"] == 3, "a profiler that listens is told"
     assert not found["compiler"]
     assert (found["deterministic"], found["compiler is told"], found["and told again"]) == (True, True, [False, False])

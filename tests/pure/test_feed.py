@@ -229,10 +229,10 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     submitted: list[int] = []
     gather = feed_module._gather
 
-    def noted(windows: list[Window], step: int, upload: Upload | None) -> list[MicroBatch]:
+    def noted(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
         if threading.current_thread().name.startswith("gatherer"):
-            submitted.append(step)
-        return gather(windows, step, upload)
+            submitted.extend(steps)
+        return gather(windows, steps, upload)
 
     monkeypatch.setattr(feed_module, "_gather", noted)
     assert_same(expected, deliver(dataset, plan, streamed, 1))

@@ -1,8 +1,8 @@
 """The feed: one micro-batch per logical worker per step, as a function of (plan, cursor, logical workers to play).
 
 Two sources of windows, siblings of one shape: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from a data set
-that is decoded in memory. Within a window the rows of the next steps are gathered while the present one is computed, if they are large
-or go to a device.
+that is decoded in memory. Within a window the rows of several steps are gathered at once, while the present one is computed if they are
+large or go to a device.
 Nothing of a feed is saved: at another cursor or for other logical workers a new one is made.
 """
 
@@ -22,9 +22,11 @@ from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
 
 _WORTH_A_THREAD = 256 << 10
-"""Bytes of a step that take longer to gather than another thread takes to begin."""
+"""Bytes that take longer to gather than another thread takes to begin."""
 _AT_ONCE, _AT_ONCE_BYTES = 4, 32 << 20
 """Steps that are gathered at once, and their bytes; twice as many are in memory, so that a thread that reads may keep this one waiting."""
+_SMALL, _SMALL_BYTES = 32, 2 << 20
+"""The same where steps are so small that the calls for them take longer than the copying."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Feed:
         self._gatherer = ThreadPoolExecutor(1, "gatherer")
         self._gathered: deque[list[MicroBatch]] = deque()
         self._ahead: Future[list[list[MicroBatch]]] | None = None
-        self._at_once = 0
+        self._at_once, self._is_ahead = 1, False
         self._order = plan.epoch(0)
         self.wait_s = 0.0
 
@@ -79,31 +81,37 @@ class Feed:
         if self._ahead is not None and not self._gathered:
             self._gathered.extend(self._ahead.result())
             self._ahead = None
-        batches = self._gathered.popleft() if self._gathered else self._take()
+        if not self._gathered:
+            self._take()
+        batches = self._gathered.popleft()
         self._cursor = self._cursor.next(self._plan.steps_per_epoch)
-        if self._at_once and self._ahead is None:
+        if self._is_ahead and self._ahead is None:
             self._gather_ahead()
         if self._upload is not None:
             self._upload.arrive(batches)
         self.wait_s += time.perf_counter() - began
         return batches
 
-    def _take(self) -> list[MicroBatch]:
-        """The micro-batches at the cursor, whose windows may have to be waited for."""
+    def _take(self) -> None:
+        """Gathers the micro-batches at the cursor, whose windows may have to be waited for, and those behind it if no thread does."""
         cursor = self._cursor
         if self._order.epoch != cursor.epoch:
             self._order = self._plan.epoch(cursor.epoch)
         wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
         for stream in self._streams:
             self._advance(stream, wanted)
-        return _gather(self._windows(), cursor.step, self._upload)
+        self._gathered.extend(_gather(self._windows(), self._steps(cursor.step, 1 if self._is_ahead else self._at_once), self._upload))
 
     def _gather_ahead(self) -> None:
-        """Lets the steps behind the gathered ones be gathered, up to the end of these windows."""
-        first, size = self._cursor.step + len(self._gathered), self._plan.steps_per_window
-        steps = range(first, min(first + self._at_once, -(-first // size) * size, self._plan.steps_per_epoch))
-        if steps:
-            self._ahead = self._gatherer.submit(lambda windows: [_gather(windows, step, self._upload) for step in steps], self._windows())
+        """Lets the steps behind the gathered ones be gathered."""
+        first = self._cursor.step + len(self._gathered)
+        if first % self._plan.steps_per_window and (steps := self._steps(first, self._at_once)):
+            self._ahead = self._gatherer.submit(_gather, self._windows(), steps, self._upload)
+
+    def _steps(self, first: int, most: int) -> range:
+        """So many from one on, up to the end of its window."""
+        size = self._plan.steps_per_window
+        return range(first, min(first + most, (first // size + 1) * size, self._plan.steps_per_epoch))
 
     def _forget_gathered(self) -> None:
         self._gathered.clear()
@@ -126,9 +134,12 @@ class Feed:
         epoch, window = wanted
         stream.at = (epoch, window + 1) if window + 1 < self._plan.windows_per_epoch else (epoch + 1, 0)
         step_bytes = sum(window.step_bytes for _, window in self._current.values() if not window.is_prepared)
-        self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // step_bytes)) if step_bytes > _WORTH_A_THREAD else 0
+        some = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // max(1, step_bytes)))
         if self._upload is not None:
-            self._at_once = max(self._at_once, STEPS_AHEAD)
+            self._at_once, self._is_ahead = max(some if step_bytes > _WORTH_A_THREAD else 0, STEPS_AHEAD), True
+        else:
+            self._at_once = max(some, min(_SMALL, _SMALL_BYTES // max(1, step_bytes)))
+            self._is_ahead = self._at_once * step_bytes > _WORTH_A_THREAD
 
     def close(self) -> None:
         """Frees threads and memory."""
@@ -139,9 +150,9 @@ class Feed:
         self._forget_gathered()
 
 
-def _gather(windows: list[Window], step: int, upload: Upload | None) -> list[MicroBatch]:
-    batches = [window.micro_batch(step) for window in windows]
-    return batches if upload is None else upload.send(batches)
+def _gather(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
+    batches = [list(of_step) for of_step in zip(*(window.micro_batches(steps) for window in windows), strict=True)]
+    return batches if upload is None else [upload.send(of_step) for of_step in batches]
 
 
 def _runs(numbers: list[int], step: int) -> list[range]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class Upload:
     def send(self, batches: list[MicroBatch]) -> Uploaded:
         """Gives the device copies to make, and waits for none; the pinned memory is used again when they are made."""
         with self._side:
-            sent = Uploaded(replace(batch, fields=self._there(batch)) for batch in batches)
+            sent = Uploaded(batch._replace(fields=self._there(batch)) for batch in batches)
         sent.mark = self._side.mark()
         return sent
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,12 @@ Storage = dict[str, Tensor | Ragged]
 _ROW, _AUGMENT, _LENGTH = 11, 12, 14  # salts: what a row's hash, or a window's key, is for
 _REPEAT_BITS = 40
 """Above the bits of a manifest position in a key: which use of the row in its epoch it is for."""
+_NOT_ONE: Mapping[int, str] = {}
+_ALIGNED_BYTES = 64
+"""Where a tensor of its own begins in memory; what begins elsewhere may give other bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """The rows of one logical worker in one step.
 
     Args:
@@ -45,7 +47,7 @@ class MicroBatch:
     keys: Tensor
     row_hash: int
     positions: npt.NDArray[np.int64]
-    bad: dict[int, str] = field(default_factory=dict)
+    bad: Mapping[int, str] = _NOT_ONE
     num_skipped: int = 0
 
 
@@ -86,11 +88,14 @@ class Window:
             assert isinstance(field, Ragged), "checked before the start"
             alike = by_length(field.lengths_of(index), self._micro, key(_LENGTH, order.plan.seed, order.epoch, window))
             index, positions, uses = index[alike], positions[alike], uses[alike]
-        self._fields, self._index, self._positions = fields, torch.from_numpy(index), positions
-        self._keys = torch.from_numpy((hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64))
+        self._fields, self._index, self._positions = fields, index, positions
+        self._keys = (hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64)
         starts = np.arange(0, len(positions), self._micro)
         self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
         self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
+        self._is_even = self._bad is None and all(
+            isinstance(values, Tensor) and not self._micro * values[:1].nbytes % _ALIGNED_BYTES for values in fields.values()
+        )
         self._prepared: dict[int, MicroBatch] = {}
         self.is_prepared = False
 
@@ -102,14 +107,33 @@ class Window:
         """
         steps = range(self._first_step, self._end)
         self.is_prepared = len(steps) * self.step_bytes <= most_bytes
-        self._prepared = {step: self.micro_batch(step) for step in (steps if self.is_prepared else steps[:at_least])}
+        steps = steps if self.is_prepared else steps[:at_least]
+        self._prepared = dict(zip(steps, self.micro_batches(steps), strict=True))
         return self
 
-    def micro_batch(self, step: int) -> MicroBatch:
-        """The micro-batch of a step of the epoch, in host memory."""
-        prepared = self._prepared.pop(step, None)
-        if prepared is not None:
-            return prepared
+    def micro_batches(self, steps: range) -> list[MicroBatch]:
+        """Those of some steps of the epoch that follow each other, in host memory."""
+        if steps and steps[0] in self._prepared:
+            return [self._prepared.pop(step) if step in self._prepared else self._micro_batch(step) for step in steps]
+        return self._block(steps) if len(steps) > 1 and self._is_even else [self._micro_batch(step) for step in steps]
+
+    def _block(self, steps: range) -> list[MicroBatch]:
+        """Those of several steps with the calls of one."""
+        places = [step - self._first_step for step in steps]
+        low, high = places[0] * self._micro, (places[-1] + 1) * self._micro
+        positions = self._positions[low:high]
+        sizes = [max(0, min(self._micro, len(positions) - at)) for at in range(0, high - low, self._micro)]
+        fields = gathered(self._fields, self._index[low:high])
+        parts = zip(*(values.split(sizes) for values in (torch.from_numpy(self._keys[low:high]), *fields.values())), strict=True)
+        told, at = list[MicroBatch](), 0
+        for place, rows, (keys, *values) in zip(places, sizes, parts, strict=True):
+            own = {name: value.data for name, value in zip(fields, values, strict=True)}  # for autograd a tensor of its own
+            row_hash = self._row_hash[place] if rows else 0
+            told.append(MicroBatch(self._logical_worker, rows, own, keys, row_hash, positions[at : at + rows]))
+            at += rows
+        return told
+
+    def _micro_batch(self, step: int) -> MicroBatch:
         place = step - self._first_step
         low, high = place * self._micro, (place + 1) * self._micro
         index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
@@ -117,12 +141,11 @@ class Window:
         named, num_skipped = dict[int, str](), 0
         if self._bad is not None and (bad := self._bad[low:high]).any():
             named = {position: self._reasons[position] for position in positions[bad].tolist()}
-            good = torch.from_numpy(~bad)
-            num_skipped = len(index) - int(good.sum())
-            index, keys, positions = index[good], keys[good], positions[~bad]
+            num_skipped = int(bad.sum())
+            index, keys, positions = index[~bad], keys[~bad], positions[~bad]
             row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
         fields = gathered(self._fields, index)
-        return MicroBatch(self._logical_worker, len(index), fields, keys, row_hash, positions, named, num_skipped)
+        return MicroBatch(self._logical_worker, len(index), fields, torch.from_numpy(keys), row_hash, positions, named, num_skipped)
 
 
 def as_storage(arrays: Arrays) -> Storage:
@@ -132,14 +155,14 @@ def as_storage(arrays: Arrays) -> Storage:
         return {name: values if isinstance(values, Ragged) else torch.from_numpy(values) for name, values in arrays.items()}
 
 
-def gathered(fields: Storage, index: Tensor) -> dict[str, Tensor]:
+def gathered(fields: Storage, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
     """Some rows as the batch that a task gets, see `ray_app.task.rows.ragged.to_batch`."""
-    batch: dict[str, Tensor] = {}
+    batch, places = dict[str, Tensor](), torch.from_numpy(index)
     for name, values in fields.items():
         if isinstance(values, Ragged):
-            batch |= values.batch(name, index.numpy())
+            batch |= values.batch(name, index)
         else:
-            batch[name] = values.index_select(0, index)
+            batch[name] = values.index_select(0, places)
     return batch
 
 

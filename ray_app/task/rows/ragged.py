@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,14 +92,20 @@ class Ragged:
         return Ragged(self.values[low:high], self.offsets - low, self.fill, self.multiple)
 
     def batch(self, name: str, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-        """Some rows padded, and their lengths, as they stand in a task's batch."""
-        return {name: torch.from_numpy(self.padded(index)), name + LENGTHS: torch.from_numpy(self.lengths_of(index))}
+        """Some rows padded, and their lengths, as they stand in a task's batch.
+
+        In memory of torch's, which begins at a multiple of 64 bytes: kernels may give other bits for what begins elsewhere, and where
+        NumPy's begins depends on what the process did before.
+        """
+        return {name: torch.from_numpy(self.padded(index)), name + LENGTHS: torch.from_numpy(self.lengths_of(index)).clone()}
 
     def padded(self, index: npt.NDArray[np.int64]) -> npt.NDArray:
         """Some rows, padded to the longest of them, at least 1, shape (rows, length, ...)."""
         lengths = self.lengths_of(index)
         longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
-        into = np.full((len(index), longest, *self.values.shape[1:]), self.fill, self.values.dtype)
+        shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
+        into = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8).numpy().view(dtype).reshape(shape)
+        into[...] = self.fill
         if not len(index):
             return into
         place = np.arange(longest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ray_app.plan.keyed import key
@@ -22,4 +24,9 @@ def seed_init(seed: int, device: torch.device) -> None:
 
 def seed_step(seed: int, epoch: int, step: int, logical_worker: int, device: torch.device) -> None:
     """Seeds torch's generators for one logical worker's share of one step."""
-    _seed(key(_STEP, seed, epoch, step, logical_worker), device)
+    _seed(key(step, logical_worker, after=_of_epoch(seed, epoch)), device)
+
+
+@lru_cache(1)
+def _of_epoch(seed: int, epoch: int) -> int:
+    return key(_STEP, seed, epoch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -201,7 +201,7 @@ def _signed(bits: int) -> int:
 
 def _packed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """How many bytes, and these."""
-    held = replace(batch, fields={name: values.cpu() for name, values in batch.fields.items()})
+    held = batch._replace(fields={name: values.cpu() for name, values in batch.fields.items()})
     data = torch.frombuffer(bytearray(pickle.dumps(held)), dtype=torch.uint8)
     return torch.tensor([len(data)]), data
 

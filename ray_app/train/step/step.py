@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from ray_app.config.config import Config
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.errors import DataError, NonFiniteError, PeerLostError, WrongResultError
-from ray_app.exchange.exchange import Exchange, World, gather
+from ray_app.exchange.exchange import Exchange, World, backward_of, gather
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Batch, Task
 from ray_app.task.losses import Losses, Sums, Unread, read, sums_of
@@ -161,10 +160,10 @@ class Step:
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
         if twice is not None:
             twice.compare()
-            result = replace(result, replayed=len(twice.shares))
+            result = result._replace(replayed=len(twice.shares))
         result = self._settled(cursor, result, global_rows)
         factor = self._factor(result.weight, global_rows)
-        return (replace(result, grad_norm=norm_of(norms, factor)) if factor else result), factor
+        return (result._replace(grad_norm=norm_of(norms, factor)) if factor else result), factor
 
     def _again(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> int:
         """Computes the gradient of a micro-batch, which is in `.grad` then; returns the bits of the buffers that come of it."""
@@ -172,8 +171,8 @@ class Step:
         with self._buffers.from_start(), self._blaming(batch):
             if not batch.rows:
                 return self._buffers.bits()
-            losses = self._losses(cursor, replace(batch, fields=fields), self._state.model)
-            losses.values.backward(self._forward.weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0))
+            losses = self._losses(cursor, batch._replace(fields=fields), self._state.model)
+            backward_of(losses.values, self._weights(batch, global_rows))
             return self._buffers.bits()
 
     def _meet(self, found: list[Unread | None], norms: list[Tensor]) -> tuple[list[Sums], list[float]]:
@@ -214,7 +213,7 @@ class Step:
         if not batch.rows:
             self._exchange.skip(batch.logical_worker)
             return None
-        weights = self._forward.weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0)
+        weights = self._weights(batch, global_rows)
         if (captured := self._captured) is not None:
             fields = self._forward.fields(cursor, batch)
             return self._exchange.take(lambda: captured.run(fields, weights), batch.logical_worker)
@@ -222,10 +221,14 @@ class Step:
         self._exchange.backward(losses.values, weights, batch.logical_worker)
         return sums_of(losses)
 
+    def _weights(self, batch: MicroBatch, global_rows: int) -> Tensor:
+        """What backward begins with."""
+        return self._forward.weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0)
+
     def _computed(self, fields: Batch, weights: Tensor) -> Unread:
         """Forward and backward of rows, see `Compute`."""
         losses = self._forward.losses(self._state.model, fields, len(weights))
-        losses.values.backward(weights)
+        backward_of(losses.values, weights)
         return sums_of(losses)
 
     def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ray_app.train.step.timer import SpentOf
 
 _LINE = "<qQdqdqddddd"
 """All of a `Row` but its first and its last, eight bytes each."""
+_NO_METRICS: Mapping[str, float] = {}
 
 
 class Row(NamedTuple):
@@ -51,8 +53,7 @@ class Row(NamedTuple):
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What all ranks know after a step.
 
     Args:
@@ -73,10 +74,10 @@ class StepResult:
     rows: list[int]
     row_hash: list[int]
     flags: Flags
-    skipped: list[int]
-    weights: list[float]
-    metrics: dict[str, float] = field(default_factory=dict)
-    spent: list[SpentOf] = field(default_factory=list)
+    skipped: Sequence[int]
+    weights: Sequence[float]
+    metrics: Mapping[str, float] = _NO_METRICS
+    spent: Sequence[SpentOf] = ()
     replayed: int = 0
 
     @property
@@ -88,9 +89,9 @@ class StepResult:
         """Means over the weight, of a loss and a norm that are over the planned rows and of metrics that are sums."""
         weight = self.weight
         if not weight or (weight == planned and not self.metrics):
-            return replace(self, metrics={}) if self.metrics else self
+            return self._replace(metrics={}) if self.metrics else self
         more, metrics = planned / weight, {name: value / weight for name, value in self.metrics.items()}
-        return replace(self, loss=self.loss * more, grad_norm=self.grad_norm * math.sqrt(more), metrics=metrics)
+        return self._replace(loss=self.loss * more, grad_norm=self.grad_norm * math.sqrt(more), metrics=metrics)
 
 
 class Table:
@@ -155,17 +156,13 @@ def refuse_different(names: Iterable[tuple[str, ...]]) -> None:
 
 def added(table: list[Row]) -> StepResult:
     """What follows from a whole table, in the order of the logical workers."""
-    flags = 0
-    for row in table:
-        flags |= row.flags
-    norm = math.sqrt(sum(row.norm for row in table))
-    rows, row_hash, skipped = ([getattr(row, name) for row in table] for name in ("rows", "row_hash", "skipped"))
-    names = next((row.metrics for row in table if row.metrics), ())
-    metrics = {name: total([row.metrics.get(name, 0.0) for row in table]) for name in names}
-    weights, spent = [row.weight for row in table], [(row.compute_s, row.data_s, row.other_s, row.step_s) for row in table]
-    return StepResult(total([row.loss for row in table]), norm, rows, row_hash, Flags(flags), skipped, weights, metrics, spent)
+    _, rows, row_hash, losses, flags, norms, skipped, weights, *spent, sums = zip(*table, strict=True)
+    metrics = {name: total([each.get(name, 0.0) for each in sums]) for name in next(filter(None, sums), ())}
+    said = Flags(reduce(or_, flags))
+    times = list(zip(*spent, strict=True))
+    return StepResult(total(losses), math.sqrt(sum(norms)), list(rows), list(row_hash), said, skipped, weights, metrics, times)
 
 
-def total(shares: list[float]) -> float:
+def total(shares: Sequence[float]) -> float:
     """Their exact sum; `fsum` raises for infinities of both signs."""
     return math.fsum(shares) if all(map(math.isfinite, shares)) else sum(shares)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -26,7 +25,7 @@ from ray_app.config.config import Config
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.errors import PeerLostError
 from ray_app.exchange.ddp import DataParallel
-from ray_app.exchange.exchange import World, gather, settled
+from ray_app.exchange.exchange import World, backward_of, gather, settled
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Task
 from ray_app.task.losses import Unread, read, sums_of
@@ -150,7 +149,7 @@ class LocalStep(Step):
         if self._done % self._job.steps_per_round == 0 or self._done == self._job.total_steps:
             flags = self._flags
             self._average()
-        return replace(result, flags=flags)
+        return result._replace(flags=flags)
 
     def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[Unread | None, list[Tensor]]:
         """Forward and backward of one logical worker on its own replica, of its own mean; what comes of it and norms of the gradient."""
@@ -160,7 +159,7 @@ class LocalStep(Step):
             return None, []
         losses = self._losses(cursor, batch, replica.model)
         sums = sums_of(losses)
-        losses.values.backward(self._shares(sums))
+        backward_of(losses.values, self._shares(sums))
         for p in replica.trained:
             if p.grad is None:  # or the optimizer would hold a part of what it needs of it after the average
                 p.grad = torch.zeros_like(p)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -188,7 +187,7 @@ class Coordinator:
             raise DataError(f"Step {cursor} consumed {sum(result.rows)} rows, {planned} were planned; please report this.")
         result = result.over_weight(planned)
         if self._synchronous:
-            result = replace(result, grad_norm=self._apply(cursor, step, planned / result.weight if result.weight else 0.0))
+            result = result._replace(grad_norm=self._apply(cursor, step, planned / result.weight if result.weight else 0.0))
         wait_s = sum(part.wait_s for part in parts) / max(1, self._workers)
         self._recorder.finished(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
         if step + 1 == self._end:

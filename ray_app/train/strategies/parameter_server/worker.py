@@ -12,7 +12,7 @@ from ray_app.data.feed.feed import Feed
 from ray_app.data.feed.windows import MicroBatch
 from ray_app.errors import TaskError
 from ray_app.exchange.build import build_exchange
-from ray_app.exchange.exchange import World
+from ray_app.exchange.exchange import World, backward_of
 from ray_app.plan.cursor import Cursor
 from ray_app.task import environment
 from ray_app.task.losses import NOTHING, summed
@@ -176,7 +176,7 @@ class _UnitStep(Step):
             losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
             sums = summed(self._task, losses)
             own = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
-            losses.values.backward(self._forward.weights(batch.rows, global_rows * own, 1.0))
+            backward_of(losses.values, self._forward.weights(batch.rows, global_rows * own, 1.0))
         loss = sums.loss / global_rows
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(torch._foreach_norm(gradients)).tolist())) / share
