@@ -166,7 +166,7 @@ class Ours:
             data__path=str(self._folder / "rows"),
             data__eval_path=None,
             data__cache=cache,
-            task__init_args={"features": ["image"], "scale": 255, "train_accuracy": False},  # the accuracy of each step, which no other side computes
+            task__init_args={"features": ["image"], "scale": 255, "train_accuracy": False},  # no other side has it
             train__epochs=STEPS * BATCH // ROWS,
             train__max_steps=STEPS,
             tracking__enabled=tracking,
