@@ -93,10 +93,11 @@ def wrong_classes(scores: Tensor, labels: Tensor, classes: Sequence[str], most: 
         classes: Names of the classes.
         most: How many at most.
     """
-    sure, predicted = scores.float().softmax(-1).max(-1)
+    predicted = scores.argmax(-1)
     wrong = (predicted != labels).nonzero()[:, 0]
-    order = wrong[sure[wrong].argsort(descending=True, stable=True)][:most]
-    return [Mistake(i, classes[int(labels[i])], classes[int(predicted[i])], float(sure[i])) for i in order.tolist()]
+    sure, order = scores[wrong].float().softmax(-1).amax(-1).sort(descending=True, stable=True)
+    found = zip(wrong[order[:most]].tolist(), sure[:most].tolist(), strict=True)
+    return [Mistake(i, classes[int(labels[i])], classes[int(predicted[i])], confidence) for i, confidence in found]
 
 
 def class_predictions(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:

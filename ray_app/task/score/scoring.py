@@ -117,7 +117,7 @@ def score(
             if len(worst) < MOST_MISTAKES or mistake.confidence > worst[-1]:  # pictures are made of no others
                 worst = sorted([*worst, mistake.confidence], reverse=True)[:MOST_MISTAKES]
                 found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
-        kept = [(str(name), metric) for name, metric in metrics.items(keep_base=True, copy_state=True) if keep is None or name in keep]
+        kept = [(str(name), metric) for name, metric in metrics.items(keep_base=True, copy_state=False) if keep is None or name in keep]
         states = {name: _on_cpu(metric) for name, metric in kept}
         values = torch.cat([each.values for each in losses])
         weights = [each.weights if each.weights is not None else torch.ones_like(each.values) for each in losses]
