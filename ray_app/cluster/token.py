@@ -1,6 +1,7 @@
 """Ray's private parts (Ray 2.60) that turn token authentication on where Ray does not do it by itself: for `ray.cluster_utils.Cluster`.
 
 - `ray._private.authentication.authentication_token_setup`: what `ray.init(address="local")` calls before it starts a cluster.
+- `ray._raylet.Config`, `AuthenticationTokenLoader`: where a process keeps what it has read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 
 def require_token() -> None:
@@ -21,3 +23,11 @@ def require_token() -> None:
         ensure_token_if_auth_enabled(create_token_if_missing=True)
         with suppress(OSError):  # it is elsewhere, or somebody else's
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
+
+
+def read_mode_again() -> None:
+    """Lets this process take `RAY_AUTH_MODE` for what it is now, once it has no connection: Ray keeps what it was, and on a cluster of the
+    other mode every actor died before it ran.
+    """
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from ray_app.cluster.search_path import search_path
 from ray_app.cluster.token import require_token
 from ray_app.record.holder import Holder
-from ray_app.runs.cluster import environment
+from ray_app.task.environment import variables
 
 _SETTLE_S = 60.0
 _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
@@ -144,7 +144,7 @@ def local_nodes(workers: int, evaluates: bool) -> Iterator[Nodes]:
     logging.getLogger("ray._private.utils").setLevel(logging.WARNING)  # that it is the newest cluster of this machine is no news
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that it has a token is no warning
     require_token()
-    with environment(PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"):  # for the nodes and their workers
+    with variables(PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"):  # for the nodes and their workers
         nodes = Nodes(workers, evaluates)
         try:
             yield nodes

@@ -5,19 +5,25 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import ray
 import torch
+from ray.util.client import ray as client
 
 from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.labels import Node, known_labels, labelled
 from ray_app.cluster.room import room_for
 from ray_app.cluster.search_path import job_config, search_path
-from ray_app.cluster.token import require_token
+from ray_app.cluster.token import read_mode_again, require_token
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
+from ray_app.interrupts import handler_kept, uninterrupted
+from ray_app.task.environment import variables
 
 _READING_CPUS = 1
 _ANY = 1_000_000
@@ -36,39 +42,28 @@ def cluster(config: Config) -> Iterator[bool]:
 
     Only a cluster of our own declares more logical CPUs than the machine has cores, so that a small machine can try several workers.
 
+    When it is over, the environment and the handler of SIGTERM are what they were: the next cell of a notebook may join another cluster. A
+    connection that several runs of one process share, in its threads, is closed by the last of them.
+
     Yields:
         Whether the cluster is our own, or there is none; then what is in it ends with the context.
+
+    Raises:
+        ConfigError: Ray Client is, or is to be, the connection.
     """
-    if ray.is_initialized():
-        yield False
-        return
-    if not needs_cluster(config):
-        yield True
-        return
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-    if address := _address(config):
-        ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
-        try:
-            yield False
-        finally:
-            ray.shutdown()
-        return
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that our own cluster has a token is no warning
-    require_token()
-    with environment(
-        PYTHONPATH=os.pathsep.join(search_path())
-    ):  # with a `runtime_env` the processes that Ray starts in advance would be of no use
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.spare_workers))),
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-            log_to_driver=False,
+    if client.is_connected() or (_address(config) or "").startswith("ray://"):
+        raise ConfigError(
+            "A run cannot go through Ray Client (an address ray://...): its driver is a part of the cluster. Start it on a node of the"
+            " cluster, for instance by ray-app submit, or in Jupyter on the head node, with the address auto."
         )
-    try:
+    if not ray.is_initialized() and not needs_cluster(config):
         yield True
-    finally:
-        ray.shutdown()
+        return
+    with variables(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")):
+        address = _address(config)
+        join = partial(ray.init, address=address, job_config=job_config(), logging_level=logging.WARNING)
+        with _shared.connected(join if address else partial(_start, config)) as is_first:
+            yield is_first and not address
 
 
 def _address(config: Config) -> str | None:
@@ -76,16 +71,54 @@ def _address(config: Config) -> str | None:
     return config.run.ray_address or os.environ.get("RAY_ADDRESS")
 
 
-@contextmanager
-def environment(**settings: str) -> Iterator[None]:
-    """Sets environment variables for processes that are started meanwhile, and theirs."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+def _start(config: Config) -> None:
+    """Starts a cluster of our own; an interrupt waits for that, or its processes would be left."""
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that our own cluster has a token is no warning
+    require_token()
+    with variables(PYTHONPATH=os.pathsep.join(search_path())), uninterrupted():  # of a `runtime_env` Ray starts no processes in advance
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.spare_workers))),
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
+
+
+class _Shared:
+    """The connection to Ray that the runs of a process make: by the first of those that are there at a time, until the last has ended."""
+
+    def __init__(self) -> None:
+        self._lock, self._end, self._users = threading.Lock(), ExitStack(), 0
+
+    @contextmanager
+    def connected(self, connect: Callable[[], object]) -> Iterator[bool]:
+        """The time of one run; yields whether it is the one that connected. A connection of the user's is taken, and left."""
+        with self._lock:
+            is_first = not self._users and not ray.is_initialized()
+            if is_first:
+                self._connect(connect)
+            counts = bool(is_first or self._users)
+            self._users += counts
+        try:
+            yield is_first
+        finally:
+            with self._lock:
+                self._users -= counts
+                if counts and not self._users:
+                    self._end.close()
+
+    def _connect(self, connect: Callable[[], object]) -> None:
+        with ExitStack() as stack:
+            stack.callback(read_mode_again)
+            stack.enter_context(variables(RAY_AUTH_MODE=None))
+            stack.enter_context(handler_kept(signal.SIGTERM))  # Ray puts its own in place
+            stack.callback(ray.shutdown)
+            connect()
+            self._end = stack.pop_all()
+
+
+_shared = _Shared()
 
 
 def _has_evaluator(config: Config) -> bool:

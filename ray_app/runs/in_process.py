@@ -40,7 +40,9 @@ from ray_app.runs.preparing.prepare import Prepared, claim, prepare
 from ray_app.runs.recorders import make_board, make_metrics, make_observers, make_sampler, make_tracker, observers_of
 from ray_app.runs.signals import stopping_at_signals
 from ray_app.runs.storage import check_storage
+from ray_app.task.environment import variables
 from ray_app.track.board import Board, check_board
+from ray_app.track.client import IMPATIENT
 from ray_app.track.runs import Tracker, check_available
 from ray_app.train.group.messages import Flags
 from ray_app.train.group.messages import Status as Gathering
@@ -103,7 +105,7 @@ def opened(
         import_ahead("ray_app.runs.fitting")
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
-    with cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
+    with variables(**dict.fromkeys(IMPATIENT)), cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
         phases.end("cluster")
         there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
         max_workers = workers_that_fit(config, *there)

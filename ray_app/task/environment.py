@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -56,13 +57,33 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
 
 @contextmanager
 def given_back() -> Iterator[None]:
-    """Gives a process that is not only a worker's its threads and its choice of kernels back."""
+    """Gives a process that is not only a worker's its threads, its choice of kernels and its random numbers back."""
+    memory: Any = torch.utils.deterministic
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    fills, devices = memory.fill_uninitialized_memory, [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices), variables(CUBLAS_WORKSPACE_CONFIG=None, TORCHINDUCTOR_DETERMINISTIC=None):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            memory.fill_uninitialized_memory = fills
+            use_deterministic_algorithms(mode > 0, refuses=mode > 1)
+
+
+@contextmanager
+def variables(**settings: str | None) -> Iterator[None]:
+    """Sets environment variables, also for processes that are started meanwhile; whatever they become, each is then what it was.
+
+    Args:
+        settings: Their values; None: what it is.
+    """
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update({name: value for name, value in settings.items() if value is not None})
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
-        use_deterministic_algorithms(mode > 0, refuses=mode > 1)
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:

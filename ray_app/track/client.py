@@ -26,15 +26,15 @@ _KEY_CHARS, _PARAM_CHARS, _TAG_CHARS = 250, 6000, 8000
 _DIGEST_CHARS, _NAME_CHARS = 36, 500
 _UUID_TAG, _ROOT_TAG, _RESUMED_WITH = "ray_app.run_uuid", "ray_app.run_root", "ray_app.resumed_with."
 
-_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+"""MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself."""
+_ENVIRONMENT = IMPATIENT | {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself. Its telemetry
-removes a variable from the environment in a thread, where it reaches nobody, too: who copies that just then fails with a `KeyError`."""
+"""Its telemetry removes a variable from the environment in a thread, where it reaches nobody, too: who copies that just then fails with a
+`KeyError`."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+from ray_app.runs.cluster import cluster
 from ray_app.task.environment import gpu_of, pin
 
 
@@ -24,6 +27,12 @@ from ray_app.task.environment import gpu_of, pin
 )
 def test_a_worker_computes_on_the_gpu_that_ray_gave_it(ids: list[int | str], visible: str | None, index: int) -> None:
     assert gpu_of(ids, visible) == torch.device("cuda", index)
+
+
+def test_ray_client_is_refused() -> None:
+    config = Config().replace(run__ray_address="ray://head:10001")
+    with pytest.raises(ConfigError, match=r"Ray Client.*ray-app submit"), cluster(config):
+        pass
 
 
 @pytest.mark.parametrize(("deterministic", "refuses", "mode"), [(True, True, 2), (True, False, 1), (False, True, 0)])

@@ -15,7 +15,7 @@ from ray_app.config.config import Config
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.journal import MetricsReader
-from ray_app.runs.cluster import environment
+from ray_app.task.environment import variables
 from tests.support.mlflow_server import database
 from tests.support.places import ROOT
 from tests.support.s3_server import CREDENTIALS
@@ -27,7 +27,7 @@ CANARY = {"CANARY_API_KEY": "canary-of-the-environment"}
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
-    with environment(PYTHONPATH=str(ROOT), **CREDENTIALS, **CANARY):
+    with variables(PYTHONPATH=str(ROOT), **CREDENTIALS, **CANARY):
         for last in (False, False, True):
             try:
                 ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=500 << 20)

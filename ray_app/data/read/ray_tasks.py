@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-import signal
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,11 +21,14 @@ from ray.data.context import DataContext
 from ray_app.data.read.reader import AT_ONCE, Reader, ReadSpec
 from ray_app.data.read.slices import Slices
 from ray_app.errors import own_error
+from ray_app.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
 _AHEAD = 8
 """Tasks that decode slices while others are consumed."""
+_LOGGERS = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
+"""What is left of what they say; the second warns that no bars are shown."""
 
 
 class PlannedSource(Datasource):
@@ -59,34 +60,17 @@ class PlannedSource(Datasource):
 
 
 def _read(packed: bytes, spec: ReadSpec) -> Iterator[pa.Table]:
-    with _uninterrupted():
+    """Ray cancels a task by an interrupt of its process, which goes on to serve other tasks. In the middle of an import it would leave a
+    broken module there (torch registers some things once per process), and no row of any later task could be decoded.
+    """
+    with uninterrupted():
         reader: Reader = pickle.loads(packed)
         tables = reader.read(spec)
         table = next(tables, None)
     while table is not None:
         yield table
-        with _uninterrupted():
+        with uninterrupted():
             table = next(tables, None)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Holds an interrupt back to the end.
-
-    Ray cancels a task by an interrupt of its process, which goes on to serve other tasks. In the middle of an import it would leave a
-    broken module there (torch registers some things once per process), and no row of any later task could be decoded.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if held:
-            signal.raise_signal(signal.SIGINT)
 
 
 def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
@@ -127,7 +111,7 @@ def _fetch_sliced(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Tabl
 
 def _decoded(packed: bytes, spec: ReadSpec, sliced: list[pa.Table]) -> list[pa.Table]:
     """Reads what is not read in slices, and decodes all."""
-    with _uninterrupted():
+    with uninterrupted():
         reader: Reader = pickle.loads(packed)
         given = iter(sliced)
         return list(reader.read(spec, lambda _: next(given)))
@@ -181,8 +165,8 @@ def quieten() -> Any:
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that no bars are shown
+    for name, level in _LOGGERS.items():
+        logging.getLogger(name).setLevel(level)
     return context
 
 
@@ -192,8 +176,14 @@ def anchor_here() -> None:
     Whoever reads first makes them, on its node, and everyone who reads asks them. Made by a worker they would be lost with its node, and
     the other workers would stand still until the cluster has noticed that, which takes a minute or two.
     """
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before, levels = DataContext.get_current().copy(), [each.level for each in loggers]
     try:
         quieten()
         ray.data.range(1, override_num_blocks=1).take_all()
     except Exception as error:  # then the first worker makes them
         logger.warning("Ray Data's shared actors could not be made here: %s", error)
+    finally:  # it is the process of the user's notebook
+        DataContext._set_current(before)
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from ray_app.data.dataset.arrays import ArraySpec, spec_like
 from ray_app.errors import ConfigError, TaskError
@@ -30,7 +29,7 @@ def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) ->
     where = " Look at task.init_args.transforms." if getattr(task, "transforms", None) else ""
     for key in _KEYS:
         try:
-            with torch.random.fork_rng(devices=[]), given_back(), own_code(lambda: "decoding a row to train on"):
+            with given_back(), own_code(lambda: "decoding a row to train on"):
                 decoded = task.decode_training(rows, key[None])
         except TaskError as error:
             raise ConfigError(f"A row to train on cannot be decoded: {error}{where}") from error

@@ -59,7 +59,7 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None, beyond: S
     """
     config, task = job.config, job.task
     try:
-        with torch.random.fork_rng(devices=[]), given_back(), own_code(lambda: "making model, optimizer and schedule"):
+        with given_back(), own_code(lambda: "making model, optimizer and schedule"):
             pin(torch.get_num_threads(), config.train.reduction == "exact")
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:

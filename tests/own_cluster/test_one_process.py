@@ -1,0 +1,125 @@
+"""What a run leaves to the process that it ran in, which is a notebook's: its settings, its cluster, and no part of another run's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.places import ROOT
+
+_LIMIT_S = 300
+_BEGIN = """
+import io, json, os, signal, sys, threading, time
+import psutil, ray, torch
+from ray.data.context import DataContext
+from rich.console import Console
+from ray_app import load_config, run_training, start_training
+
+DATA, FOLDER, ADDRESS = sys.argv[1:]
+me, quiet = psutil.Process(), Console(file=io.StringIO())
+
+def config(name, **fields):
+    common = {"data__path": DATA + "/train", "data__eval_path": DATA + "/eval", "run__storage_path": FOLDER, "run__name": name}
+    return load_config("conf/digits.yaml", **common, scaling__max_workers=1, **({"tracking__enabled": False, "train__epochs": 1} | fields))
+
+def trained(name, **fields):
+    return run_training(config(name, **fields), quiet).status
+
+def children():
+    return sorted(each.name() for each in me.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE)
+"""
+_SETTINGS = """
+signal.signal(signal.SIGTERM, lambda *_: None)
+
+def settings():
+    own = ("MLFLOW_HTTP", "RAY_AUTH", "RAY_TRAIN_HEALTH", "PYTHONPATH", "CUBLAS", "TORCHINDUCTOR_DETERMINISTIC")
+    return [
+        {name: value for name, value in os.environ.items() if name.startswith(own)},
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory, torch.get_num_threads(),
+        torch.get_rng_state().tolist(), DataContext.get_current().enable_progress_bars, ray.is_initialized(), children(),
+    ]
+
+found, before = {}, settings()
+for name, fields in {"single": {"train__strategy": "single"}, "workers": {"data__cache": "none"}}.items():
+    status = trained(name, tracking__enabled=True, **fields)
+    found[name] = [status, *(a == b for a, b in zip(before, settings()))]
+print(json.dumps(found))
+"""
+_TWO = """
+first = start_training(config("first"))
+second = start_training(config("second", train__epochs=12))
+was_there = 0
+while "running" in (first.status, second.status):
+    was_there += first.status == "finished" and second.status == "running" and ray.is_initialized()
+    time.sleep(0.1)
+print(json.dumps([first.status, second.status, was_there > 0, ray.is_initialized(), children()]))
+"""
+_INTERRUPTED = """
+def shoot():
+    while not any(name.startswith("gcs_server") for name in children()):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=shoot).start()
+try:
+    said = trained("stopped")
+except KeyboardInterrupt:
+    said = "interrupted"
+print(json.dumps([said, ray.is_initialized(), children(), trained("stopped")]))
+"""
+_OTHER_MODE = """
+print(json.dumps([trained("joined", run__ray_address=ADDRESS), trained("own"), trained("again", run__ray_address=ADDRESS)]))
+"""
+_HEAD = """
+import sys
+from ray.cluster_utils import Cluster
+print(Cluster(initialize_head=True, head_node_args={"num_cpus": 4}).address, flush=True)
+sys.stdin.read()
+"""
+
+
+def told_by(code: str, data: Path, folder: Path, address: str = "") -> Any:
+    """What a process prints last that runs a script as the cells of a notebook."""
+    command = [sys.executable, "-c", _BEGIN + code, str(data), str(folder), address]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.rest
+def test_the_next_cell_finds_its_settings_as_they_were(digits: Path, tmp_path: Path) -> None:
+    found = told_by(_SETTINGS, digits, tmp_path)
+    assert {name: told[0] for name, told in found.items()} == {"single": "finished", "workers": "finished"}
+    assert {name: told[1:] for name, told in found.items()} == dict.fromkeys(found, [True] * 9)
+
+
+@pytest.mark.rest
+def test_the_first_of_two_runs_that_ends_leaves_the_cluster_to_the_other(digits: Path, tmp_path: Path) -> None:
+    assert told_by(_TWO, digits, tmp_path) == ["finished", "finished", True, False, []]
+
+
+@pytest.mark.rest
+def test_an_interrupt_while_the_cluster_starts_leaves_nothing_of_it(digits: Path, tmp_path: Path) -> None:
+    assert told_by(_INTERRUPTED, digits, tmp_path) == ["interrupted", False, [], "finished"]
+
+
+@pytest.mark.rest
+def test_a_cluster_without_tokens_is_joined_again_after_one_of_its_own(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with monkeypatch.context() as theirs:
+        theirs.setenv("RAY_AUTH_MODE", "disabled")
+        head = subprocess.Popen([sys.executable, "-c", _HEAD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert head.stdout is not None
+        address = head.stdout.readline().strip()
+        assert told_by(_OTHER_MODE, digits, tmp_path, address) == ["finished"] * 3
+    finally:
+        head.communicate("", timeout=_LIMIT_S)
