@@ -113,9 +113,8 @@ class Window:
 
     def micro_batches(self, steps: range) -> list[MicroBatch]:
         """Those of some steps of the epoch that follow each other, in host memory."""
-        if steps and steps[0] in self._prepared:
-            return [self._prepared.pop(step) if step in self._prepared else self._micro_batch(step) for step in steps]
-        return self._block(steps) if len(steps) > 1 and self._is_even else [self._micro_batch(step) for step in steps]
+        is_block = len(steps) > 1 and self._is_even and steps[0] not in self._prepared
+        return self._block(steps) if is_block else [self._micro_batch(step) for step in steps]
 
     def _block(self, steps: range) -> list[MicroBatch]:
         """Those of several steps with the calls of one."""
@@ -134,6 +133,9 @@ class Window:
         return told
 
     def _micro_batch(self, step: int) -> MicroBatch:
+        prepared = self._prepared.pop(step, None)  # the thread that gathers for a cursor that was left may take it, too
+        if prepared is not None:
+            return prepared
         place = step - self._first_step
         low, high = place * self._micro, (place + 1) * self._micro
         index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
