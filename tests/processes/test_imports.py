@@ -62,6 +62,14 @@ found["as they are"] = [trained(kind, hooks) for kind in kinds for hooks in ways
 with torch.autograd.profiler.profile() as profile:
     trained(changed[0])
 found["marks"] = sum(event.name == "Optimizer.step#Adam.step" for event in profile.function_events)
+calls = []
+optimizer = changed[1](torch.nn.Linear(5, 3).parameters(), lr=0.1, fused=True)
+for p in optimizer.param_groups[0]["params"]:
+    p.grad = torch.ones_like(p)
+sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+optimizer.step()
+sys.setprofile(None)
+found["calls"] = len(calls)
 found["deterministic"] = torch.are_deterministic_algorithms_enabled()
 import torch._inductor.config as compiling
 found["compiler is told"] = compiling.deterministic
@@ -98,6 +106,7 @@ def test_a_newcomer_imports_no_torch_before_it_prepares_itself() -> None:
 def test_an_optimizer_without_the_compiler_steps_to_the_same_bits() -> None:
     found = said_by(_OPTIMIZER)
     assert found["changed"] == found["as they are"]
+    assert found["calls"] == 55, "those of a step; see test_step_cost.py, where the compiler is imported"
     assert found["marks"] == 3, "a profiler that listens is told"
     assert not found["compiler"]
     assert (found["deterministic"], found["compiler is told"], found["and told again"]) == (True, True, [False, False])

@@ -26,7 +26,8 @@ FIRST = 13
 
 
 class Small(TinyImages):
-    """Counted where PyTorch's compiler is imported, whatever a process has from others: without it a step has three calls less."""
+    """Counted where PyTorch's compiler is imported, whatever a process has from others: without it a step has fewer calls, see
+    `test_imports.py`. What gathers rows is in `test_windows.py`."""
 
     def build_model(self) -> nn.Module:
         import_module("torch._dynamo")

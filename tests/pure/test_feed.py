@@ -142,6 +142,14 @@ SHAPES: dict[str, list[list[int]]] = {
 }
 
 
+@pytest.fixture(scope="module", params=[64, 1], ids=["alone", "in blocks"], autouse=True)
+def aligned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """These rows begin nowhere that is aligned, so that no two steps are gathered at once, unless that does not matter."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ray_app.data.feed.windows._ALIGNED_BYTES", request.param)
+        yield
+
+
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     root = tmp_path_factory.mktemp("data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,23 @@ def order() -> EpochOrder:
 
 def window_of(fields: Any, reasons: dict[int, str] | None = None) -> Window:
     return CachedWindows(Decoded(fields, reasons or {})).take(order(), 0, 0)
+
+
+class Calls:
+    """How many calls of Python are made in a context."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: Any, event: str, argument: Any) -> None:
+        self.number += event in ("call", "c_call")
 
 
 def told(batch: MicroBatch) -> list[Any]:
@@ -67,6 +85,27 @@ def test_they_begin_in_memory_where_a_tensor_of_its_own_does(fields: Any) -> Non
     """Kernels may sum in another order where values lie otherwise, and which steps are gathered at once depends on where a run went on."""
     batches = window_of(fields).micro_batches(range(STEPS))
     assert {values.data_ptr() % 64 for batch in batches for values in batch.fields.values()} == {0}
+
+
+def test_a_block_costs_what_it_did() -> None:
+    """Most steps gather nothing, so `test_step_cost.py` does not see it. Who makes it dearer has to change these numbers."""
+    window, found = window_of(EVEN), {}
+    for name, steps in {"a block of 12": range(12), "one": range(12, 13)}.items():
+        with Calls() as calls:
+            window.micro_batches(steps)
+        found[name] = calls.number
+    assert found == {"a block of 12": 125, "one": 19}
+
+
+@pytest.mark.parametrize(("at_least", "most_bytes"), [(3, 0), (3, 1 << 20)], ids=["the first", "all"])
+def test_prepared_steps_are_those_gathered_later(at_least: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in several blocks, of which one that is kept keeps no more than its own."""
+    monkeypatch.setattr(windows_module, "BLOCK_BYTES", 4 * MICRO * (64 + 8))
+    window = window_of(EVEN).prepare(at_least, most_bytes)
+    assert window.is_prepared == (most_bytes > 0)
+    found = window.micro_batches(range(2)) + window.micro_batches(range(2, STEPS))
+    assert [told(batch) for batch in found] == [told(batch) for batch in alone(window_of(EVEN))]
+    assert {batch.fields["pixels"].untyped_storage().nbytes() for batch in found[:2]} <= {3 * MICRO * 64, 4 * MICRO * 64}
 
 
 def test_what_is_written_into_one_is_in_no_other() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ray_app.data.feed.upload import STEPS_AHEAD, Upload
-from ray_app.data.feed.windows import MicroBatch, Window, Windows
+from ray_app.data.feed.windows import BLOCK_BYTES, MicroBatch, Window, Windows
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
 
@@ -25,8 +25,8 @@ _WORTH_A_THREAD = 256 << 10
 """Bytes that take longer to gather than another thread takes to begin."""
 _AT_ONCE, _AT_ONCE_BYTES = 4, 32 << 20
 """Steps that are gathered at once, and their bytes; twice as many are in memory, so that a thread that reads may keep this one waiting."""
-_SMALL, _SMALL_BYTES = 32, 2 << 20
-"""The same where steps are so small that the calls for them take longer than the copying."""
+_SMALL = 32
+"""The same where they are small, see `BLOCK_BYTES`."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Feed:
         if self._upload is not None:
             self._at_once, self._is_ahead = max(some if step_bytes > _WORTH_A_THREAD else 0, STEPS_AHEAD), True
         else:
-            self._at_once = max(some, min(_SMALL, _SMALL_BYTES // max(1, step_bytes)))
+            self._at_once = max(some, min(_SMALL, BLOCK_BYTES // max(1, step_bytes)))
             self._is_ahead = self._at_once * step_bytes > _WORTH_A_THREAD
 
     def close(self) -> None:
@@ -151,8 +151,9 @@ class Feed:
 
 
 def _gather(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
-    batches = [list(of_step) for of_step in zip(*(window.micro_batches(steps) for window in windows), strict=True)]
-    return batches if upload is None else [upload.send(of_step) for of_step in batches]
+    if upload is not None:  # each is on its way while the next is gathered
+        return [upload.send([batch for window in windows for batch in window.micro_batches(range(step, step + 1))]) for step in steps]
+    return [list(of_step) for of_step in zip(*(window.micro_batches(steps) for window in windows), strict=True)]
 
 
 def _runs(numbers: list[int], step: int) -> list[range]:

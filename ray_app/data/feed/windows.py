@@ -25,6 +25,8 @@ _REPEAT_BITS = 40
 _NOT_ONE: Mapping[int, str] = {}
 _ALIGNED_BYTES = 64
 """Where a tensor of its own begins in memory; what begins elsewhere may give other bits."""
+BLOCK_BYTES = 2 << 20
+"""Of steps whose rows are gathered at once, because the calls for each would take longer than the copying: one that is kept keeps all."""
 
 
 class MicroBatch(NamedTuple):
@@ -108,7 +110,9 @@ class Window:
         steps = range(self._first_step, self._end)
         self.is_prepared = len(steps) * self.step_bytes <= most_bytes
         steps = steps if self.is_prepared else steps[:at_least]
-        self._prepared = dict(zip(steps, self.micro_batches(steps), strict=True))
+        at_once = max(1, BLOCK_BYTES // max(1, self.step_bytes))
+        for block in (steps[at : at + at_once] for at in range(0, len(steps), at_once)):
+            self._prepared |= zip(block, self.micro_batches(block), strict=True)
         return self
 
     def micro_batches(self, steps: range) -> list[MicroBatch]:

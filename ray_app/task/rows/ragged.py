@@ -104,7 +104,7 @@ class Ragged:
         lengths = self.lengths_of(index)
         longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
         shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
-        into = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8).numpy().view(dtype).reshape(shape)
+        into = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu").numpy().view(dtype).reshape(shape)
         into[...] = self.fill
         if not len(index):
             return into

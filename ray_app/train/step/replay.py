@@ -200,8 +200,8 @@ def _signed(bits: int) -> int:
 
 
 def _packed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """How many bytes, and these."""
-    held = batch._replace(fields={name: values.cpu() for name, values in batch.fields.items()})
+    """How many bytes, and these; of a part of a tensor pickle would send the whole."""
+    held = batch._replace(fields={name: values.cpu().clone() for name, values in batch.fields.items()}, keys=batch.keys.clone())
     data = torch.frombuffer(bytearray(pickle.dumps(held)), dtype=torch.uint8)
     return torch.tensor([len(data)]), data
 
