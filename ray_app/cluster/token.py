@@ -6,11 +6,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default, ensure_token_if_auth_enabled
+from ray._private.authentication.authentication_token_setup import (
+    AUTH_MODE_ENV_VAR,
+    enable_token_auth_by_default,
+    ensure_token_if_auth_enabled,
+)
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from ray_app.task.environment import variables
 
 
 def require_token() -> None:
@@ -25,9 +32,14 @@ def require_token() -> None:
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
-def read_mode_again() -> None:
-    """Lets this process take `RAY_AUTH_MODE` for what it is now, once it has no connection: Ray keeps what it was, and on a cluster of the
-    other mode every actor died before it ran.
+@contextmanager
+def mode_put_back() -> Iterator[None]:
+    """The time of a connection, after which `RAY_AUTH_MODE` is what it was, also for Ray, which keeps what it has read: on a cluster of
+    the other mode every actor died before it ran.
     """
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        with variables(**{AUTH_MODE_ENV_VAR: None}):
+            yield
+    finally:
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()

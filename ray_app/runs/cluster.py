@@ -19,7 +19,7 @@ from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.labels import Node, known_labels, labelled
 from ray_app.cluster.room import room_for
 from ray_app.cluster.search_path import job_config, search_path
-from ray_app.cluster.token import read_mode_again, require_token
+from ray_app.cluster.token import mode_put_back, require_token
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.interrupts import handler_kept, uninterrupted
@@ -110,8 +110,7 @@ class _Shared:
 
     def _connect(self, connect: Callable[[], object]) -> None:
         with ExitStack() as stack:
-            stack.callback(read_mode_again)
-            stack.enter_context(variables(RAY_AUTH_MODE=None))
+            stack.enter_context(mode_put_back())
             stack.enter_context(handler_kept(signal.SIGTERM))  # Ray puts its own in place
             stack.callback(ray.shutdown)
             connect()
