@@ -30,7 +30,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.group.messages import Status
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers
+from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.server import _NONE
 from ray_app.train.strategies.parameter_server.units import Units
@@ -316,7 +316,7 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
 ) -> None:
     world, killed = World(job_of(tmp_path / "run", data), 1), list[Any]()
     monkeypatch.setattr(CoordinatorActor, "_watch", lambda self, look: None)
-    actors = {str(i): Handle(server) for i, server in enumerate(world.servers.servers)} | {world.job.rendezvous: Handle(None)}
+    actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {world.job.rendezvous: Handle(None)}
     monkeypatch.setattr(ray, "get_actor", actors.__getitem__)
     monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
     monkeypatch.setattr(ray, "kill", lambda server, no_restart: killed.append(server))
@@ -343,9 +343,13 @@ def test_the_rendezvous_is_told_while_the_coordinator_waits_for_the_storage(
 ) -> None:
     """A checkpoint is written only after that, so the next one has to wait, and all workers with it."""
     world, rendezvous = World(job_of(tmp_path / "run", data), 1), Patient()
-    actors = {str(i): Handle(server) for i, server in enumerate(world.servers.servers)} | {world.job.rendezvous: Handle(rendezvous)}
+    actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {
+        world.job.rendezvous: Handle(rendezvous)
+    }
     monkeypatch.setattr(ray, "get_actor", actors.__getitem__)
     monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    world.servers = RayServers(tuple(actors[str(i)] for i in range(2)))  # type: ignore[assignment]
     monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []))
     written = []
 
@@ -431,13 +435,13 @@ def test_who_calls_for_another_era_changes_nothing(data: Path, tmp_path: Path, s
     server, now = world.servers.servers[0], world.coordinator._served.era
     held, seen = server.pull(now), {step: set(found.seen) for step, found in server._sums.items()}
     assert held is not None
-    before = held[0].tobytes()
-    zeros = held[0] * 0
+    before = held[1].tobytes()
+    zeros = held[1] * 0
     assert server.push(now - 1, 0, 3, zeros, None) is None
     assert [server.pull(now - 1), server.norms(now - 1, 0, []), server.apply(now - 1, 0, 1.0, 1.0), server.state(now - 1)] == [None] * 4
     after = server.pull(now)
     assert after is not None
-    assert after[0].tobytes() == before
+    assert after[1].tobytes() == before
     assert {step: set(found.seen) for step, found in server._sums.items()} == seen
     assert 3 not in seen.get(0, set()), "it was sent already, and would not have counted again"
     assert server.push(now, 0, 3, zeros, None) is not None
@@ -512,7 +516,7 @@ def test_a_server_is_lost_whatever_ended_it(monkeypatch: pytest.MonkeyPatch, err
         raise error
 
     monkeypatch.setattr(ray, "get", fails)
-    assert RayServers(()).call("era", []) is None
+    assert RayServers((Handle(SimpleNamespace(lifeline=lambda: None)),)).call("era", [()]) is None
 
 
 def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:
@@ -601,6 +605,29 @@ def test_who_is_ahead_waits_at_the_bound(data: Path, tmp_path: Path) -> None:
         world.turn("0")
     units = world.coordinator._units
     assert (units.complete, units.begun) == (0, 3)
+
+
+def test_parameters_that_came_with_the_last_answer_serve_unless_too_much_is_missing(data: Path, tmp_path: Path) -> None:
+    """One worker runs ahead to the bound, and its next unit may not do without gradients that are not in what it got with its last."""
+    world = World(job_of(tmp_path / "run", data, train__staleness=2), 2)
+    call, methods = world.servers.call, list[str]()
+
+    def noted(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        methods.append(method)
+        return call(method, arguments)
+
+    world.servers.call = noted  # type: ignore[method-assign]
+    world.turn("1")
+    while world.turn("0") and world.workers["0"]._done is not None:
+        pass
+    ahead, methods[:] = methods.count("push") - 1, []
+    assert ahead == 3 * 2
+    for _ in range(2):
+        world.turn("1")  # its first step is on the servers, and told
+    world.turn("0")
+    assert methods == ["push", "push", "pull", "push"], "the one that was ahead did not look at what was missing, or the other one did"
+    world.run()
+    assert methods.count("pull") < methods.count("push") / 2
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) -> None:

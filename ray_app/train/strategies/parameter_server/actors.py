@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import ray
 
+from ray_app.config.config import Config
 from ray_app.errors import own_error
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
@@ -19,6 +21,7 @@ from ray_app.train.group.messages import Status
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.keep.snapshots import SnapshotSender
+from ray_app.train.strategies.parameter_server.connections import Listener, connect, receive, send
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.messages import Answer, Done
 from ray_app.train.strategies.parameter_server.server import ParameterServer
@@ -34,9 +37,49 @@ _LOST = (
     ray.exceptions.GetTimeoutError,
 )
 _LOOK_S = 0.25
+_CALLS = frozenset(("era", "load", "pull", "push", "norms", "apply", "state"))
 
 
-@dataclass(frozen=True)
+class ServerActor(ParameterServer):
+    """A parameter server as an actor; it is called over connections of its own, one call at a time.
+
+    Args:
+        config: The run's.
+        total_steps: Steps of the run.
+    """
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        super().__init__(config, total_steps)
+        self._listener, self._calling = Listener(self._answer), threading.Lock()
+        self._failure: Exception | None = None
+
+    def lifeline(self) -> tuple[tuple[str, int], str]:
+        """Where to connect to, and what to show there, see `Listener`."""
+        return self._listener.listen(ray.util.get_node_ip_address()), self._listener.secret
+
+    def well(self) -> None:
+        """Answers once it is not in the middle of a call.
+
+        Raises:
+            Exception: What the last call that failed raised.
+        """
+        with self._calling:
+            if self._failure is not None:
+                raise self._failure
+
+    def _answer(self, called: list[Any]) -> tuple[bool, Any]:
+        """Whether a call succeeded, and what it returned."""
+        method, *arguments = called
+        if method not in _CALLS:
+            raise ValueError(f"{method!r} is nothing that a parameter server is asked for")
+        with self._calling:
+            try:
+                return True, getattr(self, method)(*arguments)
+            except Exception as error:
+                self._failure = error
+                return False, None
+
+
 class RayServers:
     """The servers as actors. One that was lost is started again by Ray under the same handle, and holds nothing at first.
 
@@ -44,15 +87,31 @@ class RayServers:
         handles: Theirs.
     """
 
-    handles: tuple[Any, ...]
+    def __init__(self, handles: tuple[Any, ...]) -> None:
+        self.handles = handles
+        self._lines: list[socket.socket] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayServers, (self.handles,)
 
     def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
         """See `Servers.call`."""
         try:
-            return ray.get([getattr(h, method).remote(*args) for h, args in zip(self.handles, arguments, strict=True)], timeout=_CALL_S)
-        except _LOST as error:
+            for handle in self.handles[len(self._lines) :]:
+                address, secret = ray.get(handle.lifeline.remote(), timeout=_CALL_S)
+                self._lines.append(connect(address, secret, _CALL_S))
+            for line, given in zip(self._lines, arguments, strict=True):
+                send(line, (method, *given))
+            answers = [receive(line) for line in self._lines]
+            for handle, (succeeded, _) in zip(self.handles, answers, strict=True):
+                if not succeeded:
+                    ray.get(handle.well.remote(), timeout=_CALL_S)
+        except (*_LOST, OSError) as error:
             logger.warning("A parameter server does not answer: %s", error)
+            while self._lines:
+                self._lines.pop().close()
             return None
+        return [answer for _, answer in answers]
 
 
 class CoordinatorActor(Coordinator):
@@ -69,7 +128,7 @@ class CoordinatorActor(Coordinator):
         guard(job.config.to_dict())
         handles = tuple(map(ray.get_actor, servers))
         super().__init__(job, RayServers(handles), SnapshotSender(keepers), hooks)
-        self._calls = {handle: (handle.era.remote(), time.monotonic()) for handle in handles}
+        self._calls = {handle: (handle.well.remote(), time.monotonic()) for handle in handles}
         self._rendezvous = ray.get_actor(job.rendezvous)
         looks = (self._look_after_workers, self._look_after_servers, self._excuse_workers)
         for look in looks:  # the first has to wait for a server that hangs, and for the storage
@@ -96,7 +155,7 @@ class CoordinatorActor(Coordinator):
                 logger.warning("A parameter server has not answered for %.0f s and is ended", limit_s)
                 ray.kill(server, no_restart=False)
             if answered or now - since_s > limit_s:
-                self._calls[server] = server.era.remote(), now
+                self._calls[server] = server.well.remote(), now
 
     def _excuse_workers(self, seen: Status) -> None:
         """However long the storage or the servers' state takes, no worker is ended for waiting for it."""
@@ -140,7 +199,7 @@ def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config, name = job.config, f"{job.paths.unique_name}-{job.fence}"
-    server = ray.remote(ParameterServer)
+    server = ray.remote(ServerActor)
     where: dict[str, Any] = {"num_cpus": config.train.server_cpus, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
     if config.train.server_label_selector:
         where["label_selector"] = config.train.server_label_selector

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ray_app.train.state.groups import in_order
 from ray_app.train.strategies.parameter_server.partition import Strip, partition
 
 Bytes = npt.NDArray[np.uint8]
-"""Tensors as they travel: one after the other, in an array that Ray moves without copying."""
+"""Tensors as they travel: one after the other."""
 
 
 def to_bytes(tensors: list[Tensor]) -> Bytes:
@@ -29,10 +28,7 @@ def to_bytes(tensors: list[Tensor]) -> Bytes:
 
 def from_bytes(data: Bytes, like: list[Tensor]) -> list[Tensor]:
     """What `to_bytes` was given, sharing the array's memory; `like` tells types and shapes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = torch.from_numpy(data)
-    parts = flat.split([t.numel() * t.element_size() for t in like])
+    parts = torch.from_numpy(data).split([t.numel() * t.element_size() for t in like])
     return [_aligned(part).view(t.dtype).view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 

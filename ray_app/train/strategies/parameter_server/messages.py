@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ray_app.record.progress.segments import StepRecord
 from ray_app.train.step.table import Row
+from ray_app.train.strategies.parameter_server.layout import Bytes
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class Answer:
     record: StepRecord | None = None
     waiting: bool = False
     over: bool = False
+
+
+Pulled = tuple[int, Bytes, Bytes]
+"""Steps of which a server has every gradient, its parameters, and the buffers if it keeps them."""
+Pushed = tuple[float, Pulled | None]
+"""See `ParameterServer.push`."""
 
 
 class NotReadyError(Exception):

@@ -22,6 +22,7 @@ from ray_app.exchange.tree import TreeSum, parents
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.norm import correct
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
+from ray_app.train.strategies.parameter_server.messages import Pulled, Pushed
 
 CPU = torch.device("cpu")
 
@@ -59,12 +60,12 @@ class ParameterServer:
         self._buffers = buffers
         self._era, self._sums = era, {}
 
-    def pull(self, era: int) -> tuple[Bytes, Bytes] | None:
-        """The parameters and the buffers."""
-        return (to_bytes(self._parameters), self._buffers) if era == self._era else None
+    def pull(self, era: int) -> Pulled | None:
+        """What is needed to compute a gradient."""
+        return (self._state.step, to_bytes(self._parameters), self._buffers) if era == self._era else None
 
-    def push(self, era: int, step: int, logical_worker: int, gradient: Bytes | None, buffers: Bytes | None) -> float | None:
-        """Takes a gradient.
+    def push(self, era: int, step: int, logical_worker: int, gradient: Bytes | None, buffers: Bytes | None) -> Pushed | None:
+        """Takes a gradient, whose memory is the server's from then on.
 
         Args:
             era: See the class.
@@ -74,24 +75,21 @@ class ParameterServer:
             buffers: What the buffers became in this step, if this server keeps them.
 
         Returns:
-            The learning rate that it is used with.
+            The learning rate that it is used with and, unless synchronous, what the next unit needs: nothing waits for others before that.
         """
         if era != self._era:
             return None
         lr = self._state.lr
-        if step < self._state.step:
-            return lr
-        found = self._sums.setdefault(step, _Sum(TreeSum(self._parents)))
-        if logical_worker in found.seen:
-            return lr
-        found.seen.add(logical_worker)
-        found.buffers = buffers if buffers is not None else found.buffers
-        if self._synchronous:
-            sent = to_bytes([torch.zeros_like(p) for p in self._parameters]) if gradient is None else gradient.copy()
-            found.add(logical_worker, torch.from_numpy(sent).view(self._parameters[0].dtype))
-        else:
-            self._apply_now(gradient, found)
-        return lr
+        found = self._sums.setdefault(step, _Sum(TreeSum(self._parents))) if step >= self._state.step else _NONE
+        if found is not _NONE and logical_worker not in found.seen:
+            found.seen.add(logical_worker)
+            found.buffers = buffers if buffers is not None else found.buffers
+            if self._synchronous:
+                sent = to_bytes([torch.zeros_like(p) for p in self._parameters]) if gradient is None else gradient
+                found.add(logical_worker, torch.from_numpy(sent).view(self._parameters[0].dtype))
+            else:
+                self._apply_now(gradient, found)
+        return lr, None if self._synchronous else self.pull(era)
 
     def norms(self, era: int, step: int, incomplete: list[int]) -> tuple[list[float], Bytes] | None:
         """The norm of each parameter's gradient in a step whose gradients are all there; synchronous only.
@@ -135,7 +133,7 @@ class ParameterServer:
     def _apply_now(self, gradient: Bytes | None, found: _Sum) -> None:
         if gradient is not None:
             for p, value in zip(self._parameters, from_bytes(gradient, [p.detach() for p in self._parameters]), strict=True):
-                p.grad = value.clone()
+                p.grad = value
             self._state.optimizer.step()
         self._keep_buffers(found)
         while len(self._sums.get(self._state.step, _NONE).seen) == self._config.logical_workers:

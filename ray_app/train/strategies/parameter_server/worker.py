@@ -25,7 +25,7 @@ from ray_app.train.step.step import Step, line
 from ray_app.train.step.table import Row, StepResult
 from ray_app.train.step.timer import UNTOLD
 from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
-from ray_app.train.strategies.parameter_server.messages import Answer, Done, Servers, Unit
+from ray_app.train.strategies.parameter_server.messages import Answer, Done, Pulled, Servers, Unit
 
 Ask = Callable[[str, Done | None, int | None, float | None], Answer]
 """See `Coordinator.ask`."""
@@ -67,7 +67,7 @@ class ParameterWorker:
     ) -> None:
         environment.set_up_torch(job.config, device)
         self._job, self._name, self._ask, self._servers, self._membership = job, name, ask, servers, membership
-        self._open, self._device, self._hooks = open_windows, device, hooks
+        self._open, self._device, self._hooks, self._staleness = open_windows, device, hooks, job.config.train.staleness
         state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
         if job.config.train.freeze is not None:  # servers hold no more than what is trained
             state.begin(job.read_initial())
@@ -77,6 +77,7 @@ class ParameterWorker:
         self._done: Done | None = None
         self._broken: int | None = None
         self._rank = self._finished = 0
+        self._pulled = (0, 0)
 
     def once(self, wait_s: float) -> bool:
         """Does one unit, if there is one within so many seconds; returns whether there may be more."""
@@ -110,12 +111,11 @@ class ParameterWorker:
         cursor = Cursor.at(unit.step, self._job.plan.steps_per_epoch)
         self._enter("data")
         batch, wait_s = self._batch(unit, cursor)
-        self._enter("exchange")
-        pulled = self._servers.call("pull", [(unit.era,)] * len(self._layout.parts))
-        if pulled is None or any(part is None for part in pulled):
-            return None
+        if not self._is_fresh(unit):
+            self._enter("exchange")
+            if not self._take(unit, self._servers.call("pull", [(unit.era,)] * len(self._layout.parts))):
+                return None
         self._enter("compute")
-        self._layout.put([parameters for parameters, _ in pulled], pulled[0][1])
         try:
             row = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
         except TaskError as error:
@@ -124,12 +124,28 @@ class ParameterWorker:
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
         sent = enumerate(self._layout.gradients() if self._step.moves(row) else [None] * len(self._layout.parts))
         self._enter("exchange")
-        rates = self._servers.call("push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent])
-        if rates is None or any(rate is None for rate in rates):
+        pushed = self._servers.call("push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent])
+        if pushed is None or None in pushed:
             return None
+        if self._staleness:
+            self._take(unit, [pulled for _, pulled in pushed])
         if self._hooks.after_step is not None:
             self._hooks.after_step(self._rank, unit.step + 1)
-        return Done(unit, row, rates[0], wait_s)
+        return Done(unit, row, pushed[0][0], wait_s)
+
+    def _is_fresh(self, unit: Unit) -> bool:
+        """Whether the parameters here, which came with the last answer of the servers, have all that a unit may not do without."""
+        era, complete = self._pulled
+        return self._staleness > 0 and era == unit.era and complete >= unit.step - self._staleness
+
+    def _take(self, unit: Unit, pulled: list[Pulled | None] | None) -> bool:
+        """Puts what the servers hold into the model; whether they are all in the era of a unit."""
+        there = [each for each in pulled or () if each is not None]
+        if len(there) < len(self._layout.parts):
+            return False
+        self._layout.put([parameters for _, parameters, _ in there], there[0][2])
+        self._pulled = unit.era, min(complete for complete, _, _ in there)
+        return True
 
     def _batch(self, unit: Unit, cursor: Cursor) -> tuple[MicroBatch, float]:
         """The rows of a unit, and the seconds that they took."""
