@@ -33,7 +33,7 @@ from benchmarks.gpu_workers import Bench
 from benchmarks.harness import ROOT
 
 TOTAL_S, GRACE_S = 500.0, 25.0
-LINES: list[Line] = [*gpu_digests.LINES, *gpu_speed.LINES, *gpu_cluster.LINES]
+LINES: list[Line] = [*gpu_digests.LINES, *gpu_cluster.LINES, *gpu_speed.LINES]
 
 
 def describe(device: str) -> dict[str, Any]:

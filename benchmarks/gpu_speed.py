@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
+
 from benchmarks.gpu_digests import BF16, network, transformer
 from benchmarks.gpu_lines import Found, Line, NotYetError
 from benchmarks.gpu_loops import WARM_UP, Clock, bare, plain_ddp
@@ -27,6 +29,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": SHARDED,
     "fsdp, cpu_offload": SHARDED | {"train__cpu_offload": True},
 }
+MOMENTUM = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01, "momentum": 0.9}}
 ADAM = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001, "fused": True}}}
 
 
@@ -41,7 +44,7 @@ def clocked(bench: Bench, pool: Pool, job: Job, size: int = 1) -> tuple[list[flo
 
 def steps(bench: Bench) -> dict[str, Any]:
     """As many as are measured, and those before."""
-    return {"train__max_steps": WARM_UP + bench.sizes.steps, "train__epochs": 1000}
+    return {"train__max_steps": WARM_UP + bench.sizes.steps, "train__epochs": 1000, "data__shuffle_window_rows": 10_000}
 
 
 def memory_of_strategies(bench: Bench) -> Found:
@@ -49,6 +52,8 @@ def memory_of_strategies(bench: Bench) -> Found:
     found = {}
     for name, fields in STRATEGIES.items():
         if bench.device == "cpu" and fields.get("train__cpu_offload"):
+            continue
+        if name.startswith("fsdp") and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # before PyTorch 2.15
             continue
         job = bench.job(Dense(bench.sizes.width // 4), bench.small, logical_workers=2, batch=64, **steps(bench), **ADAM, **fields)
         with bench.pool(2) as pool:
@@ -88,7 +93,7 @@ def step_against_ddp(bench: Bench) -> Found:
 def images_per_s(bench: Bench, **fields: Any) -> Found:
     """A large ResNet, ours with forward and backward as a CUDA graph and a loop that is one as a whole, in turn."""
     sizes = bench.sizes
-    fields = {"train__capture": bench.device == "cuda"} | fields
+    fields = {"train__capture": bench.device == "cuda", "optimizer": MOMENTUM} | fields
     task = resnet(sizes, "resnet50")
     ours, theirs = [], []
     for _ in range(sizes.rounds):

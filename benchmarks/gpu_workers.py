@@ -51,6 +51,11 @@ class Bench:
         """How much of everything."""
         return ON_GPU if self.device == "cuda" else DRY
 
+    @property
+    def first(self) -> torch.device:
+        """The first GPU, or the CPU."""
+        return place_of(self.device, 0)
+
     @functools.cached_property
     def gpus(self) -> int:
         """How many there are; 0 in a dry run."""
@@ -135,9 +140,14 @@ class Group(Alone):
 def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, own_gpus: bool, hooks: Hooks) -> None:
     """Trains as one of `size` workers."""
     del store
-    place = torch.device(device, rank if own_gpus else 0) if device == "cuda" else torch.device("cpu")
+    place = place_of(device, rank if own_gpus else 0)
     membership = Group(World(rank, size, job.plan.logical_workers), port, place, "nccl" if own_gpus and device == "cuda" else "gloo")
     train(job, membership, open_windows, place, hooks)
+
+
+def place_of(device: str, number: int) -> torch.device:
+    """A GPU by its number, which PyTorch wants to be told, or the CPU."""
+    return torch.device(device, number) if device == "cuda" else torch.device(device)
 
 
 def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:

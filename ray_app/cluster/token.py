@@ -17,7 +17,7 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from ray_app.task.environment import variables
+from ray_app.process import variables
 
 
 def require_token() -> None:

@@ -18,8 +18,8 @@ from ray.cluster_utils import Cluster
 
 from ray_app.cluster.search_path import search_path
 from ray_app.cluster.token import require_token
+from ray_app.process import variables
 from ray_app.record.holder import Holder
-from ray_app.task.environment import variables
 
 _SETTLE_S = 60.0
 _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000}

@@ -53,7 +53,7 @@ class DataParallel(Exchange):
         self._buckets = [] if self._alone else [Bucket(ps, world) for ps in _bucketed(self._parameters, int(bucket_mb * _MEBI))]
         self._last = world.played[-1]
         self._listening, self._next, self._ways = False, 0, list[Iterator[Bucket]]()
-        self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device)
+        self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device, "exchange")
         self._names = {p: name for name, p in model.named_parameters()}
         self._places = {p: place for place, p in enumerate(self._parameters)}
         self._watched, self._bits = set[int](), dict[int, list[Tensor]]()
@@ -198,7 +198,7 @@ class DataParallel(Exchange):
 
     def _go_on(self) -> None:
         """Sends each bucket that is on its way on by one stage, or back; the waits are those of a stream beside that which computes."""
-        with self._side:
+        with self._side.entered():
             self._ways = [way for way in self._ways if next(way, None) is not None]
 
     def _overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
@@ -250,6 +250,7 @@ class DataParallel(Exchange):
         """See `Exchange.close`."""
         for hook in self._hooks:
             hook.remove()
+        self._side.join()  # what it was given before a peer was lost may still use the memory that is free from now on
         for p in self._parameters:
             p.grad = None
 

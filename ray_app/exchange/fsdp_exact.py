@@ -128,7 +128,8 @@ class ExactlySharded(FullySharded):
             self._called.clear()
         for number in self._missing:  # nobody used it
             p = self._parameters[number]
-            nothing = torch.zeros_like(p.to_local(), device=p.device_mesh.device_type)
+            here = p.to_local()  # where gradients are that nobody sends; those that are sent come to the device
+            nothing = torch.zeros_like(here, device=here.device if self._world.size == 1 else p.device_mesh.device_type)
             self._push(number, [nothing.clone() for _ in self._scatter.leaves])
         self._scatter.first += self._world.size
 

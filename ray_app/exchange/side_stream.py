@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, cuda
 
+_NOWHERE = nullcontext()
+_streams: dict[tuple[torch.device, str], Any] = {}
+
+
+def stream_of(device: torch.device, purpose: str) -> Any:
+    """The stream of a process for a purpose, always the same one: PyTorch hands out a few dozen in turn, and the next one may be in use."""
+    if (device, purpose) not in _streams:
+        _streams[device, purpose] = cuda.Stream(device)
+    return _streams[device, purpose]
+
 
 class SideStream:
     """A stream of a device besides the one that computes; on a CPU, which does what it is given at once, it is nothing.
 
-    Inside `with stream:` the device is given what it does there; waits for exchanges are that stream's.
+    Inside `with stream.entered():` the device is given what it does there; waits for exchanges are that stream's.
 
     Args:
         device: Of which.
+        purpose: See `stream_of`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, purpose: str) -> None:
         self._device = device
-        self._stream: Any = cuda.Stream(device) if device.type != "cpu" else None
-        self._entered: Any = None
+        self._stream: Any = stream_of(device, purpose) if device.type != "cpu" else None
 
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._entered = cuda.stream(self._stream)
-            self._entered.__enter__()
-
-    def __exit__(self, *raised: object) -> None:
-        if self._entered is not None:
-            self._entered.__exit__(*raised)
-            self._entered = None
+    def entered(self) -> AbstractContextManager[Any]:
+        """For one time in one thread; others may enter meanwhile."""
+        return _NOWHERE if self._stream is None else cuda.stream(self._stream)
 
     def join(self) -> None:
         """Lets what computes from now on wait for what the stream was given."""

@@ -22,8 +22,7 @@ from ray_app.cluster.search_path import job_config, search_path
 from ray_app.cluster.token import mode_put_back, require_token
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.interrupts import handler_kept, uninterrupted
-from ray_app.task.environment import variables
+from ray_app.process import handler_kept, uninterrupted, variables
 
 _READING_CPUS = 1
 _ANY = 1_000_000

@@ -33,14 +33,17 @@ class Fitting(threading.Thread):
         try:
             fit(self._passed, self._max_workers, reserved_cpus(self._passed.job.config), self._given_up)
         except BaseException as error:  # shown and raised by the main thread
-            self.error = own_error(error)
+            if not self._given_up.is_set():
+                self.error = own_error(error)
 
     def __enter__(self) -> Fitting:
         """Begins."""
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Waits until the workers are gone, which they are if it has ended."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Waits until the workers are gone, which they are if it has ended. What ended it explains what the other thread then met."""
         self._given_up.set()
         self.join(_GIVE_UP_S)
+        if isinstance(error, Exception) and self.error is not None:
+            raise self.error from error

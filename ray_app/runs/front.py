@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
 from ray_app.record.files import poll_s
 from ray_app.runs.recorders import make_metrics
 from ray_app.train.group.alone import Alone
@@ -19,6 +22,38 @@ from ray_app.watch.console import RunConsole
 from ray_app.watch.sampler import NodeSampler
 
 _LOOK_S = 0.25
+_here = threading.Lock()
+"""Held by the run that trains in this process."""
+
+
+@contextmanager
+def alone_in_front(config: Config, background: bool) -> Iterator[None]:
+    """The time of a run, if it trains in this process: nothing else may draw from torch's generators meanwhile, which are the process's.
+
+    Args:
+        config: The run.
+        background: Whether other code of the user's runs beside it.
+
+    Raises:
+        ConfigError: Something else would.
+    """
+    if config.train.strategy != "single":
+        yield
+        return
+    if background:
+        raise ConfigError(
+            "train.strategy single trains in this process, and start_training lets your cells run meanwhile, whose random numbers come from"
+            " the same generators: the result would depend on them. Use run_training, or another strategy, which trains in other processes."
+        )
+    if not _here.acquire(blocking=False):
+        raise ConfigError(
+            "A run with train.strategy single trains in this process already, and two would draw from the same random numbers. Let it end,"
+            " or use another strategy, which trains in other processes."
+        )
+    try:
+        yield
+    finally:
+        _here.release()
 
 
 def train_in_front(

@@ -18,6 +18,7 @@ from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.ray_job import ray_job
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import LeaseLostError, own_error
+from ray_app.process import variables
 from ray_app.record.ends import put_summary
 from ray_app.record.files import poll_s
 from ray_app.record.lease import Lease, acquire
@@ -29,7 +30,7 @@ from ray_app.runs.capacity import fits_object_stores, refuse_windows, shared_byt
 from ray_app.runs.cluster import cluster, workers_that_fit
 from ray_app.runs.evaluator import Following
 from ray_app.runs.faults import Faults, Observe
-from ray_app.runs.front import train_in_front
+from ray_app.runs.front import alone_in_front, train_in_front
 from ray_app.runs.outcome.closing import mlflow_status
 from ray_app.runs.outcome.registering import REGISTRABLE, try_to_register
 from ray_app.runs.outcome.report import report_end
@@ -40,7 +41,6 @@ from ray_app.runs.preparing.prepare import Prepared, claim, prepare
 from ray_app.runs.recorders import make_board, make_metrics, make_observers, make_sampler, make_tracker, observers_of
 from ray_app.runs.signals import stopping_at_signals
 from ray_app.runs.storage import check_storage
-from ray_app.task.environment import variables
 from ray_app.track.board import Board, check_board
 from ray_app.track.client import IMPATIENT
 from ray_app.track.runs import Tracker, check_available
@@ -54,8 +54,7 @@ from ray_app.watch.observer import Observers
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_LOOK_S = 0.25
-_END_S, _END_PAUSE_S = 30.0, 1.0
+_LOOK_S, _END_S, _END_PAUSE_S = 0.25, 30.0, 1.0
 _TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as ray-app submit has it
 
 
@@ -105,7 +104,8 @@ def opened(
         import_ahead("ray_app.runs.fitting")
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
-    with variables(**dict.fromkeys(IMPATIENT)), cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
+    alone = alone_in_front(config, background)
+    with alone, variables(**dict.fromkeys(IMPATIENT)), cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
         phases.end("cluster")
         there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
         max_workers = workers_that_fit(config, *there)

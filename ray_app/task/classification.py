@@ -8,13 +8,13 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ray_app.errors import ConfigError
 from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake
+from ray_app.task.rows.there import constant
 
 ClassWeights = list[float] | Literal["balanced"] | None
 """How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same in sum."""
@@ -52,7 +52,7 @@ def weigh(batch: Batch, weights: list[float] | None) -> Batch:
     """A training batch with the weight of each row's class as `class_weight`, shape (rows,); of a mixed target's classes the mean."""
     if weights is None:
         return batch
-    of_class = torch.tensor(weights, device=batch["label"].device)
+    of_class = constant(weights, batch["label"].device)
     return {**batch, "class_weight": batch["target"] @ of_class if "target" in batch else of_class[batch["label"]]}
 
 

@@ -13,12 +13,22 @@ import torch
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
+from ray_app.process import variables
 
 _NO_LIMIT = 2**30
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_ready: list[bool] = []
+"""Not empty once this process has asked for cuBLAS's deterministic workspace in time."""
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
-    """Readies a worker's process."""
+    """Readies a worker's process.
+
+    Raises:
+        ConfigError: It has used its GPU in a way that cannot be made deterministic any more.
+    """
+    if device.type == "cuda" and config.train.reduction == "exact":
+        _need_workspace()
     pin(config.scaling.threads_per_worker, config.train.reduction == "exact")
     if config.train.compile:
         import torch._dynamo as dynamo
@@ -28,6 +38,16 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = False
+
+
+def _need_workspace() -> None:
+    """PyTorch looks once whether cuBLAS was given a deterministic workspace, and refuses every matrix product if it was not."""
+    if _WORKSPACE not in os.environ and torch.cuda.is_initialized() and not _ready:
+        raise ConfigError(
+            "This process has used its GPU before it was asked for the same bits each time, which cuBLAS does not change any more. Restart"
+            f" the kernel and set {_WORKSPACE}=:4096:8 in its first cell, or train with another strategy than single, in other processes."
+        )
+    _ready.append(True)
 
 
 def pin(threads: int, deterministic: bool, refuses: bool = True) -> None:
@@ -40,7 +60,7 @@ def pin(threads: int, deterministic: bool, refuses: bool = True) -> None:
     """
     torch.set_num_threads(threads)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
         use_deterministic_algorithms(True, refuses)
         # A guard against reading garbage, at the price of filling it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -61,29 +81,13 @@ def given_back() -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     fills, devices = memory.fill_uninitialized_memory, [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices), variables(CUBLAS_WORKSPACE_CONFIG=None, TORCHINDUCTOR_DETERMINISTIC=None):
+    with torch.random.fork_rng(devices), variables(**{_WORKSPACE: None}, TORCHINDUCTOR_DETERMINISTIC=None):
         try:
             yield
         finally:
             torch.set_num_threads(threads)
             memory.fill_uninitialized_memory = fills
             use_deterministic_algorithms(mode > 0, refuses=mode > 1)
-
-
-@contextmanager
-def variables(**settings: str | None) -> Iterator[None]:
-    """Sets environment variables, also for processes that are started meanwhile; whatever they become, each is then what it was.
-
-    Args:
-        settings: Their values; None: what it is.
-    """
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update({name: value for name, value in settings.items() if value is not None})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:
@@ -100,6 +104,14 @@ def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:
     return torch.device("cuda", seen.index(first) if first in seen else int(first))
 
 
+_ROUNDING: dict[str, Any] = {
+    "matmul": torch.backends.cuda.matmul,
+    "convolution": getattr(torch.backends.cudnn, "conv"),  # noqa: B009 - torch's types do not know it
+    "recurrent": getattr(torch.backends.cudnn, "rnn"),  # noqa: B009
+}
+"""What may round to TF32; asked by the newer of PyTorch's two names, since it refuses the older one to who has used the newer."""
+
+
 def describe(device: torch.device) -> dict[str, str]:
     """The environment that a checkpoint records; two runs with equal ones are bit for bit comparable."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -114,7 +126,7 @@ def describe(device: torch.device) -> dict[str, str]:
             "cuda": f"{torch.version.cuda}, driver for {torch._C._cuda_getDriverVersion()}",  # type: ignore[attr-defined]
             "cudnn": str(torch.backends.cudnn.version()),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "tf32": f"matmul {torch.get_float32_matmul_precision()}, cudnn {torch.backends.cudnn.allow_tf32}",
+            "tf32": ", ".join(f"{name} {found.fp32_precision}" for name, found in _ROUNDING.items()),
         }
     return found
 

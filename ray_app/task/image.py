@@ -29,6 +29,7 @@ from ray_app.task.classification import (
 from ray_app.task.losses import Losses
 from ray_app.task.mixing import mix, smooth_targets
 from ray_app.task.rows.images import pixels_of
+from ray_app.task.rows.there import constant, sent
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 
@@ -159,7 +160,7 @@ class ImageClassification(Task):
         """
         images = batch["image"]
         if self.flip:
-            flipped = (uniform(keys, _FLIP) < 0.5).to(images.device)[:, None, None, None]
+            flipped = sent(uniform(keys, _FLIP) < 0.5, images.device)[:, None, None, None]
             images = torch.where(flipped, images.flip(-1), images)
         if self.crop_padding:
             images = _shift(images, keys, self.crop_padding)
@@ -175,7 +176,8 @@ class ImageClassification(Task):
         """Class scores, shape (rows, classes)."""
         images = batch["image"].to(torch.float32) / self.pixel_max
         if self.mean != [0.0] or self.std != [1.0]:
-            images = (images - images.new_tensor(self.mean)[:, None, None]) / images.new_tensor(self.std)[:, None, None]
+            mean, std = (constant(each, images.device)[:, None, None] for each in (self.mean, self.std))
+            images = (images - mean) / std
         outputs = model(images)
         return outputs if isinstance(outputs, Tensor) else outputs.logits  # GoogLeNet and Inception return auxiliary scores in training
 
@@ -233,7 +235,7 @@ def _shift(images: Tensor, keys: Tensor, padding: int) -> Tensor:
     span = 2 * padding + 1
     top = (uniform(keys, _CROP_Y) * span).long()[:, None] + torch.arange(height)
     left = (uniform(keys, _CROP_X) * span).long()[:, None] + torch.arange(width)
-    row, top, left = (t.to(images.device) for t in (torch.arange(rows), top, left))
+    row, top, left = (sent(t, images.device) for t in (torch.arange(rows), top, left))
     return padded[row[:, None, None], :, top[:, :, None], left[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ray_app.task.base import uniform
+from ray_app.task.rows.there import sent
 
 _SHARE, _KIND, _ROW, _COLUMN = 21, 22, 23, 24  # salts: what a row's random number is for
 
@@ -49,8 +50,9 @@ def mix(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmix: floa
     pastes = uniform(keys, _KIND) < (0.5 if mixup and cutmix else 1.0 if cutmix else 0.0)
     share = torch.where(pastes, _beta(keys, cutmix), _beta(keys, mixup))
     rectangle, pasted = _rectangles(keys, share, images.shape[-2], images.shape[-1])
-    kept = torch.where(pastes, 1 - pasted, share).to(images.device, torch.float32)
-    other, pastes, rectangle = images.roll(1, 0), pastes.to(images.device), rectangle.to(images.device)
+    kept = torch.where(pastes, 1 - pasted, share).to(torch.float32)
+    kept, pastes, rectangle = (sent(each, images.device) for each in (kept, pastes, rectangle))
+    other = images.roll(1, 0)
     mixed = torch.where(rectangle[:, None], other, images)
     if mixup:
         own = kept[:, None, None, None]

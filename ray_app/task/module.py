@@ -24,6 +24,7 @@ from ray_app.task.rows.lengths import need_as_long, without_padding
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
 from ray_app.task.rows.plain import of_kind
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
+from ray_app.task.rows.there import constant
 from ray_app.task.rows.transforms import Spec, made, made_once
 from ray_app.task.score.deciding import Mode
 
@@ -209,7 +210,8 @@ class ModuleTask(Task):
         if self.kinds[column] == IMAGE:
             values = values.float() / 255
             if self.mean != [0.0] or self.std != [1.0]:
-                values = (values - values.new_tensor(self.mean)[:, None, None]) / values.new_tensor(self.std)[:, None, None]
+                mean, std = (constant(each, values.device)[:, None, None] for each in (self.mean, self.std))
+                values = (values - mean) / std
         return values
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:

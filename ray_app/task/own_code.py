@@ -20,6 +20,7 @@ _OF_OURS = ("base", "losses", "own_code", "score/scoring", "script/batches", "sc
 _MACHINERY = tuple(_TASKS / f"{name}.py" for name in _OF_OURS)
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _MOST_CALLS = 30
+_ON_DEVICE = "CUDA error"
 
 
 class own_code:
@@ -48,6 +49,8 @@ class own_code:
 def in_a_line(error: BaseException) -> str:
     """An error and the last of the user's own lines on the way to it: `KeyError: 'labels' (my_task.py, line 31, in update)`."""
     said = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+    if _ON_DEVICE in said:
+        said += " (a GPU tells of errors later, maybe of those before: CUDA_LAUNCH_BLOCKING=1 shows where)"
     own = _own_calls(error)
     return said + (f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else "")
 

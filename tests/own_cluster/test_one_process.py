@@ -73,6 +73,25 @@ except KeyboardInterrupt:
     said = "interrupted"
 print(json.dumps([said, ray.is_initialized(), children(), trained("stopped")]))
 """
+_IN_FRONT = """
+from ray_app.errors import ConfigError
+
+def refusal(begin, name):
+    try:
+        return begin(name)
+    except ConfigError as error:
+        return str(error)
+
+said = [refusal(lambda name: start_training(config(name, train__strategy="single")).wait().status, "background")]
+first = threading.Thread(target=lambda: said.append(trained("first", train__strategy="single", train__epochs=40)))
+first.start()
+while not os.path.exists(FOLDER + "/first/metrics"):
+    time.sleep(0.02)
+said.append(refusal(lambda name: trained(name, train__strategy="single"), "second"))
+first.join()
+said.append(trained("third", train__strategy="single"))
+print(json.dumps(said))
+"""
 _OTHER_MODE = """
 print(json.dumps([trained("joined", run__ray_address=ADDRESS), trained("own"), trained("again", run__ray_address=ADDRESS)]))
 """
@@ -107,6 +126,14 @@ def test_the_first_of_two_runs_that_ends_leaves_the_cluster_to_the_other(digits:
 @pytest.mark.rest
 def test_an_interrupt_while_the_cluster_starts_leaves_nothing_of_it(digits: Path, tmp_path: Path) -> None:
     assert told_by(_INTERRUPTED, digits, tmp_path) == ["interrupted", False, [], "finished"]
+
+
+@pytest.mark.rest
+def test_nothing_draws_from_the_random_numbers_of_a_run_in_front(digits: Path, tmp_path: Path) -> None:
+    in_background, second, first, third = told_by(_IN_FRONT, digits, tmp_path)
+    assert "Use run_training, or another strategy" in in_background
+    assert "Let it end, or use another strategy" in second
+    assert (first, third) == ("finished", "finished")
 
 
 @pytest.mark.rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from ray_app.data.feed.feed import Feed
 from ray_app.data.feed.upload import Upload
 from ray_app.data.feed.windows import CachedWindows, MicroBatch
 from ray_app.data.read.whole import Decoded
-from ray_app.exchange.side_stream import SideStream
+from ray_app.exchange.side_stream import SideStream, stream_of
 from ray_app.plan.cursor import Cursor
 from tests.support.fake_cuda import DEVICE, Streams
 from tests.support.local_world import TinyImages, make_job, write_images
@@ -41,11 +42,40 @@ def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alo
 
 def test_what_computes_waits_for_a_stream_beside_it_by_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    side = SideStream(DEVICE)
-    with side:
+    side = SideStream(DEVICE, "exchange")
+    with side.entered():
         torch.zeros(2).to(DEVICE, non_blocking=True)
     side.join()
     assert streams.calls == ["side: copy", "computing: wait for side"]
+
+
+def test_two_threads_may_be_in_a_stream_at_once_and_each_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that gathers may still be at what nobody wants any more, while the other one gathers what comes next."""
+    streams, inside, go_on = Streams(monkeypatch), threading.Event(), threading.Event()
+    side = SideStream(DEVICE, "upload")
+
+    def gather() -> None:
+        with side.entered():
+            inside.set()
+            assert go_on.wait(20)
+
+    gatherer = threading.Thread(target=gather)
+    gatherer.start()
+    assert inside.wait(20)
+    with side.entered():
+        go_on.set()
+        gatherer.join()
+        torch.zeros(2).to(DEVICE, non_blocking=True)
+    torch.zeros(2).to(DEVICE, non_blocking=True)
+    assert streams.calls == ["side: copy", "computing: copy"]
+
+
+def test_each_purpose_has_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a group forms anew: PyTorch's streams come round again, and a captured one must not be that which uploads."""
+    Streams(monkeypatch)
+    found = {purpose: {id(stream_of(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "exchange", "capture")}
+    assert [len(each) for each in found.values()] == [1, 1, 1]
+    assert len(set.union(*found.values())) == 3
 
 
 def test_two_steps_are_on_their_way_while_one_is_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ class Streams:
         self.calls: list[str] = []
         self._threads = threading.local()
         patch.setattr(side_stream, "cuda", self)
+        patch.setattr(side_stream, "_streams", {})
         patch.setattr(Tensor, "pin_memory", lambda tensor: self.note("pin", tensor))
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.note(f"used by {stream.name}", tensor))
         to = Tensor.to

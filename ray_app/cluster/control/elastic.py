@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -40,6 +39,7 @@ from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupBacken
 from ray_app.cluster.control.newcomers import NO_ROOM, Newcomers
 from ray_app.cluster.control.retiring import Retiring
 from ray_app.cluster.control.sizes import Sizes
+from ray_app.process import put_back, variables
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class _Controller(TrainController):
         scaling = config.scaling
         self._newcomers = scaling_policy.newcomers
         self._retiring = Retiring(scaling.replace_slow_s, config.logical_workers, scaling.min_workers, scaling.most_workers)
-        with _without_own_logs():
+        with variables(**{_OWN_LOGS: "0"}):  # Ray's own way takes over the logging of this process, and closes all other log files
             super().__init__(callbacks=[*callbacks, self._newcomers], scaling_policy=scaling_policy, **arguments)
 
     async def _run_control_loop_iteration(self) -> None:
@@ -269,28 +269,19 @@ class ElasticTrainer(DataParallelTrainer):
 
 
 @contextmanager
-def _without_own_logs() -> Iterator[None]:
-    """Ray's own way to log what a controller says takes over the logging of its process, and closes all other log files."""
-    before = os.environ.get(_OWN_LOGS)
-    os.environ[_OWN_LOGS] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(_OWN_LOGS) if before is None else os.environ.update({_OWN_LOGS: before})
-
-
-@contextmanager
 def _logged(name: str) -> Iterator[None]:
     """What the controller says meanwhile goes to a file of the Ray session, and not to the terminal."""
     said, handler = logging.getLogger("ray.train.v2"), SessionFileHandler(name)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    level, propagates = said.level, said.propagate
-    said.addHandler(handler)
-    said.setLevel(logging.INFO)
-    said.propagate = False
-    try:
-        yield
-    finally:
-        said.removeHandler(handler)
+
+    def put(level: int, propagates: bool) -> None:
         said.setLevel(level)
         said.propagate = propagates
+
+    with put_back(said.name, lambda: (said.level, said.propagate), lambda before: put(*before)):
+        put(logging.INFO, False)
+        said.addHandler(handler)
+        try:
+            yield
+        finally:
+            said.removeHandler(handler)

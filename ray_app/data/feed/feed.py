@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -53,7 +54,7 @@ class Feed:
         self._cursor, self._played = Cursor(0, 0), range(0)
         self._streams: list[_Stream] = []
         self._current: dict[int, tuple[tuple[int, int], Window]] = {}
-        self._gatherer = ThreadPoolExecutor(1, "gatherer")
+        self._gatherer = ThreadPoolExecutor(1, "gatherer", partial(torch.cuda.set_device, device) if device.type == "cuda" else None)
         self._gathered: deque[list[MicroBatch]] = deque()
         self._ahead: Future[list[list[MicroBatch]]] | None = None
         self._at_once, self._is_ahead = 1, False
@@ -115,6 +116,8 @@ class Feed:
 
     def _forget_gathered(self) -> None:
         self._gathered.clear()
+        if self._ahead is not None:
+            self._ahead.cancel()
         self._ahead = None
 
     def _windows(self) -> list[Window]:

@@ -27,11 +27,11 @@ class Upload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, SideStream(device)
+        self._device, self._side = device, SideStream(device, "upload")
 
     def send(self, batches: list[MicroBatch]) -> Uploaded:
         """Gives the device copies to make, and waits for none; the pinned memory is used again when they are made."""
-        with self._side:
+        with self._side.entered():
             sent = Uploaded(batch._replace(fields=self._there(batch)) for batch in batches)
         sent.mark = self._side.mark()
         return sent

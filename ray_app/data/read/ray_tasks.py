@@ -21,7 +21,7 @@ from ray.data.context import DataContext
 from ray_app.data.read.reader import AT_ONCE, Reader, ReadSpec
 from ray_app.data.read.slices import Slices
 from ray_app.errors import own_error
-from ray_app.interrupts import uninterrupted
+from ray_app.process import uninterrupted
 
 logger = logging.getLogger(__name__)
 

@@ -223,20 +223,19 @@ def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
 
 
 def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> None:
-    """Moves a copy of the smallest parameter by a gradient of zeros, on a GPU if the workers have one and there is one here.
+    """Moves a copy of the smallest parameter by a gradient of zeros, on the CPU: a GPU may be another process's alone.
 
     Raises:
         ConfigError: That is not all that the optimizer needs.
     """
     least = min((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
     on_gpus = config.scaling.gpus_per_worker > 0
-    is_as_there = not on_gpus or torch.cuda.is_available()
-    tried = nn.Parameter(torch.zeros_like(least, device="cuda" if on_gpus and is_as_there else "cpu"))
+    tried = nn.Parameter(torch.zeros_like(least, device="cpu"))
     tried.grad = torch.zeros_like(tried)
     try:
         load_class(spec)([tried], **spec.init_args).step()
     except Exception as error:
-        if not (is_as_there or _NEEDS_MORE.search(str(error))):  # it may be that it works on GPUs only
+        if on_gpus and not _NEEDS_MORE.search(str(error)):  # it may be that it works on GPUs only
             return
         said = f"{type(error).__name__}: {error}".rstrip(".")
         raise ConfigError(

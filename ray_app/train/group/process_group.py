@@ -38,7 +38,7 @@ class ProcessGroup:
         self._store: tuple[str, int] | None = None
         self._sockets: list[tuple[int, str]] | None = None
         self._asynchronous, self._device = False, torch.device("cpu")
-        self._broken, self._aborting, self._aborted = False, threading.Lock(), list[Any]()
+        self._broken, self._aborting, self._aborts = False, threading.Lock(), dict[Any, threading.Thread]()
         self.groups: tuple[Any, ...] = (None,)
         """See `World.groups`."""
 
@@ -66,7 +66,7 @@ class ProcessGroup:
         )
         self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT)
         for group in {None, *self.groups}:
-            dist.set_timeout(_COLLECTIVE_TIMEOUT, group)
+            dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT, group)  # the public name came after torch 2.13
         if not self._broken:
             self._sockets = self._of_this_group(PrefixStore(f"generation-{formed.number}/listens", store), formed)
         if self._broken:  # before there was what could be aborted
@@ -107,15 +107,18 @@ class ProcessGroup:
     def abort(self) -> None:
         """Breaks what the members wait for. NCCL can; gloo cannot, so its connections are shut down, which its waits notice.
 
+        Does not wait: who asks also tells that this process is alive, and NCCL may take its time. All groups are broken at once, since the
+        abort of one may wait for what the device does for another.
+
         While the group forms, that is the connection to the store where they meet; what else this process connects to meanwhile is not
         known to be the group's.
         """
         self._broken = True  # before anybody is set free: what they find is garbage
-        with self._aborting:  # who closes meanwhile waits for it
+        with self._aborting:
             for group in self._all() if self._asynchronous else ():
-                if group not in self._aborted:
-                    self._aborted.append(group)
-                    group.abort()
+                if group not in self._aborts:
+                    self._aborts[group] = threading.Thread(target=group.abort, name="abort", daemon=True)
+                    self._aborts[group].start()
         found = self._sockets
         if found is None:
             found = [(number, name) for number, name in _sockets() if (number, name) not in self._before and self._is_store(number)]
@@ -129,6 +132,8 @@ class ProcessGroup:
         """Leaves the group; of one that is broken NCCL would wait for exchanges that never end."""
         if self._asynchronous and broken:
             self.abort()
+            for abort in self._aborts.values():
+                abort.join()
         if dist.is_initialized():
             dist.destroy_process_group()
 

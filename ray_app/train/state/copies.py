@@ -12,32 +12,36 @@ import torch
 from torch import Tensor, cuda
 
 
-def copied(value: Any, into: Any = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
-    """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike; not to be read before `arrived`.
+def copied(value: dict[str, Any], into: dict[str, Any] | None = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, Any]:
+    """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike.
 
     Args:
         value: Tensors in dictionaries, lists and tuples.
         into: What nobody needs any more.
         whole: Makes the tensor to copy of one that is found.
     """
+    devices: set[torch.device] = set()
+    found: dict[str, Any] = _copied(value, into, whole, devices)
+    for device in devices:
+        cuda.current_stream(device).synchronize()
+    return found
+
+
+def _copied(value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: set[torch.device]) -> Any:
+    """The copy, which is not to be read before what these devices were given is done."""
     if isinstance(value, Tensor):
         value = whole(value)
         alike = isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape)
         if value.device.type == "cpu":
             return into.copy_(value) if alike else value.to("cpu", copy=True).contiguous()
+        devices.add(value.device)
         return (into if alike else _pinned_like(value)).copy_(value, non_blocking=True)
     if isinstance(value, dict):
         known = into if isinstance(into, dict) else {}
-        return {k: copied(v, known.get(k), whole) for k, v in value.items()}
+        return {k: _copied(v, known.get(k), whole, devices) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(copied(v, None, whole) for v in value)
+        return type(value)(_copied(v, None, whole, devices) for v in value)
     return value
-
-
-def arrived(device: torch.device) -> None:
-    """Waits until all that was copied from a device is there."""
-    if device.type != "cpu":
-        cuda.current_stream(device).synchronize()
 
 
 def _pinned_like(value: Tensor) -> Tensor:

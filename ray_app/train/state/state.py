@@ -22,7 +22,7 @@ from ray_app.exchange.exchange import World, gather
 from ray_app.task.base import Task
 from ray_app.task.own_code import own_code
 from ray_app.train.state.average import Average
-from ray_app.train.state.copies import arrived, copied
+from ray_app.train.state.copies import copied
 from ray_app.train.state.eager import without_compiler
 from ray_app.train.state.freeze import freeze
 from ray_app.train.state.groups import grouped, load_optimizer, refuse_unknown_options
@@ -190,11 +190,7 @@ class TrainingState:
         Args:
             into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times the copying.
         """
-        live, old = self._live(), into or Snapshot(NOTHING, {}, {}, None)
-        model, optimizer = copied(live.model, old.model), copied(live.optimizer, old.optimizer)
-        schedule, more = copied(live.schedule), copied(live.more, old.more)
-        arrived(self._device)
-        return Snapshot(live.step, model, optimizer, schedule, more)
+        return Snapshot(**copied(vars(self._live()), vars(into) if into is not None else None))
 
     def _live(self) -> Snapshot:
         """The state as it stands in a checkpoint, in the memory that training goes on with."""

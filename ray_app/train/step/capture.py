@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ray_app.errors import ConfigError
+from ray_app.exchange.side_stream import stream_of
 from ray_app.task.base import Batch
 from ray_app.task.losses import Unread
 from ray_app.train.step.logical import Alike
@@ -61,7 +62,7 @@ class CudaGraphs:
     """CUDA's: graphs that share one pool of memory, of which one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = stream_of(device, "capture"), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """See `Graphs.warm_up`."""

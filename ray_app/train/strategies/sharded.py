@@ -26,7 +26,7 @@ from ray_app.config.optimizers import OptimizerSpec
 from ray_app.exchange.exchange import World, collective
 from ray_app.exchange.fsdp import as_sharded, shard, shard_like, whole
 from ray_app.task.base import Task
-from ray_app.train.state.copies import arrived, copied
+from ray_app.train.state.copies import copied
 from ray_app.train.state.state import TrainingState
 from ray_app.train.strategies.shards import BY_VALUE, StateShards
 from ray_app.train.strategies.spread import SpreadState
@@ -81,10 +81,7 @@ class ShardedState(SpreadState):
         return live
 
     def _collected(self) -> Snapshot:
-        live = self._live()
-        parts = [copied(part, whole=whole) for part in (live.model, live.optimizer, live.schedule, live.more)]
-        arrived(self._device)
-        return Snapshot(live.step, *parts)
+        return Snapshot(**copied(vars(self._live()), whole=whole))
 
     def _take(self, whole: Snapshot) -> None:
         with collective():
