@@ -15,4 +15,6 @@ def bits_of(gradient: Tensor, place: int) -> Tensor:
         gradient: One that is missing counts as zeros, whose bits are 0.
         place: That of the tensor among others, which decides the odd number.
     """
+    if gradient.element_size() not in _INTEGERS:  # complex128
+        gradient = torch.view_as_real(gradient)
     return (2 * place + 1) * gradient.view(_INTEGERS[gradient.element_size()]).sum(dtype=torch.int64)

@@ -124,6 +124,9 @@ class DataParallel(Exchange):
     def _begin(self, logical_worker: int) -> None:
         if logical_worker == self._world.played[0]:
             self._reset()
+        else:  # gradients that the task has left, which of the first are gone likewise
+            for p in self._parameters:
+                p.grad = None
 
     def _end(self, logical_worker: int) -> None:
         """Collects what a logical worker has left; that of the last one is collected when it is sent."""

@@ -101,7 +101,8 @@ def in_parts(name: str) -> ConfigError:
     return ConfigError(
         f"The gradient of the parameter {name} came in several parts in one backward; a part that comes after the others have left"
         " would be lost, so that the result depended on the number of workers. Activation checkpointing of layers that share parameters"
-        " does this: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or checkpoint the layers together."
+        " does this: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or checkpoint the layers together. With"
+        " train.strategy fsdp so does a gradient that training_loss takes itself (torch.autograd.grad): use ddp."
     )
 
 

@@ -8,6 +8,7 @@ the network, in an order that depends on the number of workers (`FullySharded`),
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.config.training import TrainSection
+from ray_app.errors import ConfigError
 from ray_app.exchange.exchange import Exchange, World, backward_of, collective, in_parts
 
 
@@ -37,7 +39,7 @@ def shard(
     half = torch.bfloat16 if train.precision == "bf16" else None
     inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     outer = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None, output_dtype=half and torch.float32)
-    wanted = set(units(model)) - {model}
+    wanted = {part for part in units(model) if part is not model and not _shares(part, model)}
     for part in reversed(list(model.modules())):  # the inner ones first
         if half and isinstance(part, _BatchNorm) and part.affine:
             fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)  # its statistics are fp32
@@ -49,6 +51,13 @@ def shard(
             part.set_gradient_divide_factor(1.0)  # the weights are one over the global number of rows already
             part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
     return model
+
+
+def _shares(part: nn.Module, model: nn.Module) -> bool:
+    """Whether a part shares a parameter with what is outside of it (a tied embedding): sharded twice, it would be two."""
+    inside = set(part.modules())
+    outside = {id(p) for module in model.modules() if module not in inside for p in module._parameters.values()}
+    return any(id(p) in outside for p in part.parameters())
 
 
 def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
@@ -80,8 +89,12 @@ class FullySharded(Exchange):
     def __init__(self, model: nn.Module) -> None:
         self._parameters: list[DTensor] = [p for p in model.parameters() if p.requires_grad]  # type: ignore[misc]
         self._began = False
+        self._kept: list[tuple[int, int]] = []
+        self._called: set[nn.Module] = set()
+        self._listens = [part.register_forward_pre_hook(self._before) for part in model.modules() if isinstance(part, FSDPModule)]
         states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
         self._held = [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
+        self._trains = [p.sharded_param.requires_grad for p in self._held]
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
         """See `Exchange.backward`; a collective, as the forward before it was. All ranks must make equally many passes."""
@@ -92,16 +105,41 @@ class FullySharded(Exchange):
         """A backward that only takes part in those of the others."""
         self._pass(losses, torch.zeros_like(losses))
 
+    def _before(self, part: nn.Module, _: Any) -> None:
+        """Lets a unit send zeros for parameters without a gradient, which others may have; one that is called again would do so twice."""
+        part.set_reduce_scatter_unused_params(part not in self._called, recurse=False)  # type: ignore[operator]
+        self._called.add(part)
+
     def _pass(self, losses: Tensor, weights: Tensor) -> None:
+        used = [(getattr(held, "_unsharded_param", None), trains) for held, trains in zip(self._held, self._trains, strict=True)]
+        if any(p is not None and p.requires_grad != trains for p, trains in used):
+            raise ConfigError(
+                "Training changes requires_grad of a parameter, and with train.strategy fsdp what is trained is decided when the model is"
+                " made. Use ddp, or multiply what is not to count yet by 0."
+            )
         if not self._began:
             self._clear()
+        elif self._seen() != self._kept:
+            raise ConfigError(
+                "training_loss changes the gradients of the parameters (backward, zero_grad), which with train.strategy fsdp hold the sums"
+                " of the logical workers before. Take gradients by torch.autograd.grad, with train.strategy ddp."
+            )
         self._began = True
-        with collective():
-            backward_of(losses, weights)
+        try:
+            with collective():
+                backward_of(losses, weights)
+        finally:
+            self._called.clear()
+        self._kept = self._seen()
         for p in self._held:  # torch 2.15 adds what came after a unit's exchange to the next step
             left = getattr(p, "_unsharded_param", None)
             if left is not None and left.grad is not None:
                 raise in_parts(str(p._param_fqn))
+
+    def _seen(self) -> list[tuple[int, int]]:
+        """Which tensors the parameters have as gradients, and how often these were written."""
+        found: list[Any] = [p.grad for p in self._parameters]
+        return [(id(grad), grad.to_local()._version if grad is not None else 0) for grad in found]
 
     def skip(self, logical_worker: int) -> None:
         """See `Exchange.skip`; a sum needs no zeros."""
@@ -118,6 +156,8 @@ class FullySharded(Exchange):
 
     def close(self) -> None:
         """See `Exchange.close`."""
+        for listens in self._listens:
+            listens.remove()
         self._clear()
 
     def _clear(self) -> None:

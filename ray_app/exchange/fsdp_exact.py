@@ -86,16 +86,9 @@ class ExactlySharded(FullySharded):
         self._missing: set[int] = set()
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
-        self._called: set[nn.Module] = set()
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.set_custom_reduce_scatter(self._scatter)
-                self._hooks.append(part.register_forward_pre_hook(self._before))
-
-    def _before(self, part: nn.Module, _: Any) -> None:
-        """Lets a unit send zeros for parameters without a gradient, which others may have; one that is called again would do so twice."""
-        part.set_reduce_scatter_unused_params(part not in self._called, recurse=False)  # type: ignore[operator]
-        self._called.add(part)
 
     def _hook(self, number: int) -> Any:
         def arrived(p: DTensor) -> None:
@@ -122,10 +115,7 @@ class ExactlySharded(FullySharded):
                 tree.clear()
             self._scatter.first = 0
         self._missing = set(range(len(self._parameters)))
-        try:
-            super()._pass(losses, weights)
-        finally:
-            self._called.clear()
+        super()._pass(losses, weights)
         for number in self._missing:  # nobody used it
             p = self._parameters[number]
             here = p.to_local()  # where gradients are that nobody sends; those that are sent come to the device

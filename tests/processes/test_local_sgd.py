@@ -249,6 +249,6 @@ def test_what_the_workers_tell_each_other_of_an_optimizer_is_on_the_host(data: P
     with FakeTensorMode():
         for p in replica.trained:
             replica.optimizer.state[p] = {"step": torch.zeros((), device="cuda"), "row": torch.zeros(3, device="cuda"), "lr": 0.1}
-    found = [value for numbers in replica.numbers().values() for value in numbers.values()]
+    found = [value for numbers in replica.numbers()[0].values() for value in numbers.values()]
     assert {str(value.device) for value in found if isinstance(value, Tensor)} == {"cpu"}
     assert 0.1 in [value for value in found if not isinstance(value, Tensor)]

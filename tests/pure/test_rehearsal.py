@@ -303,5 +303,151 @@ def test_an_embedding_that_is_frozen_may_be_sparse(tmp_path: Path) -> None:
     trial(tmp_path, Odd("sparse"), train__freeze=["1.words.*"])
 
 
+class Doing(TinyImages):
+    """Does what a forward in training may not do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        if self.how == "momentum":
+            model[1].add_module("encoder", nn.Linear(3, 3).requires_grad_(False))
+        return model
+
+    def forward(self, model: Any, batch: Batch) -> Tensor:
+        if not model.training:
+            return super().forward(model, batch)
+        with torch.no_grad():
+            if self.how == "momentum":
+                model[1].encoder.weight.mul_(0.9)
+            if self.how == "data":
+                model[1].weight.data = functional.normalize(model[1].weight.data)
+            if self.how == "in place":
+                model[1].weight.data.mul_(0.5)
+        if self.how == "unfreezing":
+            model[1].requires_grad_(False)
+        outputs = super().forward(model, batch)
+        if self.how == "backward":
+            outputs.sum().backward(retain_graph=True)
+        if self.how == "mode":
+            model.eval()
+        if self.how == "part":
+            model[2].eval()
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("momentum", "changes the parameter 1.encoder.weight.*Task.apply_gradients"),
+        ("data", "changes the parameter 1.weight"),
+        ("in place", "changes the parameter 1.weight"),
+        ("unfreezing", "changes requires_grad of 1.weight"),
+        ("backward", "leaves gradients in the model's parameters.*torch.autograd.grad"),
+        ("mode", "leaves the model in evaluation mode.*model.train"),
+        ("part", "leaves 2 in evaluation mode"),
+    ],
+)
+def test_what_a_forward_in_training_may_not_do_is_refused(tmp_path: Path, how: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trial(tmp_path, Doing(how))
+
+
+class Lacking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.more = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.more(x.flatten(1))
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **options).items() if "more" not in name}
+
+
+class Made(TinyImages):
+    """Makes a model that cannot be trained here."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def build_model(self) -> nn.Module:
+        model: Any = Lacking() if self.how == "lacking" else super().build_model()
+        match self.how:
+            case "max_norm":
+                model[1].add_module("words", nn.Embedding(9, 4, max_norm=1.0))
+            case "sync":
+                model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            case "lazy":
+                model.add_module("last", nn.LazyLinear(5))
+            case "sparse":
+                model.register_buffer("graph", torch.eye(3).to_sparse())
+            case "complex128":
+                model.register_buffer("wave", torch.zeros(3, dtype=torch.complex128))
+            case "shared":
+                model.add_module("second", nn.Linear(64, 12))
+                model.second.weight.data = model[1].weight.data
+            case "scalar":
+                model.register_parameter("temperature", nn.Parameter(torch.ones(())))
+            case "empty":
+                model.register_parameter("nothing", nn.Parameter(torch.ones(0, 3)))
+            case "hook":
+                model[1].weight.register_hook(lambda gradient: gradient * 2)
+            case "listed":
+                model.all = [model[1].weight]
+        return model
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("max_norm", "words of the model has max_norm"),
+        ("sync", "2 of the model is a SyncBatchNorm"),
+        ("lazy", "last.weight of the model has no shape yet"),
+        ("sparse", "graph of the model is sparse"),
+        ("complex128", "wave of the model is complex128"),
+        ("shared", "1.weight and second.weight of the model share memory"),
+        ("lacking", "state_dict leaves more.weight out, which is trained"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_or_kept_is_refused(tmp_path: Path, how: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trial(tmp_path, Made(how))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("scalar", "temperature has no dimensions"),
+        ("empty", "nothing has no values"),
+        ("hook", "1.weight has a hook"),
+        ("listed", "all of the model is no module and holds parameters.*ParameterList"),
+    ],
+)
+def test_a_model_that_shards_would_train_otherwise_is_refused(tmp_path: Path, how: str, said: str) -> None:
+    trial(tmp_path / "ddp", Made(how))
+    with pytest.raises(ConfigError, match=said):
+        trial(tmp_path / "fsdp", Made(how), train__strategy="fsdp")
+
+
+def test_an_optimizer_that_counts_in_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keeps t in itself \(self.t\), which no checkpoint has"):
+        trial(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Counting"})
+    trial(tmp_path / "b", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Finding"})
+
+
+def test_a_learning_rate_that_no_checkpoint_can_be_read_with_is_refused(tmp_path: Path) -> None:
+    def schedule(of: str) -> dict[str, Any]:
+        given = {"lr_lambda": f"tests.support.odd_optimizers.{of}"}
+        return {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": given}
+
+    with pytest.raises(ConfigError, match=r"The schedule keeps what no checkpoint can be read with.*float"):
+        trial(tmp_path / "a", TinyImages(), schedule=schedule("single_precision"))
+    trial(tmp_path / "b", TinyImages(), schedule=schedule("cosine"))
+
+
 def test_what_a_model_writes_into_its_buffers_is_fine(tmp_path: Path) -> None:
     trial(tmp_path, Kept("in place"))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ray_app.config.class_path import load_class
@@ -22,6 +26,7 @@ from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.buffers import kept_whole
 from ray_app.runs.preparing.extremes import refuse_out_of_range
 from ray_app.runs.preparing.kernels import Kernels
+from ray_app.runs.preparing.shards import refuse_unshardable
 from ray_app.task.base import Task
 from ray_app.task.environment import given_back, pin
 from ray_app.task.language_model import CausalLanguageModel
@@ -33,6 +38,7 @@ from ray_app.task.rows.ragged import Arrays, to_batch, twice
 from ray_app.task.score.scoring import Chunk, combine, score
 from ray_app.train.job import Job
 from ray_app.train.keep.snapshots import refuse_if_too_big
+from ray_app.train.state.copies import copied
 from ray_app.train.state.state import TrainingState
 from ray_app.train.state.turns import TurnSchedules
 from ray_app.train.strategies.parameter_server.layout import Layout
@@ -91,11 +97,22 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None, beyond: S
             f"optimizer.class_path {config.optimizer.class_path} makes {made} groups of parameters by itself, which"
             f" train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or central_storage, or optimizer.groups."
         )
+    if config.train.strategy == "fsdp":
+        refuse_unshardable(state.model)
+    _try_schedules(state, job.total_steps)
+
+
+def _try_schedules(state: TrainingState, total_steps: int) -> None:
+    """Moves the schedules once.
+
+    Raises:
+        ConfigError: One asks for more than steps, is over too early, or keeps what no checkpoint can be read with.
+    """
     schedules: list[tuple[LRScheduler | None, int]]
     if isinstance(state.schedule, TurnSchedules):
         schedules = [(each, state.schedule.moves[turn]) for turn, each in state.schedule.schedules.items()]
     else:
-        schedules = [(state.schedule, job.total_steps)]
+        schedules = [(state.schedule, total_steps)]
     if any(isinstance(schedule, ReduceLROnPlateau) for schedule, _ in schedules):
         raise ConfigError(
             "A schedule's class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
@@ -103,6 +120,12 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None, beyond: S
         )
     for schedule, moves in schedules:
         _check_steps(schedule, moves)
+    if state.schedule is not None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            state.pass_over()
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups]
+        _refuse_unreadable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
 
 
 def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Beyond]) -> None:
@@ -233,7 +256,9 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
     tried = nn.Parameter(torch.zeros_like(least, device="cpu"))
     tried.grad = torch.zeros_like(tried)
     try:
-        load_class(spec)([tried], **spec.init_args).step()
+        optimizer = load_class(spec)([tried], **spec.init_args)
+        counted = _counted(optimizer)
+        optimizer.step()
     except Exception as error:
         if on_gpus and not _NEEDS_MORE.search(str(error)):  # it may be that it works on GPUs only
             return
@@ -241,4 +266,33 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
         raise ConfigError(
             f"optimizer.class_path {spec.class_path} cannot make a step: {said}. Steps have the gradient, which is dense, and"
             " no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
+        ) from error
+    if changed := [name for name, value in _counted(optimizer).items() if name not in counted or counted[name] != value]:
+        raise ConfigError(
+            f"optimizer.class_path {spec.class_path} keeps {changed[0]} in itself (self.{changed[0]}), which no checkpoint has. Keep it in"
+            " self.state[p] or in the group."
+        )
+    _refuse_unreadable(f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"]})
+
+
+def _counted(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer has beside its state and its groups that may be counted or added up."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+
+
+def _refuse_unreadable(what: str, held: dict[str, Any]) -> None:
+    """Refuses what can be written into a checkpoint, but not read from it, since only PyTorch's own and plain Python are.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    data = io.BytesIO()
+    try:
+        torch.save(copied(held), data)
+        data.seek(0)
+        torch.load(data, weights_only=True)
+    except Exception as error:  # torch raises what it likes
+        raise ConfigError(
+            f"{what} keeps what no checkpoint can be read with: {str(error).splitlines()[0]} Keep numbers of Python and tensors:"
+            " float(...) of what NumPy gives."
         ) from error

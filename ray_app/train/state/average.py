@@ -24,13 +24,14 @@ class Average:
         self._parameters, self._decay = list(model.parameters()), decay
         numbers = {id(p): i for i, p in enumerate(self._parameters)}
         self._names = {name: numbers[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        self._values = [p.detach().clone() for p in self._parameters]
+        self._values = [p.detach().clone() if _has_average(p) else p.detach() for p in self._parameters]
+        self._moving = [(v, p) for v, p in zip(self._values, self._parameters, strict=True) if _has_average(p)]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Takes in the parameters after `step` finished steps."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self._values, [p.detach() for p in self._parameters], 1 - decay)
+        torch._foreach_lerp_([v for v, _ in self._moving], [p.detach() for _, p in self._moving], 1 - decay)
 
     def over(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A model's state with the average in place of the parameters."""
@@ -44,7 +45,8 @@ class Average:
     def load(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         """Takes over what `over` and `parameters` returned."""
         for name, number in self._names.items():
-            self._values[number].copy_(state[name])
+            if name in state:  # a state may leave out what is frozen
+                self._values[number].copy_(state[name])
             self._parameters[number].copy_(parameters[name])
 
     @contextmanager
@@ -62,3 +64,8 @@ class Average:
             held = parameter.clone()
             parameter.copy_(value)
             value.copy_(held)
+
+
+def _has_average(p: Tensor) -> bool:
+    """Whole numbers (a quantized base) have none, and stay themselves."""
+    return p.is_floating_point() or p.is_complex()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, cuda
 
@@ -39,6 +40,8 @@ def _copied(value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: s
     if isinstance(value, dict):
         known = into if isinstance(into, dict) else {}
         return {k: _copied(v, known.get(k), whole, devices) for k, v in value.items()}
+    if isinstance(value, np.float64 | np.integer | np.bool_):  # as NumPy's functions make them, which no checkpoint is read with
+        return value.item()
     if isinstance(value, list | tuple):
         return type(value)(_copied(v, None, whole, devices) for v in value)
     return value

@@ -22,7 +22,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     Raises:
         ConfigError: A pattern matches no parameter, or nothing is left to train.
     """
-    named = dict(model.named_parameters())
+    named = dict(model.named_parameters(remove_duplicate=False))  # a tied one has several names
     for pattern in patterns:
         for name in matching(named, pattern, "train.freeze"):
             named[name].requires_grad_(False)

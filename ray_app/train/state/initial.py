@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -18,8 +19,8 @@ def contiguous(model: nn.Module) -> nn.Module:
     state by their places in memory, and what is exchanged, saved or sent lies as the shape says.
     """
     for p in model.parameters():
-        if not isinstance(p, UninitializedParameter) and not p.is_contiguous():
-            p.data = p.data.contiguous()
+        if not isinstance(p, UninitializedParameter) and p.stride() != torch.empty(p.shape, device="meta").stride():
+            p.data = p.data.clone(memory_format=torch.contiguous_format)  # also where a size is 1, and PyTorch calls it contiguous
     return model
 
 

@@ -113,7 +113,7 @@ class TrainingState:
         made, args = load_class(spec), dict(spec.init_args)
         if not self._config.train.compile:
             without_compiler(made)
-        if self._can_fuse(made) and not {"fused", "foreach"} & args.keys():
+        if self._can_fuse(made) and not {"fused", "foreach", "differentiable"} & args.keys():
             args["fused"] = True  # on CPU it must be asked for
         optimizer = made(self._groups(spec, named), **args)
         refuse_unknown_options(optimizer, spec.groups or [])

@@ -99,6 +99,7 @@ class Step:
             NonFiniteError: The loss or the gradient is NaN or infinite; the optimizer did not move.
             PeerLostError: A peer left; the state is that before the step.
         """
+        self._state.refresh()
         self._buffers.begin()
         try:
             result, factor = self._gather(cursor, batches, global_rows, flags)
@@ -130,11 +131,12 @@ class Step:
             What all know then, and what the gradient has to be multiplied by; 0: nothing counts.
         """
         twice = self._replays.due(self._state.step, batches, self._exchange) if self._replays is not None else None
-        self._state.refresh()
         if self._timer is not None:
             self._timer.begin()
         found: list[Unread | None] = []
         for batch in batches:
+            if not self._state.model.training:  # the task has left it so
+                self._state.train()
             with self._blaming(batch):
                 found.append(self._play(cursor, batch, global_rows))
             if twice is not None:

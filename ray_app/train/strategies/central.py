@@ -33,13 +33,18 @@ class CentralState(SpreadState):
     """
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        self._holds = False
+        self._holds = self._has_moved = False
         self._refreshed = NOTHING
+        self._moves_buffers = type(task).apply_gradients is not Task.apply_gradients
+        """Whether an update may write buffers (averages), which all then have to have."""
         self._gradients: dict[nn.Parameter, Tensor] = {}
         super().__init__(config, task, device, total_steps)
 
     def _master_of(self, model: nn.Module) -> nn.Module:
-        master = copy.deepcopy(model).cpu()
+        frozen = self._frozen
+        master = self._made()  # not a copy of the other one: it may have what cannot be copied
+        self._frozen = frozen
+        master.load_state_dict(model.state_dict())
         if self._device.type == "cuda":
             for p in master.parameters():
                 p.data = p.data.pin_memory()  # so that copies need not wait for each other
@@ -49,7 +54,10 @@ class CentralState(SpreadState):
         """See `TrainingState.advance`; only rank 0 has something to move."""
         if self._holds:
             self._fetch_gradients()
+            if self._moves_buffers:
+                self._take_buffers()
             super().advance()
+            self._has_moved = self._moves_buffers
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
@@ -84,6 +92,12 @@ class CentralState(SpreadState):
         if self._holds:
             for p, m in zip(parameters, self.master.parameters(), strict=True):
                 p.copy_(m, non_blocking=True)
+        if self._moves_buffers:
+            parameters += self.model.buffers()
+            if self._has_moved:
+                for computed, moved in zip(self.model.buffers(), self.master.buffers(), strict=True):
+                    computed.copy_(moved)
+                self._has_moved = False
         if self._world.size > 1:
             with collective():
                 for work in [dist.broadcast(p, 0, async_op=True) for p in parameters]:
@@ -114,6 +128,8 @@ class CentralState(SpreadState):
 
     @torch.no_grad()
     def _take_buffers(self) -> None:
+        if self._has_moved:  # the master's are newer
+            return
         for mine, computed in zip(self.master.buffers(), self.model.buffers(), strict=True):
             mine.copy_(computed)
 

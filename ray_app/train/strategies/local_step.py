@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -29,6 +29,7 @@ from ray_app.exchange.exchange import World, backward_of, gather, settled
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Task
 from ray_app.task.losses import Unread, read, sums_of
+from ray_app.task.own_code import own_code
 from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.job import Job
 from ray_app.train.state.eager import without_compiler
@@ -154,11 +155,12 @@ class LocalStep(Step):
     def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[Unread | None, list[Tensor]]:
         """Forward and backward of one logical worker on its own replica, of its own mean; what comes of it and norms of the gradient."""
         replica = self._replicas[batch.logical_worker]
-        replica.optimizer.zero_grad()
+        replica.forget()
         if not batch.rows:
             return None, []
         losses = self._losses(cursor, batch, replica.model)
         sums = sums_of(losses)
+        replica.forget()  # what the task has left
         backward_of(losses.values, self._shares(sums))
         for p in replica.trained:
             if p.grad is None:  # or the optimizer would hold a part of what it needs of it after the average
@@ -201,9 +203,11 @@ class LocalStep(Step):
             for i, value in enumerate(self._mean({v: replica.values(name) for v, replica in self._replicas.items()})):
                 held["state"].setdefault(places[i], {})[name] = value
         most = self._consumed.index(max(self._consumed))  # logical worker 0, unless rows were skipped
-        for found in gather(self._replicas[most].numbers() if most in self._replicas else {}, self._world):
+        for found, groups in gather(self._replicas[most].numbers() if most in self._replicas else ({}, []), self._world):
             for i, rest in found.items():
                 held["state"].setdefault(i, {}).update(rest)
+            for group, rest in zip(held["param_groups"], groups, strict=False):
+                group.update(rest)
         change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
         state.take_round(change, held, first, self._done)
@@ -248,6 +252,11 @@ class _Replica(TrainingState):
         if self.schedule is not None and state.schedule is not None:
             self.schedule.load_state_dict(copy.deepcopy(state.schedule.state_dict()))
 
+    def forget(self) -> None:
+        """Leaves no gradient."""
+        for p in self.trained:
+            p.grad = None
+
     @property
     def gradients(self) -> list[Tensor]:
         """Those of the trained parameters."""
@@ -256,7 +265,8 @@ class _Replica(TrainingState):
     def move(self, has_rows: bool) -> None:
         """Makes a step of its own."""
         if has_rows:
-            self._task.apply_gradients(self.model, self.optimizer)
+            with own_code(lambda: "the update of the parameters"):
+                self._task.apply_gradients(self.model, self.optimizer)
         self.pass_over()
 
     def averaged(self) -> list[str]:
@@ -273,10 +283,15 @@ class _Replica(TrainingState):
         """What the parameters lost since they were `starts`."""
         return [start - p.detach() for start, p in zip(starts, self.trained, strict=True)]
 
-    def numbers(self) -> dict[int, dict[str, Any]]:
-        """The rest of the optimizer's state, such as its number of steps, by the number of the parameter; on the CPU, since it is sent."""
+    def numbers(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+        """The rest of the optimizer's state, such as its number of steps, by the number of the parameter, and what its groups have found,
+        as Prodigy's step size; on the CPU, since it is sent.
+        """
         averaged, found = self.averaged(), dict[int, dict[str, Any]]()
         for i, p in enumerate(in_order(self.optimizer)):
-            rest = {name: value for name, value in self.optimizer.state[p].items() if name not in averaged}
-            found[i] = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in rest.items()}
-        return found
+            found[i] = _on_cpu(self.optimizer.state[p], averaged)
+        return found, [_on_cpu(group, ["params"]) for group in self.optimizer.param_groups]
+
+
+def _on_cpu(values: Mapping[str, Any], but: list[str]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items() if name not in but}

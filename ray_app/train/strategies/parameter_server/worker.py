@@ -192,6 +192,8 @@ class _UnitStep(Step):
             losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
             sums = summed(self._task, losses)
             own = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
+            for p in self._parameters:  # of what the task has left
+                p.grad = None
             backward_of(losses.values, self._forward.weights(batch.rows, global_rows * own, 1.0))
         loss = sums.loss / global_rows
         gradients = [p.grad for p in self._parameters if p.grad is not None]
