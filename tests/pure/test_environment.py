@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.runs.cluster import cluster
+from ray_app.task import environment
 from ray_app.task.environment import gpu_of, pin
+from tests.support.places import ROOT
 
 
 @pytest.mark.parametrize(
@@ -40,3 +45,37 @@ def test_kernels_are_asked_for_refused_or_warned_of(deterministic: bool, refuses
     torch.set_deterministic_debug_mode("default")
     pin(1, deterministic, refuses)
     assert torch.get_deterministic_debug_mode() == mode
+
+
+def test_a_process_that_used_its_gpu_before_it_was_asked_for_the_same_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch looks at the variable once, at the first product of matrices: what is set later does not count."""
+    monkeypatch.setattr(environment, "_ready", [])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8 in its first cell"):
+        environment._need_workspace()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    environment._need_workspace()
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    environment._need_workspace()  # it was set when it counted, by a run before
+
+
+_NEWER = """
+import torch
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.cudnn.rnn.fp32_precision = "ieee"
+try:
+    print(torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
+except RuntimeError:
+    print("refused")
+from ray_app.task.environment import _ROUNDING
+print({name: kernels.fp32_precision for name, kernels in _ROUNDING.items()})
+"""
+
+
+def test_how_products_are_rounded_is_known_by_whichever_name_it_was_said() -> None:
+    """Who has used the newer of PyTorch's names is refused the older ones."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _NEWER], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    refused, found = done.stdout.splitlines()
+    assert refused == "refused"
+    assert found == "{'matmul': 'tf32', 'convolution': 'tf32', 'recurrent': 'ieee'}"

@@ -131,26 +131,23 @@ def _refuse_odd(model: nn.Module) -> None:
                 f"{called} of the model is a SyncBatchNorm, whose statistics are those of all processes of a step, of which there may be"
                 " any number. Use BatchNorm, which has those of a logical worker, or GroupNorm."
             )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    parameters = dict(model.named_parameters())
+    tensors = [*parameters.items(), *model.named_buffers()]
+    for name, tensor in tensors:
         if is_lazy(tensor):
             raise ConfigError(
                 f"{name} of the model has no shape yet (a lazy layer). Run a batch through the model at the end of build_model."
             )
         if tensor.layout is not torch.strided:
             raise ConfigError(f"{name} of the model is sparse, and what is exchanged and saved is dense. Make it dense: .to_dense().")
-        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) and not isinstance(tensor, nn.Parameter):
+        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) and name not in parameters:
             raise ConfigError(
                 f"Values of the buffer {name} share their memory (expand), so no state can be loaded. Register it with .contiguous()."
             )
-    held = [(t.untyped_storage().data_ptr(), t.storage_offset() * t.element_size(), t.nbytes, name) for name, t in _own(model) if t.nbytes]
-    for (storage, begin, size, name), (other, at, _, second) in pairwise(sorted(held)):
-        if storage == other and at < begin + size:
+    held = [(t.untyped_storage().data_ptr(), t.storage_offset() * t.element_size(), t.nbytes, name) for name, t in tensors if t.nbytes]
+    for (storage, begin, size, first), (other, at, _, second) in pairwise(sorted(held)):
+        if storage == other and at < begin + size and not parameters.keys().isdisjoint((first, second)):
             raise ConfigError(
-                f"{name} and {second} of the model share memory but are different tensors (.data), so that a state is loaded into one over"
+                f"{first} and {second} of the model share memory but are different tensors (.data), so that a state is loaded into one over"
                 " the other. Share the parameter itself: second.weight = first.weight."
             )
-
-
-def _own(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers by name, each once."""
-    return [*model.named_parameters(), *model.named_buffers()]

@@ -132,8 +132,10 @@ class ProcessGroup:
         """Leaves the group; of one that is broken NCCL would wait for exchanges that never end."""
         if self._asynchronous and broken:
             self.abort()
-            for abort in self._aborts.values():
-                abort.join()
+        with self._aborting:
+            aborts = list(self._aborts.values())
+        for abort in aborts:
+            abort.join()
         if dist.is_initialized():
             dist.destroy_process_group()
 

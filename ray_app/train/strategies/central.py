@@ -44,7 +44,9 @@ class CentralState(SpreadState):
         frozen = self._frozen
         master = self._made()  # not a copy of the other one: it may have what cannot be copied
         self._frozen = frozen
-        master.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            for mine, computed in zip(_tensors(master), _tensors(model), strict=True):
+                mine.copy_(computed)
         if self._device.type == "cuda":
             for p in master.parameters():
                 p.data = p.data.pin_memory()  # so that copies need not wait for each other
@@ -156,3 +158,7 @@ class CentralState(SpreadState):
         self.model.load_state_dict(self.master.state_dict())
         self._refreshed = self.step
         self.train()
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

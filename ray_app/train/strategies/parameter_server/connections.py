@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")
 _SECRET_BYTES = 32
-_INTRODUCTION_S = 10.0
+_INTRODUCTION_S, _PAUSE_S = 10.0, 1.0
 _ARRAY, _BYTES = "__array__", "__bytes__"
 _IDLE_S, _AGAIN_S, _TRIES = 10, 5, 3
 """After so much silence the kernel asks whether the other host is still there, so often and so many times."""
@@ -131,7 +132,12 @@ class Listener:
 
     def _accept(self, door: socket.socket) -> None:
         while True:
-            line, _ = door.accept()
+            try:
+                line, _ = door.accept()
+            except OSError as error:  # too many files are open
+                logger.warning("A connection cannot be taken: %s", error)
+                time.sleep(_PAUSE_S)
+                continue
             threading.Thread(target=self._serve, args=(line,), name="connection", daemon=True).start()
 
     def _serve(self, line: socket.socket) -> None:
