@@ -71,7 +71,7 @@ def step(task: Task, device: torch.device) -> None:
     }
     fields = task.augment(batch, torch.arange(ROWS))
     if isinstance(task, ImageClassification):
-        task.loss(task.forward(nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)).to(device), fields), fields)
+        task.loss(task.forward(nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES, device=device)), fields), fields)
 
 
 @pytest.mark.parametrize("make", TASKS.values(), ids=TASKS.keys())
