@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -107,6 +108,8 @@ class FullySharded(Exchange):
 
     def _before(self, part: nn.Module, _: Any) -> None:
         """Lets a unit send zeros for parameters without a gradient, which others may have; one that is called again would do so twice."""
+        if part._get_fsdp_state()._training_state == TrainingState.PRE_BACKWARD:  # type: ignore[operator]
+            return  # activation checkpointing computes it again, and what it sends is decided
         part.set_reduce_scatter_unused_params(part not in self._called, recurse=False)  # type: ignore[operator]
         self._called.add(part)
 

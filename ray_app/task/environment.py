@@ -17,8 +17,6 @@ from ray_app.process import variables
 
 _NO_LIMIT = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_ready: list[bool] = []
-"""Not empty once this process has asked for cuBLAS's deterministic workspace in time."""
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
@@ -27,8 +25,6 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     Raises:
         ConfigError: It has used its GPU in a way that cannot be made deterministic any more.
     """
-    if device.type == "cuda" and config.train.reduction == "exact":
-        _need_workspace()
     pin(config.scaling.threads_per_worker, config.train.reduction == "exact")
     if config.train.compile:
         import torch._dynamo as dynamo
@@ -38,16 +34,26 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = False
+        if config.train.reduction == "exact":
+            _try_product(device)
 
 
-def _need_workspace() -> None:
-    """PyTorch looks once whether cuBLAS was given a deterministic workspace, and refuses every matrix product if it was not."""
-    if _WORKSPACE not in os.environ and torch.cuda.is_initialized() and not _ready:
+def _try_product(device: torch.device) -> None:
+    """Multiplies two matrices: PyTorch looks once, at the first product of a process, whether cuBLAS was given a deterministic workspace,
+    and refuses all of them if it was not; that of a notebook may have been before this run.
+
+    Raises:
+        ConfigError: It refuses.
+    """
+    try:
+        torch.mm(*(torch.ones(2, 2, device=device) for _ in range(2)))
+    except RuntimeError as error:
+        if _WORKSPACE not in str(error):
+            raise
         raise ConfigError(
             "This process has used its GPU before it was asked for the same bits each time, which cuBLAS does not change any more. Restart"
             f" the kernel and set {_WORKSPACE}=:4096:8 in its first cell, or train with another strategy than single, in other processes."
-        )
-    _ready.append(True)
+        ) from error
 
 
 def pin(threads: int, deterministic: bool, refuses: bool = True) -> None:

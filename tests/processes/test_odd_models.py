@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
+from ray_app.train.strategies.central import CentralState
 from tests.support.local_world import CLASSES, DieAfter, KilledError, Pool, TinyImages, Trained, cached, make_job, write_images
 
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
@@ -67,6 +69,15 @@ class Forgetful(TinyImages):
         return losses + (model(pixels(batch)) - model(pixels(batch) + 0.01)).square().sum(1)
 
 
+class HalfForgetful(Forgetful):
+    """Leaves a part of it so."""
+
+    def training_loss(self, model: Any, batch: Batch) -> Tensor:
+        losses = functional.cross_entropy(model(pixels(batch)), batch["label"], reduction="none")
+        model[3].eval()
+        return losses + (model(pixels(batch)) - model(pixels(batch) + 0.01)).square().sum(1)
+
+
 class Experts(nn.Module):
     """Of four layers the rows decide which one is used."""
 
@@ -96,6 +107,37 @@ class Routed(TinyImages):
 
 class RoutedByRow(Routed):
     by_row = True
+
+
+class Block(nn.Module):
+    """Four layers, of which the rows decide which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(12, 12) for _ in range(4)])
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.experts[int((h.detach().sum() * 1000).long() % 4)](h)
+
+
+class Checkpointed(nn.Module):
+    """Computes its block again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(64, 12), Block(), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x.flatten(1)))
+        return self.head(checkpoint(self.block, h, use_reentrant=False))
+
+
+class RoutedAgain(TinyImages):
+    def build_model(self) -> nn.Module:
+        return Checkpointed()
+
+    def shard_units(self, model: Any) -> list[nn.Module]:
+        return [model.block]
 
 
 class Tied(nn.Module):
@@ -219,10 +261,13 @@ LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
         (Adversarial(), {}, [(3, {})]),
         (Cleaning(), {}, [(3, {})]),
         (Forgetful(), {}, [(3, {}), (2, FSDP)]),
+        (HalfForgetful(), {}, [(3, {})]),
+        (HalfForgetful(), LOCAL | {"checkpoint__every_steps": 3}, [(3, {})]),
         (Routed(), {"optimizer": SGD}, [(3, {}), (3, FSDP)]),
         (RoutedByRow(), {"optimizer": SGD}, [(3, FSDP)]),
+        (RoutedAgain(), {"optimizer": SGD}, [(1, FSDP), (3, FSDP)]),
         (TiedWords(), {}, [(1, FSDP), (3, FSDP)]),
-        (Averaging(), {}, [(2, {}), (1, CENTRAL), (3, CENTRAL)]),
+        (Averaging(), {}, [(2, {}), (1, CENTRAL), (3, CENTRAL), (2, CENTRAL | {"train__second_copy": True})]),
         (Uncopied(), {}, [(2, CENTRAL)]),
         (ChannelsLast(), {}, [(2, FSDP)]),
         (Quantized(), {"train__ema_decay": 0.9}, [(2, {})]),
@@ -238,7 +283,35 @@ def test_the_bits_are_those_of_one_worker(
         assert (found.bits, [loss for _, loss, *_ in found.steps]) == (alone.bits, [loss for _, loss, *_ in alone.steps]), side
 
 
-@pytest.mark.parametrize("task", [Routed(), RoutedByRow()], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize("again", [0, 2])
+def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(data: Path, tmp_path: Path, again: int) -> None:
+    """A generation that ends as planned lies between an update and the next step."""
+    job = job_of(tmp_path / "run", data, Averaging(), **CENTRAL)
+    state = CentralState(job.config, job.task, torch.device("cpu"), job.total_steps)
+    state.begin(None)
+    state._take(state._own())
+    plain = job.task.build_model()
+    plain.load_state_dict(state.master.state_dict())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+    for step in range(4):
+        if again and step == again:
+            state._whole = None
+            state._take(state.snapshot())
+        state.refresh()
+        torch.manual_seed(step)
+        images = torch.rand(6, 1, 8, 8)
+        for model in (state.model, plain):
+            for p in model.parameters():
+                p.grad = None
+            model(images).square().mean().backward()
+        state.advance()
+        job.task.apply_gradients(plain, optimizer)
+    state._whole = None
+    found = state.snapshot().model
+    assert all(found[name].equal(value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("task", [Routed(), RoutedByRow(), RoutedAgain()], ids=lambda task: type(task).__name__)
 def test_overlapped_shards_count_a_missing_gradient_as_zeros(pool: Pool, data: Path, tmp_path: Path, task: TinyImages) -> None:
     alone = trained(pool, tmp_path / "one", data, task, 1, optimizer=SGD)
     for workers in (1, 2, 3):

@@ -7,6 +7,8 @@ import os
 import pickle
 import socket
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import ray
 
 from ray_app.errors import DataError
 from ray_app.train.job import Job
+from ray_app.train.strategies.parameter_server import connections
 from ray_app.train.strategies.parameter_server.actors import RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.connections import Listener, connect, receive, send
 from tests.support.local_world import make_job, write_images
@@ -81,6 +84,71 @@ def test_who_does_not_know_the_secret_is_not_heard(shown: str) -> None:
         with suppress(ConnectionResetError):
             assert line.recv(1) == b"", "it was answered"
     assert heard == []
+
+
+def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]) -> None:
+    """They have some seconds in all to show the secret, however little they say at a time, and only so many are listened to."""
+    monkeypatch.setattr(connections, "_INTRODUCTION_S", 1.0)
+    monkeypatch.setattr(connections, "_MOST_STRANGERS", 2)
+    listener, address = echo
+    strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
+    until(lambda: any(is_closed(each) for each in strangers), "there are as many as like")
+    until(lambda: not listener._strangers, "they are listened to for ever", lambda: [tell(each) for each in strangers])
+    with connect(address, listener.secret, WAIT_S) as line:
+        send(line, ["a worker"])
+        assert receive(line) == ["a worker"]
+    for each in strangers:
+        each.close()
+
+
+def tell(line: socket.socket) -> None:
+    with suppress(OSError):
+        line.send(b"0")
+
+
+def is_closed(line: socket.socket) -> bool:
+    line.setblocking(False)
+    try:
+        return line.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def until(is_so: Callable[[], bool], otherwise: str, meanwhile: Callable[[], Any] = lambda: None) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, otherwise
+        meanwhile()
+        time.sleep(0.1)
+
+
+def test_a_listener_outlives_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]) -> None:
+    listener, address = echo
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "connection" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    with connect(address, listener.secret, WAIT_S) as line, pytest.raises(OSError, match=r"gone|reset|Broken"):
+        receive(line)
+    with connect(address, listener.secret, WAIT_S) as line:
+        send(line, ["welcome"])
+        assert receive(line) == ["welcome"]
+    assert refused == ["connection"]
+
+
+def test_an_answer_may_wait_until_another_one_is_read(echo: tuple[Listener, tuple[str, int]]) -> None:
+    """The kernel does not take a full buffer for a dead connection: no end of it has a limit on how long that may be."""
+    listener, address = echo
+    with connect(address, listener.secret, WAIT_S) as line:
+        assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
 def test_who_sends_something_else_is_hung_up_on_and_others_are_not(echo: tuple[Listener, tuple[str, int]]) -> None:

@@ -630,6 +630,21 @@ def test_parameters_that_came_with_the_last_answer_serve_unless_too_much_is_miss
     assert methods.count("pull") < methods.count("push") / 2
 
 
+def test_a_unit_whose_gradient_did_not_arrive_begins_with_what_the_servers_hold(data: Path, tmp_path: Path) -> None:
+    """Only the connection was lost: the servers' era stays, but the model here has been through a forward."""
+    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
+    world = World(job_of(tmp_path / "run", data, train__staleness=2, task=task), 1)
+    call, methods = world.servers.call, list[str]()
+
+    def loses_once(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        methods.append(method)
+        return None if method == "push" and methods.count("push") == 2 else call(method, arguments)
+
+    world.servers.call = loses_once  # type: ignore[method-assign]
+    world.run(turns=3)
+    assert [method for method in methods if method in ("pull", "push")] == ["pull", "push", "push", "pull", "push"]
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) -> None:
     world = World(job_of(tmp_path / "run", data, task=TinyImages(bad=(17,))), 2)
     with pytest.raises(NonFiniteError, match=r"manifest positions \[.*17"):

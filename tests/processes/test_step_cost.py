@@ -51,18 +51,18 @@ def resnet18() -> Task:
 @pytest.mark.parametrize(
     ("task", "workers", "windows", "fields", "expected"),
     [
-        pytest.param(Small, 1, cached, {}, {"python_calls": 468, "torch_operators": 66}, id="small"),
-        pytest.param(Small, 1, streamed, {}, {"python_calls": 468, "torch_operators": 66}, id="small, read"),
-        pytest.param(Small, 2, cached, {}, {"python_calls": 779, "torch_operators": 91}, id="small, 2 workers"),
+        pytest.param(Small, 1, cached, {}, {"python_calls": 469, "torch_operators": 66}, id="small"),
+        pytest.param(Small, 1, streamed, {}, {"python_calls": 469, "torch_operators": 66}, id="small, read"),
+        pytest.param(Small, 2, cached, {}, {"python_calls": 780, "torch_operators": 91}, id="small, 2 workers"),
         pytest.param(
-            resnet18, 2, cached, {}, {"python_calls": 3723, "torch_operators": 437}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
+            resnet18, 2, cached, {}, {"python_calls": 3724, "torch_operators": 437}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
         ),
         pytest.param(
             resnet18,
             2,
             cached,
             {"train__reduction": "overlapped"},
-            {"python_calls": 3106, "torch_operators": 401},
+            {"python_calls": 3107, "torch_operators": 401},
             id="ResNet-18, overlapped",
             marks=pytest.mark.rest,
         ),

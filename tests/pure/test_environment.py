@@ -47,17 +47,25 @@ def test_kernels_are_asked_for_refused_or_warned_of(deterministic: bool, refuses
     assert torch.get_deterministic_debug_mode() == mode
 
 
-def test_a_process_that_used_its_gpu_before_it_was_asked_for_the_same_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "kind", "message"),
+    [
+        ("set CUBLAS_WORKSPACE_CONFIG=:4096:8 before", ConfigError, "Restart the kernel and set CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        ("CUDA error: out of memory", RuntimeError, "out of memory"),
+    ],
+)
+def test_a_process_whose_gpu_cannot_be_deterministic_any_more_is_refused(
+    monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception], message: str
+) -> None:
     """PyTorch looks at the variable once, at the first product of matrices: what is set later does not count."""
-    monkeypatch.setattr(environment, "_ready", [])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8 in its first cell"):
-        environment._need_workspace()
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    environment._need_workspace()
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    environment._need_workspace()  # it was set when it counted, by a run before
+
+    def refuse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(said)
+
+    environment._try_product(torch.device("cpu"))
+    monkeypatch.setattr(torch, "mm", refuse)
+    with pytest.raises(kind, match=message):
+        environment._try_product(torch.device("cpu"))
 
 
 _NEWER = """

@@ -331,10 +331,6 @@ class Doing(TinyImages):
         outputs = super().forward(model, batch)
         if self.how == "backward":
             outputs.sum().backward(retain_graph=True)
-        if self.how == "mode":
-            model.eval()
-        if self.how == "part":
-            model[2].eval()
         return outputs
 
 
@@ -346,8 +342,6 @@ class Doing(TinyImages):
         ("in place", "changes the parameter 1.weight"),
         ("unfreezing", "changes requires_grad of 1.weight"),
         ("backward", "leaves gradients in the model's parameters.*torch.autograd.grad"),
-        ("mode", "leaves the model in evaluation mode.*model.train"),
-        ("part", "leaves 2 in evaluation mode"),
     ],
 )
 def test_what_a_forward_in_training_may_not_do_is_refused(tmp_path: Path, how: str, said: str) -> None:
@@ -431,6 +425,60 @@ def test_a_model_that_shards_would_train_otherwise_is_refused(tmp_path: Path, ho
     trial(tmp_path / "ddp", Made(how))
     with pytest.raises(ConfigError, match=said):
         trial(tmp_path / "fsdp", Made(how), train__strategy="fsdp")
+
+
+class Recurrent(TinyImages):
+    """PyTorch's own keeps its parameters in a list, too, which follows."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(super().build_model(), nn.Unflatten(1, (1, 5)), nn.GRU(5, 5, batch_first=True), Last())
+
+
+class Last(nn.Module):
+    def forward(self, found: tuple[Tensor, Tensor]) -> Tensor:
+        return found[0][:, -1]
+
+
+class Delegating(nn.Module):
+    """Its state is that of what it wraps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.inner.state_dict(*args, **options)
+
+
+class Wrapped(TinyImages):
+    def build_model(self) -> nn.Module:
+        return Delegating(super().build_model())
+
+
+class Teacher(TinyImages):
+    """Puts a part that is not trained into evaluation mode each time."""
+
+    def forward(self, model: Any, batch: Batch) -> Tensor:
+        model[2].eval()
+        return super().forward(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("task", "fields"),
+    [
+        (Recurrent(), {"train__strategy": "fsdp"}),
+        (Wrapped(), {}),
+        (Teacher(), {}),
+        (TinyImages(), {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "fused": True}}}),
+        (TinyImages(), {"optimizer": {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "fused": True}}}),
+    ],
+    ids=["recurrent", "wrapped", "teacher", "fused SGD", "fused Adagrad"],
+)
+def test_what_trains_alike_on_any_number_of_workers_is_not_refused(tmp_path: Path, task: TinyImages, fields: dict[str, Any]) -> None:
+    trial(tmp_path, task, **fields)
 
 
 def test_an_optimizer_that_counts_in_itself_is_refused(tmp_path: Path) -> None:

@@ -15,22 +15,30 @@ from ray_app.errors import ConfigError
 from ray_app.exchange.bits import bits_of
 from ray_app.train.step.logical import replaced
 
+_PART = 1 << 20
+"""Values that are looked at together."""
+
 
 @contextmanager
-def kept_whole(model: nn.Module) -> Iterator[None]:
+def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
     """The context of a forward in training.
+
+    Args:
+        model: What is trained.
+        in_turns: Whether several optimizers take turns, each of which decides what is trained.
 
     Raises:
         ConfigError: It has given the model another tensor for a parameter or a buffer, has changed a parameter, or a buffer that is not
-            persistent, or has left the model in another mode or gradients in it; or see `_refuse_odd`.
+            persistent, or what is trained, or has left gradients; or see `_refuse_odd`.
     """
     _refuse_odd(model)
     saved = model.state_dict(keep_vars=True)
     _refuse_unsaved(model, saved)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    passing = {name: tensor.clone() for name, tensor in model.named_buffers() if name not in saved}
-    bits, trains, modes = _bits(model), _trains(model), _modes(model)
+    held = {id(value) for value in saved.values()}  # under whatever name
+    passing = {name: tensor.clone() for name, tensor in model.named_buffers() if id(tensor) not in held}
+    bits, trains = _bits(model), _trains(model)
     without = [p for p in model.parameters() if p.grad is None]
     yield
     now: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -54,15 +62,10 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
             " times in a step. What moves by itself (a momentum encoder, an average) is moved once in a step by Task.apply_gradients, or is"
             " a buffer (register_buffer), of which every logical worker starts from the same."
         )
-    if switched := [name for name, found in _trains(model).items() if found != trains[name]]:
+    if not in_turns and (switched := [name for name, found in _trains(model).items() if found != trains[name]]):
         raise ConfigError(
             f"The forward of training changes requires_grad of {switched[0]}. What is trained is decided when the model is made: in"
             " build_model, or by train.freeze; multiply what is not to count yet by 0."
-        )
-    if left := [name for name, found in _modes(model).items() if found != modes[name]]:
-        raise ConfigError(
-            f"training_loss leaves {left[0] or 'the model'} in {'training' if not modes[left[0]] else 'evaluation'} mode, so the next"
-            " logical worker would be computed in another than the first. Put it back: model.train() after what model.eval() was for."
         )
     if any(p.grad is not None for p in without):
         raise ConfigError(
@@ -72,15 +75,13 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
 
 
 def _bits(model: nn.Module) -> dict[str, int]:
-    return {name: int(bits_of(p.detach(), 0)) for name, p in model.named_parameters()}
+    """Those of each parameter, in parts: each is copied."""
+    parts = ((name, p.detach().reshape(-1).split(_PART)) for name, p in model.named_parameters())
+    return {name: sum(int(bits_of(part, 0)) for part in some) for name, some in parts}
 
 
 def _trains(model: nn.Module) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters()}
-
-
-def _modes(model: nn.Module) -> dict[str, bool]:
-    return {name: module.training for name, module in model.named_modules()}
 
 
 def _refuse_unsaved(model: nn.Module, saved: dict[str, object]) -> None:
@@ -102,7 +103,8 @@ def _refuse_unsaved(model: nn.Module, saved: dict[str, object]) -> None:
                 f"{name} of the model is {str(value.dtype).removeprefix('torch.')}, which a checkpoint has no type for (safetensors). Use"
                 " another, such as complex64 or float64."
             ) from error
-    if lacking := [name for name, p in model.named_parameters() if p.requires_grad and name not in saved]:
+    held = {id(value) for value in saved.values()}
+    if lacking := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
         raise ConfigError(
             f"The model's state_dict leaves {lacking[0]} out, which is trained, so no checkpoint would have it. Let state_dict hold what is"
             " trained, or freeze it."

@@ -123,7 +123,8 @@ def _try_schedules(state: TrainingState, total_steps: int) -> None:
     if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            state.pass_over()
+            with own_code(lambda: "moving the schedule"):
+                state.pass_over()
         groups = [{name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups]
         _refuse_unreadable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
 
@@ -179,7 +180,7 @@ def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
     task, state, count, config = job.task, attempt.state, len(next(iter(rows.values()))), job.config
     state.train()
     trained_on = own_code(lambda: "training on two rows")
-    with kept_whole(state.model), trained_on, _kernels(config, config.scaling.gpus_per_worker) as gpus:
+    with kept_whole(state.model, config.optimizers is not None), trained_on, _kernels(config, config.scaling.gpus_per_worker) as gpus:
         fields = task.augment(to_batch(rows), torch.arange(count))
         for turn in attempt.turns:
             losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)
@@ -257,6 +258,7 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
     tried.grad = torch.zeros_like(tried)
     try:
         optimizer = load_class(spec)([tried], **spec.init_args)
+        optimizer.step()
         counted = _counted(optimizer)
         optimizer.step()
     except Exception as error:
@@ -277,7 +279,7 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
 
 def _counted(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer has beside its state and its groups that may be counted or added up."""
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
 def _refuse_unreadable(what: str, held: dict[str, Any]) -> None:

@@ -29,8 +29,9 @@ def refuse_unshardable(model: nn.Module) -> None:
             )
     known = {id(p) for p in model.parameters()}
     for name, module in model.named_modules():
+        kept = _KNOWN | {"_flat_weights"} if isinstance(module, nn.RNNBase) else _KNOWN  # that one follows
         for key, value in vars(module).items():
-            if key not in _KNOWN and any(id(each) in known for each in tree_leaves(value)):
+            if key not in kept and any(id(each) in known for each in tree_leaves(value)):
                 raise ConfigError(
                     f"{f'{name}.' if name else ''}{key} of the model is no module and holds parameters, which would not be the ones that"
                     " are trained (train.strategy fsdp puts shards in their place). Keep them in an nn.ParameterList, or use ddp."

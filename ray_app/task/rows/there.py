@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ def constant(values: Sequence[float], device: torch.device, dtype: torch.dtype =
     return _constant(tuple(values), device, dtype)
 
 
-@lru_cache(64)
+@cache  # also for as long as a CUDA graph reads it
+@torch.inference_mode(False)
 def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, device=device, dtype=dtype)

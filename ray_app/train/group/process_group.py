@@ -101,7 +101,7 @@ class ProcessGroup:
         torch.cuda.synchronize(self._device)
 
     def _all(self) -> list[Any]:
-        """All that have been formed, those between hosts first: while one is broken no other may pass on what it left."""
+        """All that have been formed, those between hosts first."""
         return [group for group in (*reversed(self.groups), dist.group.WORLD) if group is not None] if dist.is_initialized() else []
 
     def abort(self) -> None:

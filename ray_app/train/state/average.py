@@ -44,10 +44,11 @@ class Average:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         """Takes over what `over` and `parameters` returned."""
-        for name, number in self._names.items():
-            if name in state:  # a state may leave out what is frozen
-                self._values[number].copy_(state[name])
-            self._parameters[number].copy_(parameters[name])
+        for name, number in self._names.items():  # either may leave out what is frozen
+            if (found := parameters.get(name)) is not None:
+                self._parameters[number].copy_(found)
+            if (average := state.get(name, found)) is not None:
+                self._values[number].copy_(average)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -96,6 +96,22 @@ class Buffers:
         self._buffers.copy(self._sent)
 
 
+Modes = list[tuple[nn.Module, bool]]
+"""The parts of a model, and whether each is in training mode."""
+
+
+def modes_of(model: nn.Module) -> Modes:
+    """Those that they are in now."""
+    return [(part, part.training) for part in model.modules()]
+
+
+def put_back(modes: Modes) -> None:
+    """Puts all parts into the mode that they had: what a task has switched is no other for the next logical worker."""
+    for part, trains in modes:
+        if part.training != trains:
+            part.training = trains
+
+
 def replaced(name: str) -> ConfigError:
     """The refusal of a model that has another tensor for a parameter or a buffer after a forward."""
     return ConfigError(

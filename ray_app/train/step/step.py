@@ -22,7 +22,7 @@ from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.capture import Captured, graphs_of
 from ray_app.train.step.forward import Forward
-from ray_app.train.step.logical import Buffers, single_values
+from ray_app.train.step.logical import Buffers, modes_of, put_back, single_values
 from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.replay import Replays
 from ray_app.train.step.table import Row, StepResult, Table
@@ -67,6 +67,8 @@ class Step:
         self._timer, self.waited_s = Timer(device) if world.size > 1 else None, 0.0
         self._replays: Replays | None = None
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
+        state.train()
+        self._modes = modes_of(state.model)
 
     def close(self) -> None:
         """Ends it; see `Exchange.close`."""
@@ -135,8 +137,7 @@ class Step:
             self._timer.begin()
         found: list[Unread | None] = []
         for batch in batches:
-            if not self._state.model.training:  # the task has left it so
-                self._state.train()
+            put_back(self._modes)
             with self._blaming(batch):
                 found.append(self._play(cursor, batch, global_rows))
             if twice is not None:

@@ -23,6 +23,7 @@ from ray_app.config.config import Config
 from ray_app.exchange.exchange import collective
 from ray_app.task.base import Task
 from ray_app.train.state.state import NOTHING, TrainingState
+from ray_app.train.step.logical import Alike
 from ray_app.train.strategies.spread import SpreadState
 
 
@@ -41,12 +42,16 @@ class CentralState(SpreadState):
         super().__init__(config, task, device, total_steps)
 
     def _master_of(self, model: nn.Module) -> nn.Module:
-        frozen = self._frozen
-        master = self._made()  # not a copy of the other one: it may have what cannot be copied
-        self._frozen = frozen
-        with torch.no_grad():
-            for mine, computed in zip(_tensors(master), _tensors(model), strict=True):
-                mine.copy_(computed)
+        try:
+            master = copy.deepcopy(model).cpu()
+        except Exception:  # it has what cannot be copied: a lock, a tensor that was computed (weight_norm, pruning)
+            frozen, master = self._frozen, self._made().cpu()
+            self._frozen = frozen
+            with torch.no_grad():
+                for mine, computed in zip(_tensors(master), _tensors(model), strict=True):
+                    mine.copy_(computed)
+        for m, p in zip(master.parameters(), model.parameters(), strict=True):
+            vars(m).update(vars(p))  # which a copy does not have
         if self._device.type == "cuda":
             for p in master.parameters():
                 p.data = p.data.pin_memory()  # so that copies need not wait for each other
@@ -58,8 +63,8 @@ class CentralState(SpreadState):
             self._fetch_gradients()
             if self._moves_buffers:
                 self._take_buffers()
+                self._has_moved = True
             super().advance()
-            self._has_moved = self._moves_buffers
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
@@ -94,16 +99,17 @@ class CentralState(SpreadState):
         if self._holds:
             for p, m in zip(parameters, self.master.parameters(), strict=True):
                 p.copy_(m, non_blocking=True)
-        if self._moves_buffers:
-            parameters += self.model.buffers()
-            if self._has_moved:
-                for computed, moved in zip(self.model.buffers(), self.master.buffers(), strict=True):
-                    computed.copy_(moved)
-                self._has_moved = False
+        buffers = Alike(list(self.model.buffers()) if self._moves_buffers else [])
+        if self._has_moved:
+            buffers.copy(Alike(list(self.master.buffers())))
+            self._has_moved = False
         if self._world.size > 1:
+            sent = buffers.like()
+            sent.copy(buffers)
             with collective():
-                for work in [dist.broadcast(p, 0, async_op=True) for p in parameters]:
+                for work in [dist.broadcast(p, 0, async_op=True) for p in (*parameters, sent.memory) if p.numel()]:
                     work.wait()  # type: ignore[union-attr]
+            buffers.copy(sent)
 
     @contextmanager
     def returned(self) -> Iterator[nn.Module]:
@@ -151,7 +157,7 @@ class CentralState(SpreadState):
         return self._sent(0, range(1, self._world.size))
 
     def _take(self, whole: Snapshot) -> None:
-        self._holds = self._world.rank == 0
+        self._holds, self._has_moved = self._world.rank == 0, False
         state = whole.optimizer["state"] if self._holds else {}
         optimizer = copy.deepcopy({**whole.optimizer, "state": state})
         TrainingState.load(self, replace(whole, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule)))

@@ -35,6 +35,7 @@ from ray_app.train.job import Job
 from ray_app.train.state.eager import without_compiler
 from ray_app.train.state.groups import in_order, load_optimizer, numbers
 from ray_app.train.state.state import TrainingState
+from ray_app.train.step.logical import modes_of, put_back
 from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.step import Step, line
 from ray_app.train.step.table import StepResult
@@ -158,6 +159,7 @@ class LocalStep(Step):
         replica.forget()
         if not batch.rows:
             return None, []
+        put_back(replica.modes)
         losses = self._losses(cursor, batch, replica.model)
         sums = sums_of(losses)
         replica.forget()  # what the task has left
@@ -207,7 +209,7 @@ class LocalStep(Step):
             for i, rest in found.items():
                 held["state"].setdefault(i, {}).update(rest)
             for group, rest in zip(held["param_groups"], groups, strict=False):
-                group.update(rest)
+                group.update({name: _where(value, group.get(name)) for name, value in rest.items()})
         change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
         state.take_round(change, held, first, self._done)
@@ -244,6 +246,7 @@ class _Replica(TrainingState):
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         super().__init__(config.replace(train__ema_decay=None), task, device, total_steps)
         self.trained: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
+        self.modes = modes_of(self.model)
 
     def follow(self, state: TrainingState) -> None:
         """Starts a round from the common state."""
@@ -295,3 +298,8 @@ class _Replica(TrainingState):
 
 def _on_cpu(values: Mapping[str, Any], but: list[str]) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items() if name not in but}
+
+
+def _where(value: Any, other: Any) -> Any:
+    """A value where another one is."""
+    return value.to(other.device) if isinstance(value, Tensor) and isinstance(other, Tensor) else value

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,8 @@ class ServerActor(ParameterServer):
 
     def __init__(self, config: Config, total_steps: int) -> None:
         super().__init__(config, total_steps)
-        self._listener, self._calling = Listener(self._answer), threading.Lock()
+        self._listener = Listener(self._answer)
+        self._calls = ThreadPoolExecutor(1, "calls")  # one thread, since each that computes has more of its own
         self._failure: Exception | None = None
 
     def lifeline(self) -> tuple[tuple[str, int], str]:
@@ -63,21 +65,20 @@ class ServerActor(ParameterServer):
         Raises:
             Exception: What the last call that failed raised.
         """
-        with self._calling:
-            if self._failure is not None:
-                raise self._failure
+        self._calls.submit(lambda: None).result()
+        if self._failure is not None:
+            raise self._failure
 
     def _answer(self, called: list[Any]) -> tuple[bool, Any]:
         """Whether a call succeeded, and what it returned."""
         method, *arguments = called
         if method not in _CALLS:
             raise ValueError(f"{method!r} is nothing that a parameter server is asked for")
-        with self._calling:
-            try:
-                return True, getattr(self, method)(*arguments)
-            except Exception as error:
-                self._failure = error
-                return False, None
+        try:
+            return True, self._calls.submit(getattr(self, method), *arguments).result()
+        except Exception as error:
+            self._failure = error
+            return False, None
 
 
 class RayServers:
@@ -106,6 +107,8 @@ class RayServers:
             for handle, (succeeded, _) in zip(self.handles, answers, strict=True):
                 if not succeeded:
                     ray.get(handle.well.remote(), timeout=_CALL_S)
+        except ray.exceptions.RayTaskError:  # which may be an OSError, too
+            raise
         except (*_LOST, OSError) as error:
             logger.warning("A parameter server does not answer: %s", error)
             while self._lines:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import resource
 import secrets
 import socket
 import struct
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<Q")
 _SECRET_BYTES = 32
 _INTRODUCTION_S, _PAUSE_S = 10.0, 1.0
+_MOST_STRANGERS = 256
+"""Connections at a time that have not shown the secret yet."""
 _ARRAY, _BYTES = "__array__", "__bytes__"
 _IDLE_S, _AGAIN_S, _TRIES = 10, 5, 3
 """After so much silence the kernel asks whether the other host is still there, so often and so many times."""
@@ -52,7 +55,7 @@ def _tune(line: socket.socket) -> None:
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, _IDLE_S), (socket.TCP_KEEPINTVL, _AGAIN_S), (socket.TCP_KEEPCNT, _TRIES)):
         line.setsockopt(socket.IPPROTO_TCP, option, value)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE_S + _AGAIN_S * _TRIES))
+    # no TCP_USER_TIMEOUT: it would end who waits while the other end has something else to read first
 
 
 def send(line: socket.socket, values: Any) -> None:
@@ -108,6 +111,18 @@ def _fill(line: socket.socket, left: memoryview) -> None:
         left = left[got:]
 
 
+def _introduction(line: socket.socket) -> bytes:
+    """What who connects shows, within some seconds in all."""
+    shown, until_s = b"", time.monotonic() + _INTRODUCTION_S
+    while len(shown) < _SECRET_BYTES:
+        line.settimeout(max(0.001, until_s - time.monotonic()))
+        part = line.recv(_SECRET_BYTES - len(shown))
+        if not part:
+            break
+        shown += part
+    return shown
+
+
 class Listener:
     """A server's end of all connections, each with a thread of its own.
 
@@ -121,10 +136,14 @@ class Listener:
     def __init__(self, answer: Callable[[Any], Any]) -> None:
         self._answer, self.secret = answer, secrets.token_hex(_SECRET_BYTES // 2)
         self._door: socket.socket | None = None
+        self._strangers, self._counting = 0, threading.Lock()
 
     def listen(self, host: str) -> tuple[str, int]:
         """Begins to listen, if it does not yet, and returns where."""
         if self._door is None:
+            with suppress(OSError, ValueError):  # a descriptor for each connection
+                limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
             self._door = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
             threading.Thread(target=self._accept, args=(self._door,), name="listener", daemon=True).start()
         host, port = self._door.getsockname()[:2]
@@ -138,12 +157,29 @@ class Listener:
                 logger.warning("A connection cannot be taken: %s", error)
                 time.sleep(_PAUSE_S)
                 continue
-            threading.Thread(target=self._serve, args=(line,), name="connection", daemon=True).start()
+            with self._counting:
+                self._strangers += 1
+                is_welcome = self._strangers <= _MOST_STRANGERS
+            try:
+                if is_welcome:
+                    threading.Thread(target=self._serve, args=(line,), name="connection", daemon=True).start()
+                    continue
+            except RuntimeError as error:  # too many threads
+                logger.warning("A connection cannot be served: %s", error)
+            self._known()
+            line.close()
+
+    def _known(self) -> None:
+        with self._counting:
+            self._strangers -= 1
 
     def _serve(self, line: socket.socket) -> None:
         with line, suppress(OSError, ValueError):
-            line.settimeout(_INTRODUCTION_S)
-            if not hmac.compare_digest(_read(line, _SECRET_BYTES), self.secret.encode()):
+            try:
+                shown = _introduction(line)
+            finally:
+                self._known()
+            if not hmac.compare_digest(shown, self.secret.encode()):
                 return
             line.settimeout(None)
             _tune(line)

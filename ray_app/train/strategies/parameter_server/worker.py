@@ -21,6 +21,7 @@ from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.state.state import TrainingState
+from ray_app.train.step.logical import put_back
 from ray_app.train.step.step import Step, line
 from ray_app.train.step.table import Row, StepResult
 from ray_app.train.step.timer import UNTOLD
@@ -126,6 +127,7 @@ class ParameterWorker:
         self._enter("exchange")
         pushed = self._servers.call("push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent])
         if pushed is None or None in pushed:
+            self._pulled = (0, 0)  # what is in the model is no longer what came
             return None
         if self._staleness:
             self._take(unit, [pulled for _, pulled in pushed])
@@ -186,6 +188,7 @@ class _UnitStep(Step):
         """
         for p in self._parameters:
             p.grad = None
+        put_back(self._modes)
         if not batch.rows:
             return line(batch, NOTHING, 0.0, Flags(0), UNTOLD)
         with self._blaming(batch):
