@@ -80,8 +80,9 @@ def test_who_does_not_know_the_secret_is_not_heard(shown: str) -> None:
     listener = Listener(heard.append)
     with socket.create_connection(listener.listen("127.0.0.1"), timeout=WAIT_S) as line:
         line.sendall(shown.encode())
-        line.shutdown(socket.SHUT_WR)
-        with suppress(ConnectionResetError):
+        with suppress(OSError):  # it may have hung up already
+            line.shutdown(socket.SHUT_WR)
+        with suppress(OSError):
             assert line.recv(1) == b"", "it was answered"
     assert heard == []
 
