@@ -142,7 +142,7 @@ class FullySharded(Exchange):
     def _seen(self) -> list[tuple[int, int]]:
         """Which tensors the parameters have as gradients, and how often these were written."""
         found: list[Any] = [p.grad for p in self._parameters]
-        return [(id(grad), grad.to_local()._version if grad is not None else 0) for grad in found]
+        return [(id(grad), grad._local_tensor._version if grad is not None else 0) for grad in found]
 
     def skip(self, logical_worker: int) -> None:
         """See `Exchange.skip`; a sum needs no zeros."""
