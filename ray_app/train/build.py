@@ -20,7 +20,8 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step
 from ray_app.train.step.turn_step import TurnStep
 from ray_app.train.strategies.central import CentralState
-from ray_app.train.strategies.local_step import LocalState, LocalStep
+from ray_app.train.strategies.local import LocalState
+from ray_app.train.strategies.local_step import LocalStep
 
 
 def build_state(config: Config, task: Task, device: torch.device, total_steps: int) -> TrainingState:

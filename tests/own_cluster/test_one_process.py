@@ -75,6 +75,7 @@ print(json.dumps([said, ray.is_initialized(), children(), trained("stopped")]))
 """
 _IN_FRONT = """
 from ray_app.errors import ConfigError
+from tests.support.waiting import until
 
 def refusal(begin, name):
     try:
@@ -85,8 +86,7 @@ def refusal(begin, name):
 said = [refusal(lambda name: start_training(config(name, train__strategy="single")).wait().status, "background")]
 first = threading.Thread(target=lambda: said.append(trained("first", train__strategy="single", train__epochs=40)))
 first.start()
-while not os.path.exists(FOLDER + "/first/metrics"):
-    time.sleep(0.02)
+until(lambda: os.path.exists(FOLDER + "/first/metrics"), "it did not begin", 60)
 said.append(refusal(lambda name: trained(name, train__strategy="single"), "second"))
 first.join()
 said.append(trained("third", train__strategy="single"))

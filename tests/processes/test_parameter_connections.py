@@ -7,8 +7,6 @@ import os
 import pickle
 import socket
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from ray_app.train.strategies.parameter_server import connections
 from ray_app.train.strategies.parameter_server.actors import RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.connections import Listener, connect, receive, send
 from tests.support.local_world import make_job, write_images
+from tests.support.waiting import until
 
 WAIT_S = 20.0
 
@@ -89,22 +88,28 @@ def test_who_does_not_know_the_secret_is_not_heard(shown: str) -> None:
 
 def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]) -> None:
     """They have some seconds in all to show the secret, however little they say at a time, and only so many are listened to."""
-    monkeypatch.setattr(connections, "_INTRODUCTION_S", 1.0)
+    monkeypatch.setattr(connections, "_INTRODUCTION_S", 0.3)
     monkeypatch.setattr(connections, "_MOST_STRANGERS", 2)
     listener, address = echo
     strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
-    until(lambda: any(is_closed(each) for each in strangers), "there are as many as like")
-    until(lambda: not listener._strangers, "they are listened to for ever", lambda: [tell(each) for each in strangers])
+    until(lambda: any(is_closed(each) for each in strangers), "nobody was sent away", WAIT_S)
+    said: list[int] = []
+
+    def are_gone() -> bool:
+        said.append(len(said))
+        for each in strangers:
+            with suppress(OSError):
+                each.send(b"0")
+        return not listener._strangers
+
+    until(are_gone, "they are heard out", WAIT_S)
+    assert len(said) < 32, "they were heard until they had shown as much as the secret has"
+    monkeypatch.setattr(connections, "_INTRODUCTION_S", WAIT_S)
     with connect(address, listener.secret, WAIT_S) as line:
         send(line, ["a worker"])
         assert receive(line) == ["a worker"]
     for each in strangers:
         each.close()
-
-
-def tell(line: socket.socket) -> None:
-    with suppress(OSError):
-        line.send(b"0")
 
 
 def is_closed(line: socket.socket) -> bool:
@@ -115,14 +120,6 @@ def is_closed(line: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-def until(is_so: Callable[[], bool], otherwise: str, meanwhile: Callable[[], Any] = lambda: None) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, otherwise
-        meanwhile()
-        time.sleep(0.1)
 
 
 def test_a_listener_outlives_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]) -> None:

@@ -105,7 +105,7 @@ def modes_of(model: nn.Module) -> Modes:
     return [(part, part.training) for part in model.modules()]
 
 
-def put_back(modes: Modes) -> None:
+def restore(modes: Modes) -> None:
     """Puts all parts into the mode that they had: what a task has switched is no other for the next logical worker."""
     for part, trains in modes:
         if part.training != trains:

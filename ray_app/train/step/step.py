@@ -22,7 +22,7 @@ from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.capture import Captured, graphs_of
 from ray_app.train.step.forward import Forward
-from ray_app.train.step.logical import Buffers, modes_of, put_back, single_values
+from ray_app.train.step.logical import Buffers, modes_of, restore, single_values
 from ray_app.train.step.norm import correct, norm_of, norms_of
 from ray_app.train.step.replay import Replays
 from ray_app.train.step.table import Row, StepResult, Table
@@ -137,7 +137,7 @@ class Step:
             self._timer.begin()
         found: list[Unread | None] = []
         for batch in batches:
-            put_back(self._modes)
+            restore(self._modes)
             with self._blaming(batch):
                 found.append(self._play(cursor, batch, global_rows))
             if twice is not None:

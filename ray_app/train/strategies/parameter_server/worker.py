@@ -21,7 +21,7 @@ from ray_app.train.group.messages import Flags, Phase
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.logical import put_back
+from ray_app.train.step.logical import restore
 from ray_app.train.step.step import Step, line
 from ray_app.train.step.table import Row, StepResult
 from ray_app.train.step.timer import UNTOLD
@@ -188,7 +188,7 @@ class _UnitStep(Step):
         """
         for p in self._parameters:
             p.grad = None
-        put_back(self._modes)
+        restore(self._modes)
         if not batch.rows:
             return line(batch, NOTHING, 0.0, Flags(0), UNTOLD)
         with self._blaming(batch):
