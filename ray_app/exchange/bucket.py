@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ray_app.exchange.exchange import World
+from ray_app.exchange.transport import CollectiveTransport, DirectTransport, Transport
 from ray_app.exchange.tree import TreeSum, parents
 from ray_app.plan.route import Stage
 
@@ -18,9 +18,18 @@ it, which `bucket_mb` decides, would be in the bits."""
 
 
 class Bucket:
-    """Parameters whose gradients travel together, as one flat tensor with zeros between them and up to a multiple of the world size."""
+    """Parameters whose gradients travel together, as one flat tensor with zeros between them and up to a multiple of the world size.
 
-    def __init__(self, parameters: list[nn.Parameter], world: World) -> None:
+    Args:
+        parameters: Of one dtype, on one device.
+        world: The workers of now.
+        number: Which bucket it is.
+
+    Attributes:
+        is_direct: Whether ranks may come to the buckets in different orders.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], world: World, number: int) -> None:
         self.parameters = parameters
         first = parameters[0]
         unit = _ALIGNED_BYTES // first.element_size()
@@ -34,13 +43,16 @@ class Bucket:
         for p, gap in zip(parameters, gaps, strict=True):
             self.views.append(self.result[offset : offset + p.numel()].view_as(p))
             offset += p.numel() + gap
-        self.tree = TreeSum(parents(world.logical_workers))
+        self._own = self.result[self.shard * world.rank :][: self.shard]
+        self._parents = parents(world.logical_workers)
+        self.tree = TreeSum(self._parents)
         self._spare: list[Tensor] = []
         self._rooms: dict[str, Tensor] = {}
-        self._keeps = world.settle is not None or first.device.type != "cpu"
+        self.is_direct = world.settle is None and first.device.type == "cpu"
+        self._transport: Transport = DirectTransport(self.room, world.rank, number) if self.is_direct else CollectiveTransport(self.room)
         self.missing: set[nn.Parameter] = set()
-        self.pending: Any = None
         self.sums: list[Tensor] = []
+        self._arriving: list[Tensor] = []
 
     def collect(self, logical_worker: int) -> None:
         """Moves the parameters' gradients into the tree as the leaf of a logical worker; a missing gradient counts as zeros."""
@@ -58,38 +70,33 @@ class Bucket:
     def reset(self) -> None:
         """Forgets the step's sums, keeping their memory for the next."""
         self._spare += [value for value in self.tree.clear() if value is not self.result]
-        self.pending = None
         self.sums = []
 
     def room(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory; on a device that of the step before, since more streams than one use it. With gloo that took 15 % more CPU time."""
-        if name not in self._rooms or not self._keeps:
+        """Memory, that of the step before."""
+        if name not in self._rooms:
             self._rooms[name] = torch.empty(numel, dtype=dtype, device=self.result.device)
         return self._rooms[name]
 
     def exchange(self, stage: Stage, group: Any) -> None:
         """Sends everybody in the stage its shard of the sums that this rank holds, and receives its own of theirs."""
-        parts, held = len(stage.ranks), len(self.sums)
-        shard = self.sums[0].numel() // parts
-        outgoing, name = self.sums[0], f"{stage.ranks}"
-        if held > 1:  # rank by rank, then node by node
-            outgoing = self.room(f"to {name}", held * parts * shard, outgoing.dtype)
-            torch.stack([value.view(parts, shard) for value in self.sums], 1, out=outgoing.view(parts, held, shard))
-        counts = [len(nodes) * shard for nodes in stage.held]
-        received = self.room(f"from {name}", sum(counts), outgoing.dtype)
-        self.pending = dist.all_to_all_single(received, outgoing, counts, [held * shard] * parts, group=group, async_op=True)
+        self._arriving = self._transport.scatter(self.sums, stage, group)
 
-    def add(self, stage: Stage, logical_workers: int) -> None:
+    def add(self, stage: Stage, is_only: bool) -> None:
         """Waits for the exchange of a stage, and adds what came in the tree."""
-        self.pending.wait()
-        tree, nodes = TreeSum(parents(logical_workers)), [node for held in stage.held for node in held]
-        for node, value in zip(nodes, self._rooms[f"from {stage.ranks}"].chunk(len(nodes)), strict=True):
+        self._transport.wait()
+        tree = TreeSum(self._parents, self._own if is_only else None)
+        for node, value in zip((node for held in stage.held for node in held), self._arriving, strict=True):
             tree.push(node, value)
-        self.sums = [value for _, value in tree.nodes]
+        self.sums, self._arriving = [value for _, value in tree.nodes], []
 
     def gather(self, stage: Stage, group: Any, is_first: bool) -> None:
         """Gathers the shards of a stage, on the way back; those of the first stage are the sum."""
         [part] = self.sums
         whole = self.result if is_first else self.room(f"of {stage.ranks}", part.numel() * len(stage.ranks), part.dtype)
-        self.pending = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+        self._transport.gather(part, whole, stage, group)
         self.sums = [whole]
+
+    def wait(self) -> None:
+        """Waits for what was gathered."""
+        self._transport.wait()

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from ray_app.exchange.bits import bits_of
 from ray_app.exchange.bucket import Bucket
 from ray_app.exchange.exchange import Exchange, T, World, backward_of, collective, in_parts
 from ray_app.exchange.side_stream import SideStream
+from ray_app.exchange.side_thread import SideThread
 
 _MEBI = 1 << 20
 
@@ -50,10 +52,12 @@ class DataParallel(Exchange):
         self._alone = world.logical_workers == 1
         self._route = list(zip(world.route, world.groups, strict=True))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._buckets = [] if self._alone else [Bucket(ps, world) for ps in _bucketed(self._parameters, int(bucket_mb * _MEBI))]
+        buckets = [] if self._alone else _bucketed(self._parameters, int(bucket_mb * _MEBI))
+        self._buckets = [Bucket(parameters, world, number) for number, parameters in enumerate(buckets)]
         self._last = world.played[-1]
         self._listening, self._next, self._ways = False, 0, list[Iterator[Bucket]]()
         self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device, "exchange")
+        self._thread = SideThread() if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
         self._names = {p: name for name, p in model.named_parameters()}
         self._places = {p: place for place, p in enumerate(self._parameters)}
         self._watched, self._bits = set[int](), dict[int, list[Tensor]]()
@@ -192,11 +196,25 @@ class DataParallel(Exchange):
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        """Sends a bucket, and those before it on, where that keeps nobody waiting: in the same order on all ranks."""
+        """Sends a bucket, and those before it on, where that keeps what computes from nothing: on a device's own stream, or by the thread.
+
+        The last one is for nobody to be computed beside, so that a model of one bucket needs no thread.
+        """
         way = self._exactly(bucket) if self._exact else self._overlapped(bucket)
+        if self._thread is not None and bucket is not self._buckets[-1]:
+            self._thread.do(partial(self._take_along, way))
+        elif self._is_device:
+            self._take_along(way)
+        else:
+            next(way)
+            if self._thread is not None:
+                self._thread.join()
+            self._ways.append(way)
+
+    def _take_along(self, way: Iterator[Bucket]) -> None:
+        """Lets a bucket set out, and those before it go on."""
         next(way)
-        if self._is_device:
-            self._go_on()
+        self._go_on()
         self._ways.append(way)
 
     def _go_on(self) -> None:
@@ -209,9 +227,9 @@ class DataParallel(Exchange):
         for value in more:
             first.add_(value)
         packed = bucket.room("packed", first.numel(), torch.bfloat16).copy_(first) if self._compresses else first
-        bucket.pending = dist.all_reduce(packed, async_op=True)
+        work: Any = dist.all_reduce(packed, async_op=True)
         yield bucket
-        bucket.pending.wait()
+        work.wait()
         if self._compresses:
             bucket.result.copy_(packed)
 
@@ -221,17 +239,17 @@ class DataParallel(Exchange):
         yield bucket
         last = len(self._route) - 1
         for number, (stage, group) in enumerate(self._route):
-            bucket.add(stage, self._world.logical_workers)
+            bucket.add(stage, not last)
             if number < last:
                 bucket.exchange(*self._route[number + 1])
             else:
                 bucket.gather(stage, group, not number)
             yield bucket
         for number in reversed(range(last)):
-            bucket.pending.wait()
+            bucket.wait()
             bucket.gather(*self._route[number], not number)
             yield bucket
-        bucket.pending.wait()
+        bucket.wait()
 
     def finish(self) -> None:
         """See `Exchange.finish`."""
@@ -253,6 +271,8 @@ class DataParallel(Exchange):
         """See `Exchange.close`."""
         for hook in self._hooks:
             hook.remove()
+        if self._thread is not None:
+            self._thread.close()
         self._side.join()  # what it was given before a peer was lost may still use the memory that is free from now on
         for p in self._parameters:
             p.grad = None

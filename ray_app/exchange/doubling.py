@@ -7,13 +7,13 @@ additions is nobody's business here: only integers are added. Who has the sum kn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.exchange.exchange import World, collective
+from ray_app.exchange.peer import receiving, sending
 
 RING_AT_MOST = 16
 """Ranks among which torch's ring is as quick."""
@@ -62,10 +62,10 @@ def summed(mine: Tensor, world: World) -> Tensor:
             return mine
         for each in rounds(world.rank, world.size):
             received = torch.empty_like(mine)
-            waits: list[Any] = [dist.isend(mine, each.peer)] if each.sends else []
-            waits += [dist.irecv(received, each.peer)] if each.receives else []
-            for wait in waits:
-                wait.wait()
+            begun = [sending(mine, each.peer)] if each.sends else []
+            begun += [receiving(received, each.peer)] if each.receives else []
+            for transfer in begun:
+                transfer.wait()
             if each.receives:
                 mine = mine + received if each.adds else received
     return mine

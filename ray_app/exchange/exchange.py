@@ -29,7 +29,8 @@ class World:
         size: W, their number.
         logical_workers: L.
         hosts: The host of every rank; none: they count as one.
-        groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's default group.
+        groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's default group, or that the
+            stage needs none.
         strided: Whether each plays every W-th logical worker, so that those of one pass are neighbours in the tree, instead of a block.
         shares: The block of every rank, where they are not as equal as can be.
         settle: Waits until the device has done what it was given and raises `PeerLostError` if an exchange of it was broken: the waits of

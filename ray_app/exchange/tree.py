@@ -30,10 +30,11 @@ class TreeSum:
 
     Args:
         parent: The tree, see `parents`.
+        total: Where the sum of the whole tree goes instead; it may be one of the terms.
     """
 
-    def __init__(self, parent: dict[Node, Node]) -> None:
-        self._parent = parent
+    def __init__(self, parent: dict[Node, Node], total: Tensor | None = None) -> None:
+        self._parent, self._total = parent, total
         self.nodes: list[tuple[Node, Tensor]] = []
 
     def push(self, node: Node, value: Tensor) -> list[Tensor]:
@@ -48,9 +49,11 @@ class TreeSum:
             (left, low), (right, high) = self.nodes[-2:]
             if left not in self._parent or self._parent.get(left) != self._parent.get(right):
                 break
-            torch.add(low, high, out=low)
+            both = self._parent[left]
+            into = low if self._total is None or both in self._parent else self._total
+            torch.add(low, high, out=into)
             freed.append(high)
-            self.nodes[-2:] = [(self._parent[left], low)]
+            self.nodes[-2:] = [(both, into)]
         return freed
 
     def clear(self) -> list[Tensor]:

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.config.training import TrainSection
+from ray_app.exchange import transport
 from ray_app.exchange.ddp import DataParallel
 from ray_app.exchange.exchange import World
+from ray_app.exchange.peer import Transfer, sending
 from tests.support.device_group import BACKEND
 from tests.support.local_world import LocalMembership, Pool
 
@@ -38,12 +40,14 @@ class Summed:
     """What a rank sees of a sum of values whose every order of additions gives other bits.
 
     Args:
-        order: The name of each exchange, with how many take part.
+        order: The name of each collective, with how many take part.
+        peers: Ranks that it sends to directly.
         found: The sum.
         made: Operators of a second sum, which the first has made memory for.
     """
 
     order: list[tuple[str, int]]
+    peers: set[int]
     found: list[Tensor]
     made: set[str]
 
@@ -52,6 +56,11 @@ def summed_on(
     rank: int, store: Path, hosts: tuple[str, ...], logical_workers: int, backend: str = "gloo", train: TrainSection = TrainSection()
 ) -> Summed:
     order: list[tuple[str, int]] = []
+    peers: set[int] = set()
+
+    def noting_peer(value: Tensor, peer: int, *rest: Any) -> Transfer:
+        peers.add(peer)
+        return sending(value, peer, *rest)
 
     def noting(name: str) -> Any:
         call = getattr(dist, name)
@@ -69,6 +78,7 @@ def summed_on(
     ):
         for name in (SEND, GATHER, "all_reduce"):
             patch.setattr(dist, name, noting(name))
+        patch.setattr(transport, "sending", noting_peer)
         model = torch.nn.Sequential(torch.nn.Linear(33, 7), torch.nn.Linear(7, 5))
         exchange = DataParallel(model, world, train.reduction, 1e-4, train.gradient_compression)
         values = {}
@@ -80,30 +90,31 @@ def summed_on(
             again = exchange.sum(values)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert order[:calls] == order[calls:]
-        return Summed(order[:calls], first, second.names)
+        return Summed(order[:calls], peers, first, second.names)
 
 
 @pytest.mark.parametrize("backend", ["gloo", BACKEND])
 @pytest.mark.parametrize("logical_workers", [4, 7])
 def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(pool: Pool, logical_workers: int, backend: str) -> None:
     plain, staged = (pool.run(4, summed_on, tuple(hosts), logical_workers, backend) for hosts in ("abcd", "aabb"))
-    sent = [[size for name, size in rank.order if name == SEND] for rank in plain]
-    assert {size for sizes in sent for size in sizes} == {4}
-    for rank in staged:
-        sizes = [size for name, size in rank.order if name == SEND]
-        assert sizes == [2] * len(sizes)
-        assert len(sizes) == 2 * len(sent[0])
+    if backend == "gloo":
+        assert [rank.peers for rank in plain] == [{1, 2, 3}, {0, 2, 3}, {0, 1, 3}, {0, 1, 2}]
+        assert [rank.peers for rank in staged] == [{1, 2}, {0, 3}, {0, 3}, {1, 2}]
+    else:
+        sent = [[size for name, size in rank.order if name == SEND] for rank in plain]
+        assert {size for sizes in sent for size in sizes} == {4}
+        for rank in staged:
+            sizes = [size for name, size in rank.order if name == SEND]
+            assert sizes == [2] * len(sizes)
+            assert len(sizes) == 2 * len(sent[0])
     [alone] = pool.run(1, summed_on, ("a",), logical_workers)
     for rank in [*plain, *staged]:
         assert all(torch.equal(a, b) for a, b in zip(rank.found, alone.found, strict=True))
 
 
 def test_what_a_device_exchanges_of_a_bucket_comes_back_before_the_last_is_sent(pool: Pool) -> None:
-    """Where waiting for it keeps only a stream waiting; gloo would keep the backward waiting."""
-    on_host, on_device = (pool.run(2, summed_on, ("a", "b"), 4, backend) for backend in ("gloo", BACKEND))
-    for rank in on_host:
-        assert [name for name, _ in rank.order] == [SEND] * 4 + [GATHER] * 4
-    for rank in on_device:
+    """Where waiting for it keeps only a stream waiting; for a host see `test_direct.py`."""
+    for rank in pool.run(2, summed_on, ("a", "b"), 4, BACKEND):
         assert [name for name, _ in rank.order] == [SEND, *[SEND, GATHER] * 3, GATHER]
 
 

@@ -136,13 +136,13 @@ def four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
     silence, received = [0.0], [0]
     with LocalMembership(World(rank, 2, 2), store).generation(0, False), longest_silence(silence), pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer_module.torch, "empty", without_memory)
-        real = transfer_module.dist.recv
+        real = transfer_module.receive
 
         def counted(piece: torch.Tensor, source: int) -> None:
             real(piece, source)
             received[0] += piece.nbytes
 
-        patch.setattr(transfer_module.dist, "recv", counted)
+        patch.setattr(transfer_module, "receive", counted)
         transfer(Snapshot(1, model, {}, None) if rank == 0 else None, rank, 0, [1])
     return silence[0], received[0]
 

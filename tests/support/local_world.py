@@ -219,7 +219,7 @@ class LocalMembership:
             timeout = timedelta(seconds=_EXCHANGE_S)
             dist.distributed_c10d._world.group_count = 0  # as `ProcessGroup` does
             dist.init_process_group(self._backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout)
-            groups = open_groups(self._world.rank, self._hosts, timeout)
+            groups = open_groups(self._world.rank, self._hosts, timeout, self._backend != "gloo")
             dist.barrier()  # nobody leaves while another still connects
         mine = set(_sockets()) - before
         try:

@@ -64,7 +64,7 @@ class ProcessGroup:
             timeout=_FORM_TIMEOUT,
             device_id=device if name == _NCCL else None,  # connects now, not in the first backward
         )
-        self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT)
+        self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT, self._asynchronous or device.type != "cpu")
         for group in {None, *self.groups}:
             dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT, group)  # the public name came after torch 2.13
         if not self._broken:
@@ -129,8 +129,8 @@ class ProcessGroup:
         return self._store is not None and _ends(number)[1] == self._store
 
     def close(self, broken: bool = False) -> None:
-        """Leaves the group; of one that is broken NCCL would wait for exchanges that never end."""
-        if self._asynchronous and broken:
+        """Leaves the group; in one that is broken NCCL, and with gloo a thread beside backward, would wait for what never comes."""
+        if broken:
             self.abort()
         with self._aborting:
             aborts = list(self._aborts.values())
@@ -147,11 +147,18 @@ def backend_of(device: torch.device, backend: str) -> str:
     return backend
 
 
-def open_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta) -> tuple[Any, ...]:
-    """The process group of a rank in each stage of the exchange, see `World.groups`; a collective of all ranks."""
+def open_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, collective: bool) -> tuple[Any, ...]:
+    """The process group of a rank in each stage of the exchange, see `World.groups`; a collective of all ranks.
+
+    Args:
+        rank: This one.
+        hosts: The host of every rank.
+        timeout: For the groups to form.
+        collective: Whether the stages need any; otherwise ranks send to each other (`exchange.transport`).
+    """
     stages = groups(hosts) if hosts else [[]]
-    if len(stages) == 1:
-        return (None,)
+    if len(stages) == 1 or not collective:
+        return (None,) * len(stages)
     made = [{ranks: dist.new_group(ranks, timeout=timeout) for ranks in stage} for stage in stages]
     return tuple(group for stage in made for ranks, group in stage.items() if rank in ranks)
 

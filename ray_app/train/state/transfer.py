@@ -13,11 +13,11 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.exchange.exchange import collective
+from ray_app.exchange.peer import Transfer, receive, sending
 
 _PIECE_BYTES = 16 << 20
 _SMALL_BYTES = 4096
@@ -87,7 +87,7 @@ class _Line:
 
     def __init__(self, parent: int | None, children: Sequence[int]) -> None:
         self._parent, self._children = parent, children
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: deque[Transfer] = deque()
 
     def pass_head(self, head: bytes) -> bytes:
         """Passes on what comes before the tensors; returns it."""
@@ -106,16 +106,16 @@ class _Line:
 
     def _pass_piece(self, piece: Tensor) -> None:
         if self._parent is not None:
-            dist.recv(piece, self._parent)
+            receive(piece, self._parent)
         for child in self._children:
-            self._sent.append((dist.isend(piece, child), piece))
+            self._sent.append(sending(piece, child))
         while len(self._sent) > _MOST_ON_THE_WAY * len(self._children):
-            self._sent.popleft()[0].wait()
+            self._sent.popleft().wait()
 
     def settle(self) -> None:
         """Waits until all has left."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            self._sent.popleft().wait()
 
 
 def without_tensors(value: Any, found: list[Tensor]) -> Any:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.data.feed.windows import MicroBatch
@@ -20,6 +18,7 @@ from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.exchange.ddp import DataParallel
 from ray_app.exchange.doubling import summed
 from ray_app.exchange.exchange import Exchange, World, collective
+from ray_app.exchange.peer import Transfer, receive, sending
 from ray_app.plan.replays import Again, due, guilty, judges
 
 Compute = Callable[[MicroBatch], int]
@@ -120,16 +119,16 @@ class Twice:
 
     def _send(self, shares: Sequence[Again]) -> list[MicroBatch]:
         """Gives those who compute again what they need; returns what this rank has to."""
-        rank, sent, received = self._world.rank, list[tuple[Any, Tensor]](), list[MicroBatch]()
+        rank, sent, received = self._world.rank, list[Transfer](), list[MicroBatch]()
         with collective():
             for each in shares:
                 if rank == each.owner != each.by:
-                    sent += [(dist.isend(part, each.by), part) for part in _packed(self._mine[each.logical_worker])]
+                    sent += [sending(part, each.by) for part in _packed(self._mine[each.logical_worker])]
             for each in shares:
                 if rank == each.by:
                     received.append(self._mine[each.logical_worker] if each.owner == rank else _received(each.owner))
-            for waiting, _ in sent:
-                waiting.wait()
+            for transfer in sent:
+                transfer.wait()
         return received
 
     def played(self, logical_worker: int, bits_of_buffers: Callable[[], int]) -> None:
@@ -208,8 +207,8 @@ def _packed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 def _received(owner: int) -> MicroBatch:
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, owner)
+    receive(size, owner)
     data = torch.zeros(int(size), dtype=torch.uint8)
-    dist.recv(data, owner)
+    receive(data, owner)
     batch: MicroBatch = pickle.loads(data.numpy().tobytes())
     return batch

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.errors import PeerLostError
 from ray_app.exchange.exchange import World, collective, gather
+from ray_app.exchange.peer import Transfer, receive, send, sending
 from ray_app.train.state.transfer import with_tensors, without_tensors
 
 logger = logging.getLogger(__name__)
@@ -54,22 +54,22 @@ class Copies:
         old = self._cuts.popleft()[2] if len(self._cuts) == 2 else {}
         parts: dict[int, StatePart] = {}
         self._cuts.append((step, owners, parts))
-        before, behind, sent = (world.rank - 1) % world.size, (world.rank + 1) % world.size, list[Any]()
+        before, behind, sent = (world.rank - 1) % world.size, (world.rank + 1) % world.size, list[Transfer]()
         try:
             with collective():
                 if world.rank < owners:
                     own = parts[world.rank] = _packed(mine, old.get(world.rank))
                     sizes = torch.tensor([own.head.numel(), own.data.numel()])
-                    sent = [dist.isend(value, behind) for value in (sizes, *own)]
+                    sent = [sending(value, behind) for value in (sizes, *own)]
                 if before < owners:
                     sizes = torch.empty(2, dtype=torch.int64)
-                    dist.recv(sizes, before)
+                    receive(sizes, before)
                     head, data = torch.empty(int(sizes[0]), dtype=torch.uint8), _room(int(sizes[1]), old.get(before))
-                    dist.recv(head, before)
-                    dist.recv(data, before)
+                    receive(head, before)
+                    receive(data, before)
                     parts[before] = StatePart(head, data)
-                for work in sent:
-                    work.wait()
+                for transfer in sent:
+                    transfer.wait()
         except PeerLostError as error:  # the next step meets it again
             logger.warning("No second copy of the state of step %d: %s", step, error)
 
@@ -106,9 +106,9 @@ class Copies:
                 part = own[owner] if rank == world.rank else StatePart(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
                 for value in part if rank != to else ():
                     if world.rank == rank:
-                        dist.send(value, to)
+                        send(value, to)
                     elif world.rank == to:
-                        dist.recv(value, rank)
+                        receive(value, rank)
                 found.append(part)
         return (at, _joined([_unpacked(part) for part in found])) if world.rank == to else None
 
