@@ -16,26 +16,22 @@ _lock = threading.Lock()
 _lent: dict[str, list[list[Any]]] = {}
 """What each setting was before each of the times for which it is lent now, by the name of the setting, the earliest first."""
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""What `malloc.h` calls the free memory that is kept, the least that is asked the system for, and what is asked it for on its own."""
-_GLIBC_S_OWN = 128 << 10
-"""Bytes of each of them if nobody says anything."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""What `malloc.h` calls the free memory that is kept, and what the system is asked for on its own."""
 
 
-def keep_freed_memory(keeps: bool = True) -> None:
-    """Lets glibc keep up to a gigabyte of freed memory for what is asked for next, or keep none.
+def keep_freed_memory() -> None:
+    """Lets glibc keep up to a gigabyte of freed memory for what is asked for next; for a process that does nothing but compute for a run.
 
     Each step asks for what the one before has freed. What went back to the system in between comes again page by page, filled with zeros:
-    up to 9,000 page faults in a step of ResNet-18, a tenth of its time (see `man 3 mallopt`). What the environment says of it counts more.
+    up to 9,000 page faults in a step of ResNet-18, a tenth of its time (see `man 3 mallopt`). A thread's own memory is kept up to 64 MB.
+    What the environment says of it counts more. glibc cannot be asked to go back to its own changing thresholds.
     """
     malloc = ctypes.CDLL(None)
     if not hasattr(malloc, "mallopt") or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
-    malloc.mallopt(_TRIM_THRESHOLD, 1 << 30 if keeps else _GLIBC_S_OWN)
-    malloc.mallopt(_TOP_PAD, 64 << 20 if keeps else _GLIBC_S_OWN)
-    malloc.mallopt(_MMAP_THRESHOLD, 32 << 20 if keeps else _GLIBC_S_OWN)  # the most that it takes
-    if not keeps:
-        malloc.malloc_trim(0)
+    malloc.mallopt(_TRIM_THRESHOLD, 1 << 30)
+    malloc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from ray_app.data.read.reader import Fetch
 from ray_app.data.read.threads import by_threads
 from ray_app.errors import PreemptedError, own_error
 from ray_app.plan.cursor import Cursor
+from ray_app.process import keep_freed_memory
 from ray_app.record.output import copied_output
 from ray_app.record.redact import guard
 from ray_app.task.environment import gpu_of
@@ -153,6 +154,7 @@ def _gpu() -> torch.device:
 
 def _work(arguments: dict[str, Any]) -> None:
     """Runs in every worker."""
+    keep_freed_memory()
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     start: Start = ray.get(arguments["start"])
     job = start.job

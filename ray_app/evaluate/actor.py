@@ -25,6 +25,7 @@ from ray_app.data.read.reader import Fetch
 from ray_app.data.read.whole import load_all
 from ray_app.errors import DamagedError, RunHeldError
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
+from ray_app.process import keep_freed_memory
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.record.files import poll_s
 from ray_app.record.lease import LIFE_S, LeaseWatch, is_taken_over
@@ -71,6 +72,8 @@ class Evaluator:
         self._error: str | None = None
         self._itself, name = _this_actor(), job.name or "evaluator"
         self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
+        if self._itself is not None:
+            keep_freed_memory()
         environment.pin(job.section.threads, job.deterministic)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._device = environment.gpu_of(ray.get_gpu_ids(), visible) if job.section.num_gpus else torch.device("cpu")

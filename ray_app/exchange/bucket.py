@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.exchange.exchange import World
-from ray_app.exchange.transport import CollectiveTransport, DirectTransport, Transport
+from ray_app.exchange.transport import CollectiveTransport, DirectTransport, Rooms, Transport
 from ray_app.exchange.tree import TreeSum, parents
 from ray_app.plan.route import Stage
 
@@ -26,6 +26,7 @@ class Bucket:
         number: Which bucket it is.
 
     Attributes:
+        room: Memory that travels, see `Rooms`.
         is_direct: Whether ranks may come to the buckets in different orders.
     """
 
@@ -47,9 +48,10 @@ class Bucket:
         self._parents = parents(world.logical_workers)
         self.tree = TreeSum(self._parents)
         self._spare: list[Tensor] = []
-        self._rooms: dict[str, Tensor] = {}
+        rooms = Rooms(first.device)
+        self.room = rooms.room
         self.is_direct = world.settle is None and first.device.type == "cpu"
-        self._transport: Transport = DirectTransport(self.room, world.rank, number) if self.is_direct else CollectiveTransport(self.room)
+        self._transport: Transport = DirectTransport(rooms, world.rank, number) if self.is_direct else CollectiveTransport(rooms)
         self.missing: set[nn.Parameter] = set()
         self.sums: list[Tensor] = []
         self._arriving: list[Tensor] = []
@@ -71,12 +73,6 @@ class Bucket:
         """Forgets the step's sums, keeping their memory for the next."""
         self._spare += [value for value in self.tree.clear() if value is not self.result]
         self.sums = []
-
-    def room(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory, that of the step before."""
-        if name not in self._rooms:
-            self._rooms[name] = torch.empty(numel, dtype=dtype, device=self.result.device)
-        return self._rooms[name]
 
     def exchange(self, stage: Stage, group: Any) -> None:
         """Sends everybody in the stage its shard of the sums that this rank holds, and receives its own of theirs."""

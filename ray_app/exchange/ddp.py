@@ -55,7 +55,8 @@ class DataParallel(Exchange):
         buckets = [] if self._alone else _bucketed(self._parameters, int(bucket_mb * _MEBI))
         self._buckets = [Bucket(parameters, world, number) for number, parameters in enumerate(buckets)]
         self._last = world.played[-1]
-        self._listening, self._next, self._ways = False, 0, list[Iterator[Bucket]]()
+        self._listening, self._next = False, 0
+        self._ways, self._late = list[Iterator[Bucket]](), list[Iterator[Bucket]]()
         self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device, "exchange")
         self._thread = SideThread() if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
         self._names = {p: name for name, p in model.named_parameters()}
@@ -169,10 +170,10 @@ class DataParallel(Exchange):
         return int(torch.stack(parts).sum()) if parts else 0
 
     def _reset(self) -> None:
-        """Readies everything for a step, also after one that failed half-way."""
+        """Readies everything for a step, with one rank also after one that failed half-way; with more, that needs another exchange."""
         for p in self._parameters:
             p.grad = None
-        self._next, self._ways = 0, []
+        self._next, self._ways, self._late = 0, [], []
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
             bucket.reset()
@@ -198,7 +199,7 @@ class DataParallel(Exchange):
     def _send(self, bucket: Bucket) -> None:
         """Sends a bucket, and those before it on, where that keeps what computes from nothing: on a device's own stream, or by the thread.
 
-        The last one is for nobody to be computed beside, so that a model of one bucket needs no thread.
+        The last one, beside which nothing is computed, waits for `_receive`, so a model of one bucket needs no thread.
         """
         way = self._exactly(bucket) if self._exact else self._overlapped(bucket)
         if self._thread is not None and bucket is not self._buckets[-1]:
@@ -207,9 +208,7 @@ class DataParallel(Exchange):
             self._take_along(way)
         else:
             next(way)
-            if self._thread is not None:
-                self._thread.join()
-            self._ways.append(way)
+            (self._ways if self._thread is None else self._late).append(way)
 
     def _take_along(self, way: Iterator[Bucket]) -> None:
         """Lets a bucket set out, and those before it go on."""
@@ -263,6 +262,9 @@ class DataParallel(Exchange):
                 p.grad = view
 
     def _receive(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._ways, self._late = self._ways + self._late, []
         while self._ways:
             self._go_on()
         self._side.join()

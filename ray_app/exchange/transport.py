@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +12,22 @@ from torch import Tensor
 from ray_app.exchange.peer import Transfer, receiving, sending
 from ray_app.plan.route import Stage
 
-Room = Callable[[str, int, torch.dtype], Tensor]
-"""Memory of a name, a number of elements and a dtype, the same one in each step."""
+
+class Rooms:
+    """Memory that is made once and is the same one in each step; by name.
+
+    Args:
+        device: Where it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._rooms = device, dict[str, Tensor]()
+
+    def room(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Some of it, flat; always asked for as many elements of the same dtype."""
+        if name not in self._rooms:
+            self._rooms[name] = torch.empty(numel, dtype=dtype, device=self._device)
+        return self._rooms[name]
 
 
 class Transport(Protocol):
@@ -36,8 +50,8 @@ class Transport(Protocol):
 class CollectiveTransport(Transport):
     """By the collectives of the process group, which all ranks have to begin in the same order."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, rooms: Rooms) -> None:
+        self._room = rooms.room
         self._work: Any = None
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
@@ -51,7 +65,7 @@ class CollectiveTransport(Transport):
         counts = [len(nodes) * shard for nodes in stage.held]
         received = self._room(f"from {stage.ranks}", sum(counts), outgoing.dtype)
         self._work = dist.all_to_all_single(received, outgoing, counts, [held * shard] * parts, group=group, async_op=True)
-        return list(received.split(shard))
+        return list(received.chunk(sum(map(len, stage.held))))
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
         """See `Transport`."""
@@ -69,13 +83,13 @@ class DirectTransport(Transport):
     what one sends the other under a tag arrives in that order, so a tag for each bucket tells everything apart.
 
     Args:
-        room: For what arrives.
+        rooms: For what arrives.
         rank: This one.
         number: Of the bucket, on all ranks the same.
     """
 
-    def __init__(self, room: Room, rank: int, number: int) -> None:
-        self._room, self._rank, self._tag = room, rank, number + 1
+    def __init__(self, rooms: Rooms, rank: int, number: int) -> None:
+        self._room, self._rank, self._tag = rooms.room, rank, number + 1
         self._group = dist.group.WORLD  # not that of a later generation, which a thread that is left behind would write into
         self._begun: list[Transfer] = []
 
@@ -88,7 +102,7 @@ class DirectTransport(Transport):
             if peer == self._rank:
                 found += [parts[place] for parts in own]
                 continue
-            arriving = self._room(f"from {peer}", len(nodes) * shard, like.dtype).split(shard)
+            arriving = self._room(f"from {peer}", len(nodes) * shard, like.dtype).chunk(len(nodes))
             self._begun += [receiving(value, peer, self._tag, self._group) for value in arriving]
             self._begun += [sending(parts[place], peer, self._tag, self._group) for parts in own]
             found += arriving

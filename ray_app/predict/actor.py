@@ -27,6 +27,7 @@ from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.reader import POSITION, ReadSpec, check_positions
 from ray_app.errors import ConfigError, DataError
 from ray_app.models import loader
+from ray_app.process import keep_freed_memory
 from ray_app.record.files import location, put_atomic
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
@@ -128,6 +129,7 @@ class PredictActor:
 
     def __init__(self, job: ray.ObjectRef) -> None:
         self._job: PredictJob = ray.get(job)
+        keep_freed_memory()
         environment.pin(self._job.threads, True, refuses=False)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._device = environment.gpu_of(ray.get_gpu_ids(), visible) if self._job.device == "cuda" else torch.device("cpu")

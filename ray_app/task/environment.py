@@ -13,7 +13,7 @@ import torch
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.process import keep_freed_memory, variables
+from ray_app.process import variables
 
 _NO_LIMIT = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -25,7 +25,6 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     Raises:
         ConfigError: It has used its GPU in a way that cannot be made deterministic any more.
     """
-    keep_freed_memory()
     pin(config.scaling.threads_per_worker, config.train.reduction == "exact")
     if config.train.compile:
         import torch._dynamo as dynamo
@@ -92,7 +91,6 @@ def given_back() -> Iterator[None]:
         try:
             yield
         finally:
-            keep_freed_memory(False)
             torch.set_num_threads(threads)
             memory.fill_uninitialized_memory = fills
             use_deterministic_algorithms(mode > 0, refuses=mode > 1)

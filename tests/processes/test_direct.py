@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +105,68 @@ def test_sums_are_there_while_backward_is_not_done(pool: Pool, size: int, hosts:
     """So the ranks come to the buckets in different orders, where not all of them wait."""
     found = pool.run(size, gathered_beside, size, hosts, waits)
     assert all((number >= 4) == (rank in waits) for rank, number in enumerate(found)), found
+
+
+def late_in_forward(rank: int, store: Path, size: int) -> None:
+    """A step, of which the last rank begins its part when all others are done with backward."""
+    model, world = Network(), World(rank, size, LOGICAL_WORKERS)
+    with LocalMembership(world, store).generation(0, False) as (world, _):
+        exchange = DataParallel(model, world, "exact", EACH_MB, "none")
+        done = store.parent / f"{store.name}-done"
+        done.mkdir(exist_ok=True)
+        if rank == size - 1:
+            until(lambda: len(list(done.iterdir())) == size - 1, "the others wait for this rank in backward", 20)
+        begin(exchange, model, world)
+        (done / str(rank)).touch()
+        exchange.finish()
+        exchange.close()
+        dist.barrier()
+
+
+def test_nobody_waits_in_backward_for_a_rank_that_is_late(pool: Pool) -> None:
+    """It would count as computing: whoever looks for the rank that holds up all, or hangs, would find every one."""
+    pool.run(3, late_in_forward, 3)
+
+
+def empty_among_them(rank: int, store: Path, size: int) -> list[Tensor]:
+    """Gradients of a model that has parameters of no size, in buckets of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for number, dtype in enumerate((torch.float64, torch.float32)):
+        model.register_parameter(f"empty_{number}", nn.Parameter(torch.empty(0, dtype=dtype)))
+    world = World(rank, size, 3)
+    with LocalMembership(world, store).generation(0, False) as (world, _):
+        exchange = DataParallel(model, world, "exact", EACH_MB, "none")
+        for v in world.played:
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(v))
+            exchange.backward(model(x).square().mean(1), torch.full((2,), 1 / 6), v)
+        exchange.launch()
+        exchange.finish()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        exchange.close()
+        if size > 1:
+            dist.barrier()
+        return gradients
+
+
+def test_parameters_of_no_size_travel_too(pool: Pool) -> None:
+    """Also from a rank that holds two nodes of the tree, as one of two does of three."""
+    [alone] = pool.run(1, empty_among_them, 1)
+    assert len(alone) == 6
+    for found in pool.run(2, empty_among_them, 2):
+        assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+
+
+def test_what_a_bucket_held_is_free_without_the_garbage_collector() -> None:
+    exchange = DataParallel(Network(), World(0, 1, LOGICAL_WORKERS), "exact", EACH_MB, "none")
+    held = [weakref.ref(bucket) for bucket in exchange._buckets]
+    exchange.close()
+    gc.disable()
+    try:
+        del exchange
+        assert [ref() for ref in held] == [None] * 2 * LAYERS
+    finally:
+        gc.enable()
 
 
 def lost_beside(rank: int, store: Path, port: int) -> list[str]:

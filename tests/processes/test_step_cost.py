@@ -53,9 +53,9 @@ def resnet18() -> Task:
     [
         pytest.param(Small, 1, cached, {}, {"python_calls": 469, "torch_operators": 66}, id="small"),
         pytest.param(Small, 1, streamed, {}, {"python_calls": 469, "torch_operators": 66}, id="small, read"),
-        pytest.param(Small, 2, cached, {}, {"python_calls": 764, "torch_operators": 94}, id="small, 2 workers"),
+        pytest.param(Small, 2, cached, {}, {"python_calls": 759, "torch_operators": 94}, id="small, 2 workers"),
         pytest.param(
-            resnet18, 2, cached, {}, {"python_calls": 3217, "torch_operators": 404}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
+            resnet18, 2, cached, {}, {"python_calls": 3140, "torch_operators": 404}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
         ),
         pytest.param(
             resnet18,
