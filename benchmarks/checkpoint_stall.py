@@ -226,7 +226,7 @@ def report(found: dict[str, list[Cost]]) -> None:
         print(f"{name:<24}" + "".join(f"{column:>24}" for column in columns))
     print(f"\n{'figure':<50}{'value':>24}{'bar':>8}{'stretch':>9}")
     stalls = [ours.stall_ms / save.call_ms for ours, save in zip(found[OURS], found[SAVE], strict=True)]
-    line("stall of a checkpoint / torch.save + fsync", stalls, 0.15, 0.10, median(stalls) <= 0.15, median(stalls) <= 0.10)
+    line("stall of a checkpoint / torch.save + fsync", stalls, 0.08, 0.05, median(stalls) <= 0.08, median(stalls) <= 0.05)
     through = [ours.throughput for ours in found[OURS]]
     line("throughput, a checkpoint every 20 steps / none", through, 0.95, 0.965, median(through) >= 0.95, median(through) >= 0.965)
     print(f"{'null: throughput, none / none':<50}{spread([none.throughput for none in found[NONE]]):>24}")
