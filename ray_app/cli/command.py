@@ -11,6 +11,7 @@ import sys
 from types import ModuleType
 
 from ray_app.importing import without_gc
+from ray_app.record.safe_stream import make_standard_streams_safe
 from ray_app.version import __version__
 
 COMMANDS = {
@@ -42,6 +43,8 @@ def run(prog: str = "ray-app", name: str | None = None) -> int:
         prog: What the user typed to get here, for messages.
         name: The subcommand; not given: the first argument of the command line names it.
     """
+    if name is not None or (sys.argv[1:2] and sys.argv[1] in COMMANDS):  # their exit code says what came of their work
+        make_standard_streams_safe()
     codes: list[int] = []
     atexit.register(lambda: _leave(*codes))  # registered first, called last
     codes.append(main(prog=prog) if name is None else _imported(name).main(prog=prog))

@@ -17,6 +17,7 @@ from typing import Any
 from ray_app.record.files import Location, poll_s, put_atomic
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import redact
+from ray_app.record.safe_stream import SafeStream
 
 _MOST_CHARS = 1 << 20
 
@@ -35,7 +36,10 @@ class Output:
         self._before = sys.stdout, sys.stderr
         kinds = enumerate(("out", "err"), 1)
         self._kept = [_Kept(paths.output(fence, who, kind), where, _goes_to(number)) for number, kind in kinds]
-        self._tees = [_Tee(stream, kept) for stream, kept in zip(self._before, self._kept, strict=True)]
+        self._tees = [
+            _Tee(stream, name, kept)
+            for stream, name, kept in zip(self._before, ("standard output", "standard error"), self._kept, strict=True)
+        ]
         sys.stdout, sys.stderr = self._tees
         self._lock = threading.Lock()
         self._closed, self._look_s = threading.Event(), 2 * poll_s(paths.root)
@@ -109,26 +113,19 @@ class _Kept:
         self._copied = chars
 
 
-class _Tee:
+class _Tee(SafeStream):
     """A stream that keeps what is written to it."""
 
-    def __init__(self, stream: Any, kept: _Kept) -> None:
-        self._stream, self._kept = stream, kept
+    def __init__(self, stream: Any, name: str, kept: _Kept) -> None:
+        super().__init__(stream, name)
+        self._kept = kept
 
     def write(self, text: str) -> int:
         """See `TextIOBase.write`."""
-        done = self._stream.write(text)
+        super().write(text)
         with suppress(Exception):
             self._kept.add(text)
-        return int(done) if done is not None else len(text)
-
-    def writelines(self, lines: Any) -> None:
-        """See `IOBase.writelines`."""
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return len(text)
 
 
 def _goes_to(descriptor: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ray
-from rich.console import Console
 
 from ray_app.cluster.labels import Node, labelled
 from ray_app.cluster.ray_job import ray_job
@@ -12,11 +11,12 @@ from ray_app.record.progress.journal import read_events
 from ray_app.record.redact import redact
 from ray_app.runs.preparing.prepare import Prepared
 from ray_app.train.job import Job
+from ray_app.watch.safe_console import SafeConsole
 
 _MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."
 
 
-def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
+def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None:
     """Says what is about to run, and where.
 
     Args:
@@ -26,10 +26,10 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
     """
     job, config = prepared.job, prepared.job.config
     verb = "Continuing" if prepared.resumes else "Starting"
-    console.print(redact(f"{verb} run {job.paths.name} in {job.paths.root}"), markup=False, highlight=False, soft_wrap=True)
+    console.print(redact(f"{verb} run {job.paths.name} in {job.paths.root}"))
     if (here := ray_job()) is not None and here["page"] is not None:
         named = f" ({here['submission_id']})" if here["submission_id"] else ""
-        console.print(f"Ray job {here['job_id']}{named}: {here['page']}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Ray job {here['job_id']}{named}: {here['page']}")
     if "_ray_pkg_" in str(job.paths.root):
         console.print(
             "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
@@ -39,12 +39,9 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
         console.print(
             f"Warning: {job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}. Its result will"
             " be that of neither; run.changed_code: refuse does not start such a run.",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
     for doubt in prepared.doubts:
-        console.print(f"Warning: {doubt}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Warning: {doubt}")
     passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
     capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.most_workers else ""
     spares = f" and {config.scaling.spare_workers} spare" if config.scaling.spare_workers else ""
@@ -52,15 +49,12 @@ def announce(console: Console, prepared: Prepared, max_workers: int) -> None:
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch{passes},"
         f" {config.train.epochs} epochs; {where}, arithmetic of {job.plan.logical_workers}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     if (classes := job.plan.classes) is not None:
         console.print(f"balanced: in each pass every one of {len(classes.totals)} classes is used {classes.totals.max():,} times")
     nodes = ray.nodes() if ray.is_initialized() else []
     if idle := idle_gpus(config, max_workers, nodes):
-        console.print(f"Warning: {idle}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Warning: {idle}")
     if len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) > 1:
         console.print(
             "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how to shorten it."
@@ -81,8 +75,8 @@ def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
     return f"{idle} of the {has:g} GPUs of the cluster are not used by this run. {advice}"
 
 
-def say_changed_environment(console: Console, job: Job) -> None:
+def say_changed_environment(console: SafeConsole, job: Job) -> None:
     """Warns of every change of the environment during this start."""
     for event in read_events(job.paths, "environment_changed"):
         if event.fence == job.fence:
-            console.print(_MIX.format(**event.details), markup=False, highlight=False)
+            console.print(_MIX.format(**event.details))

@@ -25,6 +25,7 @@ from ray_app.train.group.messages import Status
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.watch.console import RunConsole
+from ray_app.watch.safe_console import SafeConsole
 
 _LOOK_S = 0.25
 _EXIT_S = 60.0
@@ -169,7 +170,7 @@ class Training:
         return self._run.job
 
     def _show_until(self, is_there: Callable[[], bool], shows_last: bool = False) -> None:
-        with RunConsole(self._job, self._job.config.scaling.most_workers, Console(), lambda: []) as shown:
+        with RunConsole(self._job, self._job.config.scaling.most_workers, SafeConsole(Console()), lambda: []) as shown:
             while True:
                 is_last_look = is_there()
                 seen = self._look()
@@ -244,4 +245,4 @@ def _print(said: StringIO) -> None:
     said.seek(0)
     said.truncate()
     if text:
-        Console().print(text, markup=False, highlight=False, soft_wrap=True)
+        SafeConsole(Console()).print(text)

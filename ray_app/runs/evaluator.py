@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from rich.console import Console
 
 from ray_app.checkpoint.commit import Commit
 from ray_app.errors import EvaluationError
@@ -16,6 +15,7 @@ from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.record.redact import redact
 from ray_app.runs.outcome.closing import close_orphan
 from ray_app.watch.metrics import RunMetrics
+from ray_app.watch.safe_console import SafeConsole
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Following:
         self._metrics.set("evaluator_lag_seconds", max(0.0, time.time() - waiting[0].time_s) if waiting else 0.0)
         return waiting
 
-    def finish(self, is_over: Callable[[], bool], console: Console) -> bool:
+    def finish(self, is_over: Callable[[], bool], console: SafeConsole) -> bool:
         """Waits until the evaluator has caught up, at most `evaluate.drain_timeout_s`.
 
         Args:
@@ -96,14 +96,14 @@ class Following:
         except OSError:
             return False
 
-    def _tell(self, why: str, console: Console) -> None:
+    def _tell(self, why: str, console: SafeConsole) -> None:
         assert self._job is not None
         if self._job.section.on_error == "fail":
             raise EvaluationError(
                 f"{why}\nAll checkpoints are there. Mend the cause, then start the run again, which evaluates them, or use ray-app evaluate"
                 f" --run {self._job.run_root}. With evaluate.on_error: warn the run would count as finished."
             )
-        console.print(redact(why), markup=False)
+        console.print(redact(why))
 
     def _gave_up(self) -> str | None:
         """Why, or None while it works or is being started again."""

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-
 from ray_app.checkpoint.commit import Commit
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
@@ -19,6 +17,7 @@ from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
 from ray_app.train.single import train_here
 from ray_app.watch.console import RunConsole
+from ray_app.watch.safe_console import SafeConsole
 from ray_app.watch.sampler import NodeSampler
 
 _LOOK_S = 0.25
@@ -60,7 +59,7 @@ def train_in_front(
     job: Job,
     stops: Callable[[bool], bool],
     sampler: NodeSampler | None,
-    console: Console,
+    console: SafeConsole,
     waiting: Callable[[], list[Commit]],
     hooks: Hooks,
 ) -> None:
@@ -75,7 +74,7 @@ def train_in_front(
         hooks: For fault tests.
     """
     alone = Alone(job.plan.logical_workers, lambda: stops(False))
-    plain = Console(file=console.file, force_terminal=False, force_jupyter=False, quiet=console.quiet)
+    plain = console.as_plain()
     ended = threading.Event()
 
     def watch() -> None:

@@ -46,10 +46,12 @@ from ray_app.track.client import IMPATIENT
 from ray_app.track.runs import Tracker, check_available
 from ray_app.train.group.messages import Flags
 from ray_app.train.group.messages import Status as Gathering
+from ray_app.train.job import Job
 from ray_app.train.keep.restoring import note_fallback
 from ray_app.version import __version__
 from ray_app.watch.console import RunConsole, print_end
 from ray_app.watch.observer import Observers
+from ray_app.watch.safe_console import SafeConsole
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +116,14 @@ def opened(
             fits_object_stores(needed, there[1])
         with acquire(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
-            announce(console, prepared, max_workers)
+            safe = SafeConsole(console)
+            safe.report_to(partial(_put_console_failed, prepared.job))
+            announce(safe, prepared, max_workers)
             if prepared.changed:
                 put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
-            progress = Console(quiet=True, force_jupyter=False) if background else console
+            progress = SafeConsole(Console(quiet=True, force_jupyter=False)) if background else safe
             phases.end("claim")
-            yield Run(prepared, lease, max_workers, console, faults, is_own, interrupted, progress, phases.seconds)
+            yield Run(prepared, lease, max_workers, safe, faults, is_own, interrupted, progress, phases.seconds)
 
 
 class Run:
@@ -130,11 +134,11 @@ class Run:
         prepared: Prepared,
         lease: Lease,
         max_workers: int,
-        console: Console,
+        console: SafeConsole,
         faults: Faults,
         own_cluster: bool,
         interrupted: threading.Event,
-        progress: Console,
+        progress: SafeConsole,
         phases: dict[str, float],
     ) -> None:
         self.job, self._evaluation, self._phases = prepared.job, prepared.evaluation, phases
@@ -203,10 +207,15 @@ class Run:
             tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:
                 try_to_register(job)
-            summary = _patiently(lambda: self._put_summary(status))  # with what MLflow calls the run and its model
+            try:  # with what MLflow calls the run and its model
+                summary = _patiently(lambda: self._put_summary(status))
+            except OSError as error:
+                logger.warning("summary.json has not what MLflow calls the run: %s", error)
         observers.ended(status, summary)
-        say_changed_environment(self._console, job)
-        print_end(self._console, job, summary, facts, redact(default_tracking_uri(self._config)) if tracker is not None else None)
+        tracking_uri = redact(default_tracking_uri(self._config)) if tracker is not None else None
+        with self._console.guarded():
+            say_changed_environment(self._console, job)
+            print_end(self._console, job, summary, facts, tracking_uri)
         if self._error is not None:
             raise self._error
         return Result(job.paths.root, summary, job.task)
@@ -285,6 +294,10 @@ class Run:
             return "stopped_early"
         undecided = not self._is_evaluated and (self._interrupted.is_set() or self._config.evaluate.patience is not None)
         return "finished" if self._is_complete() and not undecided else "interrupted"
+
+
+def _put_console_failed(job: Job, reason: str) -> None:
+    put_event(job.paths, "console_failed", job.fence, reason=reason)
 
 
 def _patiently(work: Callable[[], T]) -> T:

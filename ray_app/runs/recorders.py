@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import ray
-from rich.console import Console
 
 from ray_app.cluster.ray_job import ray_job
 from ray_app.config.class_path import load_class
@@ -19,10 +16,11 @@ from ray_app.track.runs import Tracker, run_tags
 from ray_app.train.job import Job
 from ray_app.watch.metrics import RunMetrics
 from ray_app.watch.observer import Observer, Observers
+from ray_app.watch.safe_console import SafeConsole
 from ray_app.watch.sampler import NodeSampler
 
 
-def make_tracker(job: Job, console: Console) -> Tracker | None:
+def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
     """The tracker of a run, to be started; None if it is not tracked. On a cluster with a dashboard it says which MLflow run it is."""
     config, manifest = job.config, job.plan.manifest
     if not config.tracking.enabled:
@@ -35,8 +33,7 @@ def make_tracker(job: Job, console: Console) -> Tracker | None:
     if here is None or here["page"] is None:
         return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets)
     tags["ray_app.ray_job"] = here["page"]
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets, say=say)
+    return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets, say=console.print)
 
 
 def make_board(job: Job) -> Board | None:

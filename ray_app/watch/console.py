@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ray_app.checkpoint.commit import Commit
@@ -28,6 +27,7 @@ from ray_app.report.series import sparkline
 from ray_app.train.job import Job
 from ray_app.watch.metrics import RunMetrics, Speed
 from ray_app.watch.notebook_line import LiveLine
+from ray_app.watch.safe_console import SafeConsole
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,12 @@ class RunConsole:
     """
 
     def __init__(
-        self, job: Job, max_workers: int, console: Console, waiting: Callable[[], list[Commit]], metrics: RunMetrics | None = None
+        self, job: Job, max_workers: int, console: SafeConsole, waiting: Callable[[], list[Commit]], metrics: RunMetrics | None = None
     ) -> None:
         self._job, self._max_workers, self._console, self._waiting = job, max_workers, console, waiting
-        self._live = console.is_terminal and not console.is_jupyter
-        self._cell = LiveLine() if console.is_jupyter else None
+        rich = console.console
+        self._live = rich.is_terminal and not rich.is_jupyter
+        self._cell = LiveLine() if rich.is_jupyter else None
         self._metrics, self._speed = metrics, Speed(job.plan.global_batch_size)
         self._rate, self._line_s = _Rate(), 0.0
         self._evaluated, self._spent, self._looked_s = "", "", 0.0
@@ -79,7 +80,7 @@ class RunConsole:
             BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total} steps  {task.fields[text]}"),
             TimeElapsedColumn(),
-            console=console,
+            console=rich,
         )
         self._bar: TaskID | None = None
         self._epoch = -1
@@ -88,24 +89,30 @@ class RunConsole:
 
     def __enter__(self) -> RunConsole:
         if self._live:
-            self._progress.start()
+            with self._console.guarded():
+                self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._progress.stop()
-        if self._metrics is not None:
-            self._metrics.set("workers", 0)
-            self._metrics.set("rows_per_second", 0)
+        with self._console.guarded():
+            if self._metrics is not None:
+                self._metrics.set("workers", 0)
+                self._metrics.set("rows_per_second", 0)
+            if self._live:
+                self._progress.stop()
 
     def show(self, newest: StepRecord | None, phase: str, waits: bool = False) -> None:
-        """Shows how far the run is.
+        """Shows how far the run is; a failure to do so is no failure of the run.
 
         Args:
             newest: The newest step that rank 0 told of; None before the first.
             phase: What the run is waiting for until then, or again.
             waits: Whether it waits for capacity now.
         """
+        with self._console.guarded():
+            self._show(newest, phase, waits)
+
+    def _show(self, newest: StepRecord | None, phase: str, waits: bool) -> None:
         self._look_at_record(newest, waits)
         if newest is None or waits:
             self._show_phase(phase)
@@ -114,23 +121,24 @@ class RunConsole:
         elif self._cell is not None:
             self._cell.show(self._line(newest), newest.step / self._job.total_steps)
         elif self._is_line_due():
-            self._console.print(self._line(newest), markup=False, highlight=False, soft_wrap=True)
+            self._console.print(self._line(newest))
 
     def show_last(self) -> None:
         """Shows the last step, as it was recorded: what rank 0 told of before may be older."""
-        try:
-            self._show_printed()
-            newest = newest_record(self._job.paths)
-        except OSError as error:
-            logger.warning("The record could not be read: %s", error)
-            return
-        if newest is not None:
-            self.show(newest, "")
+        with self._console.guarded():
+            try:
+                self._show_printed()
+                newest = newest_record(self._job.paths)
+            except OSError as error:
+                logger.warning("The record could not be read: %s", error)
+                return
+            if newest is not None:
+                self._show(newest, "", waits=False)
 
     def _show_printed(self) -> None:
         """Shows what workers and evaluator have printed."""
         for line in self._printed.look():
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(line)
 
     def _is_line_due(self) -> bool:
         if time.monotonic() - self._line_s < _PLAIN_EVERY_S:
@@ -207,10 +215,10 @@ class RunConsole:
             self._cell.show(phase)
         elif phase != self._told_phase:
             self._told_phase = phase
-            self._console.print(phase, markup=False, highlight=False)
+            self._console.print(phase)
 
 
-def print_end(console: Console, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None) -> None:
+def print_end(console: SafeConsole, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None) -> None:
     """Says what came of the run and where to look.
 
     Args:
@@ -230,7 +238,7 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], facts: Facts 
     if took := summary["start_s"]:
         rows.append(("start", f"{sum(took.values()):.1f} s: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in took.items())))
     if facts is not None:
-        rows += [("loss", curve) for curve in [loss_curve(facts, console.encoding)] if curve]
+        rows += [("loss", curve) for curve in [loss_curve(facts, console.console.encoding)] if curve]
         rows.append(("cluster", facts.story))
     else:
         rows.append(("cluster", spent(job.paths, job.config.failure) or "nothing went wrong"))
@@ -246,9 +254,9 @@ def print_end(console: Console, job: Job, summary: dict[str, Any], facts: Facts 
         rows.append(("TensorBoard", shlex.join(["tensorboard", "--logdir", str(job.paths.tensorboard)])))
     width = max(len(name) for name, _ in rows)
     text = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-    if not _is_utf8(console.encoding):
+    if not _is_utf8(console.console.encoding):
         text = text.replace("→", "->").encode("ascii", "replace").decode()
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text)
 
 
 def model_line(model: dict[str, Any]) -> str:

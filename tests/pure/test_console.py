@@ -17,6 +17,7 @@ from ray_app.record.progress.journal import put_event
 from ray_app.record.progress.segments import StepRecord
 from ray_app.watch import console as module
 from ray_app.watch.console import RunConsole
+from ray_app.watch.safe_console import SafeConsole
 from tests.support.local_world import TinyImages, make_job, write_images
 
 NOW_S = 1040.0
@@ -44,7 +45,7 @@ def shown(
     now = {"s": 0.0}
     monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S, monotonic=lambda: now["s"]))
     said = StringIO()
-    with RunConsole(job, 4, Console(file=said, width=300), lambda: [commit(step) for step in waiting]) as console:
+    with RunConsole(job, 4, SafeConsole(Console(file=said, width=300)), lambda: [commit(step) for step in waiting]) as console:
         for look in looks:
             now["s"] = next(times)
             console.show(*look)

@@ -25,6 +25,7 @@ from ray_app.runs.announce import announce
 from ray_app.runs.cluster import workers_that_fit
 from ray_app.runs.outcome.summary import summarize
 from ray_app.runs.preparing.prepare import Prepared
+from ray_app.watch.safe_console import SafeConsole
 from tests.support.checkpoints import commit_of
 from tests.support.local_world import make_job, write_images
 
@@ -143,7 +144,7 @@ def test_epochs_are_those_of_the_configuration(tmp_path: Path, fields: dict[str,
     assert summarize(job, "finished")["checkpoints"]["committed"] == 1
     assert f"in {begun} epochs begun" in render(read_facts(job.paths))
     console = Console(record=True, width=300, file=StringIO())
-    announce(console, Prepared(job, None, False), 1)
+    announce(SafeConsole(console), Prepared(job, None, False), 1)
     assert said in console.export_text()
 
 

@@ -268,7 +268,9 @@ class Campaign:
 def rows_of(job: Job) -> dict[int, Any]:
     """What rows every step had; those of a step that was done again are the same."""
     found: dict[int, Any] = {}
-    for path in sorted(job.paths.metrics.glob("*.json")):
+    metrics = job.paths.metrics
+    assert isinstance(metrics, Path)
+    for path in sorted(metrics.glob("*.json")):
         columns = json.loads(path.read_bytes())
         for step, rows, row_hash in zip(columns["step"], columns["rows"], columns["row_hash"], strict=True):
             assert found.setdefault(step, (rows, row_hash)) == (rows, row_hash)
