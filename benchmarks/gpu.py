@@ -31,6 +31,7 @@ from benchmarks import gpu_cluster, gpu_digests, gpu_speed
 from benchmarks.gpu_lines import HEAD, Line, Result, as_json, look_at
 from benchmarks.gpu_workers import Bench
 from benchmarks.harness import ROOT
+from ray_app.task.environment import driver_version
 
 TOTAL_S, GRACE_S = 500.0, 25.0
 LINES: list[Line] = [*gpu_digests.LINES, *gpu_cluster.LINES, *gpu_speed.LINES]
@@ -41,8 +42,7 @@ def describe(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else f"no GPU, {os.cpu_count()} cores {platform.machine()}"
     found = {"device": name, "torch": torch.__version__, "ray": ray.__version__, "date": time.strftime("%Y-%m-%d")}
     if device == "cuda":
-        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-        found |= {"cuda": f"{torch.version.cuda}, driver for {driver}", "gpus": torch.cuda.device_count()}
+        found |= {"cuda": f"{torch.version.cuda}, driver for {driver_version()}", "gpus": torch.cuda.device_count()}
     return found
 
 

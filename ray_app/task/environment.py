@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from ray_app.process import variables
 
 _NO_LIMIT = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_UNKNOWN = "unknown"
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
@@ -31,11 +36,21 @@ def set_up_torch(config: Config, device: torch.device) -> None:
 
         # Beyond its limit a size would run uncompiled, with other bits; which one depends on what was played before.
         dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit = _NO_LIMIT
+    use_device(device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = False
         if config.train.reduction == "exact":
             _try_product(device)
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the current one of the calling thread; a CPU needs nothing.
+
+    The current device belongs to a thread, and a new thread begins with the first GPU. User code that says "cuda", generators and Triton
+    use the current one.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _try_product(device: torch.device) -> None:
@@ -83,16 +98,20 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
 
 @contextmanager
 def given_back() -> Iterator[None]:
-    """Gives a process that is not only a worker's its threads, its choice of kernels and its random numbers back."""
+    """Gives a process that is not only a worker's its threads, its choice of kernels, its GPU and its random numbers back."""
     memory: Any = torch.utils.deterministic
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     fills, devices = memory.fill_uninitialized_memory, [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    benchmark = torch.backends.cudnn.benchmark
     with torch.random.fork_rng(devices), variables(**{_WORKSPACE: None}, TORCHINDUCTOR_DETERMINISTIC=None):
         try:
             yield
         finally:
             torch.set_num_threads(threads)
             memory.fill_uninitialized_memory = fills
+            torch.backends.cudnn.benchmark = benchmark
+            for number in devices:
+                torch.cuda.set_device(number)
             use_deterministic_algorithms(mode > 0, refuses=mode > 1)
 
 
@@ -118,39 +137,77 @@ _ROUNDING: dict[str, Any] = {
 """What may round to TF32; asked by the newer of PyTorch's two names, since it refuses the older one to who has used the newer."""
 
 
+def driver_version() -> str:
+    """Returns the newest CUDA version that the installed driver supports, such as 13.2, or "unknown" if the driver does not answer.
+
+    The question goes to the driver's library: no module of PyTorch answers it, and no device is opened for it.
+    """
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return _UNKNOWN
+    return _UNKNOWN if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 def describe(device: torch.device) -> dict[str, str]:
-    """The environment that a checkpoint records; two runs with equal ones are bit for bit comparable."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    found = {
+    """Returns the environment that a checkpoint records: two runs with equal environments are comparable bit for bit.
+
+    It never raises: a part that a build of PyTorch or a driver does not tell is "unknown".
+    """
+    environment = {
         "torch": torch.__version__,
-        "device": f"{device.type} {name}",
+        "device": f"cpu {platform.machine()}" if device.type == "cpu" else f"{device.type} {_ask(torch.cuda.get_device_name, device)}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }
     if device.type == "cuda":
-        found |= {
-            "cuda": f"{torch.version.cuda}, driver for {torch._C._cuda_getDriverVersion()}",  # type: ignore[attr-defined]
-            "cudnn": str(torch.backends.cudnn.version()),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "tf32": ", ".join(f"{name} {found.fp32_precision}" for name, found in _ROUNDING.items()),
+        environment |= {
+            "cuda": f"{torch.version.cuda}, driver for {driver_version()}",
+            "cudnn": _ask(torch.backends.cudnn.version),
+            "nccl": _ask(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
+            "tf32": _ask(lambda: ", ".join(f"{name} {kernels.fp32_precision}" for name, kernels in _ROUNDING.items())),
         }
-    return found
+    return environment
+
+
+def _ask(question: Callable[..., object], *arguments: object) -> str:
+    """Returns an answer as text, or "unknown" if the question raises."""
+    try:
+        return str(question(*arguments))
+    except Exception:  # an attribute may be missing, a library may not load, a driver may not answer
+        return _UNKNOWN
 
 
 def need_compiler(device: torch.device) -> None:
-    """Refuses `train.compile` where it cannot work.
+    """Refuses `train.compile` on a machine whose compiler is missing.
 
     Raises:
-        ConfigError: There is no compiler here.
+        ConfigError: There is no C++ compiler for a CPU, or no C compiler or no header of Python for a GPU.
     """
-    if device.type == "cpu":
-        from torch._inductor import cpp_builder
-        from torch._inductor.exc import InvalidCxxCompiler
+    missing = _missing_for_cpus() if device.type == "cpu" else _missing_for_triton()
+    if missing is not None:
+        raise ConfigError(
+            f"train.compile needs {missing} on every node, and {platform.node()} has none. Install it, or set train.compile to false."
+        )
 
-        try:
-            cpp_builder.get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise ConfigError(
-                f"train.compile needs a C++ compiler such as g++ on every node, and {platform.node()} has none. Install one, or set it to"
-                " false."
-            ) from error
+
+def _missing_for_cpus() -> str | None:
+    """Returns what the compiler of PyTorch lacks on this machine to compile for a CPU, None if nothing."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler such as g++"
+    return None
+
+
+def _missing_for_triton() -> str | None:
+    """Returns what Triton lacks on this machine, None if nothing. It builds the launcher of each kernel with a C compiler."""
+    if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler such as gcc"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return f"the header Python.h of Python {platform.python_version()} (a package such as python3-dev)"
+    return None

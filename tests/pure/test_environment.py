@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +92,86 @@ def test_how_products_are_rounded_is_known_by_whichever_name_it_was_said() -> No
     refused, found = done.stdout.splitlines()
     assert refused == "refused"
     assert found == "{'matmul': 'tf32', 'convolution': 'tf32', 'recurrent': 'ieee'}"
+
+
+def _raise(*arguments: object) -> None:
+    raise AttributeError(arguments)
+
+
+class _Driver:
+    """Stands for libcuda.so.1.
+
+    Args:
+        version: What `cuDriverGetVersion` says, such as 13020; None: it fails.
+    """
+
+    def __init__(self, version: int | None) -> None:
+        self._version = version
+
+    def cuDriverGetVersion(self, where: Any) -> int:
+        if self._version is None:
+            return 999
+        where._obj.value = self._version
+        return 0
+
+
+@pytest.mark.parametrize(("version", "expected"), [(13020, "13.2"), (12090, "12.9"), (None, "unknown")])
+def test_the_driver_itself_says_which_cuda_it_supports(monkeypatch: pytest.MonkeyPatch, version: int | None, expected: str) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": _Driver(version)}[name])
+    assert environment.driver_version() == expected
+
+
+def test_a_driver_that_is_not_there_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert environment.driver_version() == "unknown"
+
+
+def test_a_gpu_is_described_without_private_functions_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: _Driver(13020))
+    described = environment.describe(torch.device("cuda", 0))
+    assert (described["device"], described["cuda"]) == ("cuda NVIDIA H100", f"{torch.version.cuda}, driver for 13.2")
+    assert set(described) == {"torch", "device", "cpu_capability", "threads", "cuda", "cudnn", "nccl", "tf32"}
+    assert "unknown" not in described.values()
+
+
+def test_the_description_of_a_gpu_does_not_raise_whatever_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((torch.cuda, "get_device_name"), (torch.backends.cudnn, "version"), (torch.cuda.nccl, "version")):
+        monkeypatch.setattr(owner, name, _raise)
+    described = environment.describe(torch.device("cuda", 0))
+    assert (described["device"], described["cudnn"], described["nccl"]) == ("cuda unknown", "unknown", "unknown")
+
+
+def test_a_device_is_made_current_where_it_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        environment.use_device(device)
+    assert current == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("compilers", "variable", "header", "missing"),
+    [
+        (("gcc",), None, True, None),
+        (("clang",), None, True, None),
+        ((), "/opt/cc", True, None),
+        ((), None, True, "train.compile needs a C compiler such as gcc on every node"),
+        (("gcc",), None, False, "train.compile needs the header Python.h of Python"),
+    ],
+)
+def test_what_triton_compiles_with_is_looked_for_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compilers: tuple[str, ...], variable: str | None, header: bool, missing: str | None
+) -> None:
+    (tmp_path / "Python.h").write_text("") if header else None
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False) if variable is None else monkeypatch.setenv("CC", variable)
+    if missing is None:
+        environment.need_compiler(torch.device("cuda", 0))
+        return
+    with pytest.raises(ConfigError, match=missing):
+        environment.need_compiler(torch.device("cuda", 0))
