@@ -149,3 +149,17 @@ def test_sums_and_weights_of_a_row_are_not_rounded_to_half_precision() -> None:
 
 
 LONG = torch.zeros(2, 1001, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("name", "init_args", "target"), [("CrossEntropyLoss", {"weight": [1, 2, 5]}, 0), ("BCEWithLogitsLoss", {}, 1)])
+def test_a_loss_that_an_evaluation_asks_for_first_can_be_trained_with(name: str, init_args: dict[str, Any], target: int) -> None:
+    spec = {"class_path": f"torch.nn.{name}", "init_args": {**init_args, **({"pos_weight": [3.25, 2, 1]} if target else {})}}
+    targets = torch.ones(4, 3) if target else torch.tensor([0, 1, 2, 1])
+    if not target:
+        spec["init_args"]["label_smoothing"] = 0.125  # no other test has made this one in this process
+    with torch.inference_mode():
+        loss_of_rows(spec, torch.randn(4, 3), targets)
+    scores = torch.randn(4, 3, requires_grad=True)
+    summed(None, Losses.of(loss_of_rows(spec, scores, targets)))
+    Losses.of(loss_of_rows(spec, scores, targets)).values.sum().backward()
+    assert scores.grad is not None

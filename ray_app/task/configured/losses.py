@@ -107,8 +107,9 @@ def _counted(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
 
 
 @lru_cache(64)
+@torch.inference_mode(False)
 def _made(spec: str, device: str) -> Any:
-    """The loss on a device, made once in a process."""
+    """The loss on a device, made once in a process, with weights that backward can save even if an evaluation asks for it first."""
     given = json.loads(spec)
     init_args = {**(given.get("init_args") or {}), "reduction": "none"}
     tensors = {name: torch.tensor(init_args[name], dtype=torch.float32) for name in _OF_CLASSES if isinstance(init_args.get(name), list)}

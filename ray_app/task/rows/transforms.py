@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ray_app.config.class_path import load_class
@@ -57,6 +58,7 @@ def made_once(spec: Any, called: str) -> Any:
 
 
 @lru_cache(64)
+@torch.inference_mode(False)  # an evaluation may be the first to ask
 def _made_once(spec: str, called: str) -> Any:
     return made(json.loads(spec), called)
 
