@@ -77,6 +77,7 @@ class Evaluator:
         environment.pin(job.section.threads, job.deterministic)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._device = environment.gpu_of(ray.get_gpu_ids(), visible) if job.section.num_gpus else torch.device("cpu")
+        environment.use_device(self._device)
         self._model = job.task.build_model().to(self._device)
         self._arrays: Arrays | None = None
         self._done_step = last_evaluated(evaluated_steps(job.paths, job.name))
@@ -103,6 +104,7 @@ class Evaluator:
             self._output.close()
 
     def _follow(self) -> None:
+        environment.use_device(self._device)  # a new thread begins on the first GPU
         look_s = wait_s = poll_s(self._job.paths.root)
         while not self._stopped.is_set():
             try:

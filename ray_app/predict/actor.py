@@ -27,10 +27,12 @@ from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.reader import POSITION, ReadSpec, check_positions
 from ray_app.errors import ConfigError, DataError
 from ray_app.models import loader
+from ray_app.models.on_device import module_on
 from ray_app.process import keep_freed_memory
 from ray_app.record.files import location, put_atomic
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
+from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.rows.ragged import Field, Ragged, joined, to_batch
 
 MADE_FROM = b"ray_app.made_from"
@@ -71,8 +73,6 @@ class Model:
         return predict
 
     def _exported(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
-        from torch.export.passes import move_to_device_pass
-
         assert self.inputs is not None
         names = self.inputs
         with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ class Model:
             file.write_bytes(self.weights)
             exported = loader.load_exported(file)
         state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
-        module = (move_to_device_pass(exported, device) if device.type != "cpu" else exported).module()
+        module = module_on(exported, device)
         return state, lambda batch: module(*(batch[name] for name in names))
 
     def _built(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
@@ -88,6 +88,8 @@ class Model:
         model.load_state_dict(unpack_model({MODEL: self.weights}))
         state = {name: values.cpu() for name, values in model.state_dict().items()}
         model = model.to(device).eval()
+        if device.type == "cuda":
+            use_eager_roi_align()
         return state, lambda batch: self.task.forward(model, batch)
 
 
@@ -133,6 +135,7 @@ class PredictActor:
         environment.pin(self._job.threads, True, refuses=False)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._device = environment.gpu_of(ray.get_gpu_ids(), visible) if self._job.device == "cuda" else torch.device("cpu")
+        environment.use_device(self._device)
         self._predict = self._job.model.load(self._device)
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -141,6 +144,7 @@ class PredictActor:
         Raises:
             DataError: The rows are not those of a part, or a prediction is not finite.
         """
+        environment.use_device(self._device)  # Ray Data may call from another thread than the one of the constructor
         position = int(fixed(table.column(POSITION), ArraySpec("<i8", ()))[0])
         name, spec = self._job.parts[position]
         rows = sum(span.rows for span in spec)

@@ -25,6 +25,7 @@ from ray_app.data.feed.memory_cache import fetch_at_once
 from ray_app.data.read.reader import RowSource, specs_of
 from ray_app.errors import ConfigError, own_error
 from ray_app.models import loader
+from ray_app.models.on_device import module_on
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
@@ -122,6 +123,7 @@ def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], sect
     environment.pin(section.threads, True, refuses=False)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = environment.gpu_of(ray.get_gpu_ids(), visible) if section.num_gpus else torch.device("cpu")
+    environment.use_device(device)
     found = []
     for request in requests:
         arrays = _arrays(request)
@@ -130,13 +132,13 @@ def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], sect
         scored = {}
         for name, files in request.models.items():
             with tempfile.TemporaryDirectory() as folder:
-                model, inputs = _load(files, Path(folder))
+                model, inputs = _load(files, Path(folder), device)
             if not set(inputs) <= arrays.keys():
                 raise ConfigError(
                     f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they cannot be compared."
                     " Use another tracking.registered_model for a task with other inputs."
                 )
-            run, packaged = partial(run_packaged, inputs), PackagedModule(model.to(device))
+            run, packaged = partial(run_packaged, inputs), PackagedModule(model)
             asked = score(task, packaged, arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics, forward=run)
             scored[name] = list(asked)
         found.append(scored)
@@ -158,8 +160,13 @@ def _arrays(request: Request) -> Arrays:
     return arrays if request.chosen is None else {name: values[request.chosen] for name, values in arrays.items()}
 
 
-def _load(files: Files, folder: Path) -> tuple[nn.Module, list[str]]:
-    """The module of a package and the fields that it takes."""
+def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, list[str]]:
+    """The module of a package on a device, and the fields that it takes."""
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    return loader.load(folder), [spec["name"] for spec in loader.describe(folder)["inputs"]]
+    description = loader.describe(folder)
+    if description["format"] == "torch.export":
+        model = module_on(loader.load_exported(folder / loader.EXPORTED), device)
+    else:
+        model = loader.load(folder).to(device)
+    return model, [spec["name"] for spec in description["inputs"]]

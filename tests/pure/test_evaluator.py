@@ -30,6 +30,7 @@ from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import put_json
 from ray_app.record.lease import acquire
 from ray_app.record.progress.journal import read_events
+from ray_app.task import environment
 from ray_app.task.score.scoring import combine, score
 from tests.support.local_world import make_job, write_images
 
@@ -337,3 +338,15 @@ def test_it_computes_as_the_workers_do(job: EvaluationJob, exact: bool) -> None:
     with following(dataclasses.replace(job, deterministic=exact)):
         assert torch.are_deterministic_algorithms_enabled() is exact
         assert torch.get_num_threads() == job.section.threads
+
+
+def test_its_device_is_the_current_one_where_it_makes_the_model_and_where_it_evaluates(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current GPU belongs to a thread, and a new thread begins with the first one."""
+    threads = list[str]()
+    monkeypatch.setattr(environment, "use_device", lambda device: threads.append(threading.current_thread().name))
+    commit(job, 1)
+    with following(job):
+        wait_until(lambda: not pending(job), "evaluated")
+    assert threads == [threading.current_thread().name, "_follow"]

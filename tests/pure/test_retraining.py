@@ -475,9 +475,9 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str,
     files = files_of(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
     (tmp_path / "elsewhere").mkdir()
-    served, inputs = _load(files, tmp_path / "elsewhere")
-    assert inputs == ["features"]
     device = torch.device("cpu")
+    served, inputs = _load(files, tmp_path / "elsewhere", device)
+    assert inputs == ["features"]
     run = partial(run_packaged, inputs)
     packaged = combine(task, score(task, PackagedModule(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
     trained = combine(task, score(task, model, arrays, 359, device))

@@ -1,0 +1,53 @@
+"""RoIAlign of torchvision on a GPU with deterministic algorithms, without a compiler."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ROIS_AT_ONCE = 256
+"""Regions of one pass, of 50 MB for each intermediate value with 256 channels, 7 x 7 bins and 2 x 2 samples."""
+
+
+def use_eager_roi_align() -> None:
+    """Replaces the function that torchvision compiles for deterministic algorithms on a GPU, if torchvision's RoIAlign is imported.
+
+    torchvision (0.29) has a backward that adds atomically, and an implementation in Python whose backward does not. It compiles the latter
+    for shapes that change (`torch.compile(dynamic=True)`): that needs Triton and a C compiler on every node, and the kernels are chosen by
+    the shapes that come first, so the bits of a step would depend on the steps that a worker has done before. The same implementation
+    without compilation needs neither, and takes its memory in parts.
+    """
+    module: Any = sys.modules.get("torchvision.ops.roi_align")
+    if module is None or isinstance(module._roi_align, _InParts):
+        return
+    module._roi_align = _InParts(module._roi_align.__wrapped__)
+    module.is_compile_supported = lambda device: True  # torchvision asks before it calls the function
+
+
+class _InParts:
+    """The implementation in Python, for some regions at a time; backward computes each part again instead of keeping it.
+
+    Args:
+        roi_align: torchvision's, uncompiled.
+    """
+
+    def __init__(self, roi_align: Any) -> None:
+        self._roi_align = roi_align
+
+    def __call__(self, features: Tensor, rois: Tensor, *options: Any) -> Tensor:
+        """Returns the values of the regions, shape (regions, channels, *bins).
+
+        Args:
+            features: Shape (images, channels, height, width).
+            rois: Shape (regions, 5): the image's index, left, top, right, bottom.
+            options: Scale, numbers of bins, of samples, and whether pixels are aligned.
+        """
+        if not torch.is_grad_enabled() or not features.requires_grad:
+            return torch.cat([self._roi_align(features, part, *options) for part in rois.split(_ROIS_AT_ONCE)])
+        from torch.utils.checkpoint import checkpoint
+
+        fields: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return torch.cat([checkpoint(self._roi_align, features, part, *options, **fields) for part in rois.split(_ROIS_AT_ONCE)])
