@@ -1,7 +1,9 @@
 """Operations that have no deterministic kernel on a GPU, found while a task is tried on a CPU, where all of them have one.
 
-They are those that `torch.use_deterministic_algorithms` lists as refused for CUDA tensors (torch 2.15). What PyTorch itself replaces in
-that mode, as bilinear interpolation by `torch.nn.functional.interpolate`, is not among them, nor what it refuses on CPUs, too, as `put_`.
+They are those that `torch.use_deterministic_algorithms` lists as refused for CUDA tensors (torch 2.15), those that the CUDA kernels of
+torch and torchvision refuse beside that list (`index_reduce`, pooling of regions), and the deformable convolution of torchvision, whose
+backward adds atomically and does not say so. Operations that PyTorch replaces in that mode, such as bilinear interpolation by
+`torch.nn.functional.interpolate`, are not among them, nor operations that a CPU refuses as well, such as `put_` without `accumulate`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.errors import ConfigError
@@ -28,7 +31,34 @@ class _Refused(NamedTuple):
     if_: Callable[..., bool] = lambda *args, **options: True
 
 
+def _has_weights(*args: Any, **options: Any) -> bool:
+    """Whether `bincount` gets weights; an argument that is None is none."""
+    return (args[1] if len(args) > 1 else options.get("weights")) is not None
+
+
+def _has_dim(*args: Any, **options: Any) -> bool:
+    """Whether a median is taken along a dimension, and so returns indices."""
+    return len(args) > 1 or "dim" in options
+
+
+def _is_not_sum(*args: Any, **options: Any) -> bool:
+    """Whether `scatter_reduce` reduces by another operation than a sum or a mean, which PyTorch computes by sorting the indices."""
+    return (args[4] if len(args) > 4 else options.get("reduce")) not in ("sum", "mean")
+
+
+def _multiplies_tensors(*args: Any, **options: Any) -> bool:
+    """Whether `scatter` multiplies by a tensor; a number gives the same product in every order."""
+    return options.get("reduce") == "multiply" and isinstance(args[3] if len(args) > 3 else options.get("src"), Tensor)
+
+
+def _accumulates(*args: Any, **options: Any) -> bool:
+    """Whether `put_` adds."""
+    return bool(args[3] if len(args) > 3 else options.get("accumulate", False))
+
+
 _POOLS = "pooling with a kernel of fixed size, or a mean (amax) over the pixels, as an adaptive pooling to size 1 is"
+_MEDIAN, _PUT, _REGIONS = "sort, and the middle", "index_add, or scatter_add", "RoIAlign"
+_SCATTERED = "index_add or scatter_reduce with sum, or a loop over the groups"
 _FRACTIONAL, _PADS = "a convolution with a stride", "zeros, or padding_mode replicate"
 _REFUSED: Mapping[str, _Refused] = {
     "_adaptive_avg_pool2d_backward": _Refused("AdaptiveAvgPool2d, backward", _POOLS),
@@ -58,8 +88,21 @@ _REFUSED: Mapping[str, _Refused] = {
         "EmbeddingBag with mode max, backward", "mode sum or mean", lambda *args, **options: 2 in (args[7:8] or (options.get("mode"),))
     ),
     "histc": _Refused("histc", "bincount of integers"),
-    "bincount": _Refused("bincount with weights", "index_add", lambda *args, **options: bool(args[1:2]) or "weights" in options),
-    "median": _Refused("median with indices", "sort, and the middle", lambda *args, **options: len(args) > 1 or "dim" in options),
+    "bincount": _Refused("bincount with weights", "index_add", _has_weights),
+    "median": _Refused("median with indices", _MEDIAN, _has_dim),
+    "nanmedian": _Refused("nanmedian with indices", _MEDIAN, _has_dim),
+    "scatter_reduce": _Refused("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
+    "scatter_reduce_": _Refused("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
+    "scatter": _Refused("scatter that multiplies", _SCATTERED, _multiplies_tensors),
+    "scatter_": _Refused("scatter that multiplies", _SCATTERED, _multiplies_tensors),
+    "index_reduce": _Refused("index_reduce", _SCATTERED),
+    "index_reduce_": _Refused("index_reduce", _SCATTERED),
+    "put": _Refused("put with accumulate", _PUT, _accumulates),
+    "put_": _Refused("put with accumulate", _PUT, _accumulates),
+    "_roi_pool_backward": _Refused("RoIPool, backward", _REGIONS),
+    "_ps_roi_align_backward": _Refused("PSRoIAlign, backward", _REGIONS),
+    "_ps_roi_pool_backward": _Refused("PSRoIPool, backward", _REGIONS),
+    "_deform_conv2d_backward": _Refused("DeformConv2d, backward", "a convolution"),
     "grid_sampler_2d_backward": _Refused("grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"),
     "grid_sampler_3d_backward": _Refused("grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"),
 }

@@ -21,6 +21,7 @@ from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
 from ray_app.task.losses import Losses
 from ray_app.task.own_code import own_code
+from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.rows.ragged import Arrays, Ragged, to_batch
 from ray_app.task.score.counting import count_directly
 
@@ -100,6 +101,8 @@ def score(
     model.eval()
     metrics = task.metrics().to(device)
     count_directly()
+    if device.type == "cuda":
+        use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
     ragged = any(isinstance(values, Ragged) for values in arrays.values())
     step = chunk_rows or size if ragged else chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)

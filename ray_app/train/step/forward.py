@@ -15,6 +15,7 @@ from ray_app.plan.cursor import Cursor
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.losses import Losses, of_rows
+from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.train.state.seeds import seed_step
 
 _MOST_CONSTANTS = 16
@@ -36,6 +37,8 @@ class Forward:
         self._compiles, self._channels_last = train.compile, train.channels_last
         if train.compile:
             environment.need_compiler(device)
+        if device.type == "cuda":
+            use_eager_roi_align()
         self._compiled_models: dict[nn.Module, Any] = {}
         self._constants: dict[tuple[int, float], Tensor] = {}
 
