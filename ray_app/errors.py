@@ -28,6 +28,10 @@
 
 from __future__ import annotations
 
+import re
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6,}")
+
 
 class RayAppError(Exception):
     """Base of all errors that the application raises on purpose."""
@@ -186,3 +190,11 @@ def own_error(error: BaseException) -> BaseException:
             todo += [e for e in inner if isinstance(e, BaseException)]
     plain = [e for e in seen if isinstance(e, RayAppError) and not isinstance(getattr(e, "cause", None), RayAppError)]
     return plain[0] if plain else error
+
+
+def without_addresses(text: str) -> str:
+    """Returns the text of an error without the addresses of Python objects (`<_io.BytesIO object at 0x7f3c5a1b2e80>`).
+
+    They say nothing to a reader, and files and messages that hold them differ each time.
+    """
+    return _ADDRESS.sub("", text)

@@ -46,19 +46,30 @@ class ObjectDetection(Task):
             training also with a list of targets, `boxes` (objects, 4) and `labels` (objects,), and returns its losses by name; in
             evaluation `boxes`, `labels` and `scores` of each image.
         image: Column of images: encoded, or arrays of uint8 with two or three axes.
-        boxes: Column of lists of boxes: left, top, right, bottom in pixels.
+        boxes: Column of lists of boxes: left, top, right, bottom in pixels of the decoded image.
         labels: Column of lists of integers, the class of each box; the first is 1, since 0 is the background.
         transforms: What is done to images and boxes to train on, in the readers; what is random in it draws from the row's key, which is
             another one in every epoch. Boxes are cut to the image afterwards, and those of less than a pixel are left out.
+        exif_orientation: Whether encoded images are turned and mirrored as their EXIF orientation says, as viewers and tools for drawing
+            boxes show them; false: they are decoded as they are stored, and boxes are in pixels of that.
     """
 
     best_metric = "map"
     best_mode = "max"
+    # The settings of models that were trained before there was this argument lack it; their images were decoded as they are stored.
+    exif_orientation = False
 
     def __init__(
-        self, detector: Spec, image: str = "image", boxes: str = "boxes", labels: str = "labels", transforms: list[Spec] | None = None
+        self,
+        detector: Spec,
+        image: str = "image",
+        boxes: str = "boxes",
+        labels: str = "labels",
+        transforms: list[Spec] | None = None,
+        exif_orientation: bool = True,
     ) -> None:
         self.detector, self.image, self.boxes, self.labels, self.transforms = detector, image, boxes, labels, transforms or []
+        self.exif_orientation = exif_orientation
 
     def prepare(self, data: DataFacts) -> ObjectDetection:
         """Looks at the columns; see `Task.prepare`."""
@@ -97,7 +108,7 @@ class ObjectDetection(Task):
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
         samples = []
         for i in range(len(rows[self.image])):
-            image = image_of(rows[self.image][i])
+            image = image_of(rows[self.image][i], self.exif_orientation)
             if image.ndim != 3:
                 raise ValueError("the image is animated; detectors take one picture of each row")
             boxes, labels = self._truth(rows, i, *image.shape[-2:])

@@ -44,6 +44,8 @@ class ImageClassification(Task):
         image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files (JPEG, PNG, WebP, GIF).
         label: Column of class indices.
         size: Height and width of the decoded images in pixels; needed for encoded files, which are resized and centre-cropped to it.
+        exif_orientation: Whether encoded images are turned and mirrored as their EXIF orientation says, as viewers show them; false: they
+            are decoded as they are stored.
         pixel_max: Value of a white pixel.
         mean: Mean to subtract after scaling to [0, 1], one per channel or one for all.
         std: Standard deviation to divide by, likewise.
@@ -60,6 +62,8 @@ class ImageClassification(Task):
 
     best_metric: ClassVar[str] = "accuracy"
     best_mode: ClassVar[str] = "max"
+    # The settings of models that were trained before there was this argument lack it; their images were decoded as they are stored.
+    exif_orientation = False
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class ImageClassification(Task):
         cutmix: float = 0.0,
         class_weights: ClassWeights = None,
         train_accuracy: bool = False,
+        exif_orientation: bool = True,
     ) -> None:
         if model != "small_cnn" and model not in _classifiers():
             raise ConfigError(f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}.")
@@ -93,7 +98,7 @@ class ImageClassification(Task):
             )
         self.label_smoothing, self.mixup, self.cutmix, self.class_weights = label_smoothing, mixup, cutmix, class_weights
         self.weights: list[float] | None = None
-        self.train_accuracy = train_accuracy
+        self.train_accuracy, self.exif_orientation = train_accuracy, exif_orientation
         self.channels = 3
 
     def prepare(self, data: DataFacts) -> ImageClassification:
@@ -106,7 +111,7 @@ class ImageClassification(Task):
         if facts.kind == "bytes" and self.size is None:
             raise DataError(f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels.")
         if facts.kind == "bytes":
-            require("torchvision", f"Decoding the images of column {self.image!r}")
+            require("torchvision", f"Resizing the images of column {self.image!r}")
         if facts.kind == "array":
             if len(facts.shape) not in (2, 3) or np.dtype(facts.dtype) != np.uint8:
                 raise DataError(
@@ -143,7 +148,10 @@ class ImageClassification(Task):
         from torchvision.transforms.v2 import functional as transforms
 
         assert self.size is not None
-        return transforms.center_crop(transforms.resize(pixels_of(data), [self.size], antialias=True), [self.size]).numpy()
+        pixels = pixels_of(data, self.exif_orientation)
+        if pixels.ndim != 3:
+            raise ValueError(f"the image has {len(pixels)} frames; a classifier takes still images")
+        return transforms.center_crop(transforms.resize(pixels, [self.size], antialias=True), [self.size]).numpy()
 
     def build_model(self) -> nn.Module:
         """See `Task.build_model`."""

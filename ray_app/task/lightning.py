@@ -53,6 +53,7 @@ class LightningTask(BatchTask):
         max_length: See `ModuleTask`.
         best_metric: What `validation_step` logs that decides which checkpoint is best, or `loss`, which it returns.
         best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
+        exif_orientation: See `ModuleTask`.
     """
 
     def unfit(self, config: Config) -> list[str]:

@@ -60,6 +60,7 @@ class LoopTask(BatchTask):
         max_length: See `ModuleTask`.
         best_metric: Which of the means that `evaluate` returns decides which checkpoint is best.
         best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
+        exif_orientation: See `ModuleTask`.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("train", "evaluate")
@@ -82,9 +83,22 @@ class LoopTask(BatchTask):
         max_length: int | None = None,
         best_metric: str = "loss",
         best_mode: Mode | None = None,
+        exif_orientation: bool = True,
     ) -> None:
         super().__init__(
-            module, rows, target, transforms, evaluate_transforms, mean, std, pad_with, pad_to, max_length, best_metric, best_mode
+            module,
+            rows,
+            target,
+            transforms,
+            evaluate_transforms,
+            mean,
+            std,
+            pad_with,
+            pad_to,
+            max_length,
+            best_metric,
+            best_mode,
+            exif_orientation,
         )
         self.train, self.settings, self.evaluate = train, settings or {}, evaluate
 

@@ -70,6 +70,8 @@ class ModuleTask(Task):
         transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key, which is another one in
             every epoch.
         evaluate_transforms: What is done to rows to evaluate and to predict on; it must give the shapes that `transforms` gives.
+        exif_orientation: Whether encoded images and masks are turned and mirrored as their EXIF orientation says, as viewers show them,
+            before the transforms; false: they are decoded as they are stored.
         mean: Subtracted from images after scaling to [0, 1], one per channel or one for all.
         std: Images are divided by it, likewise.
         pad_with: What lists are padded with.
@@ -79,7 +81,7 @@ class ModuleTask(Task):
         best_mode: Whether less (`min`) or more (`max`) of it is better; not given: as the metric's `higher_is_better` says, of a loss less.
     """
 
-    classes_last = train_accuracy = False  # as in settings that were kept before these were
+    classes_last = train_accuracy = exif_orientation = False  # as in settings that were kept before these were
 
     def __init__(
         self,
@@ -100,12 +102,13 @@ class ModuleTask(Task):
         max_length: int | None = None,
         best_metric: str = "loss",
         best_mode: Mode | None = None,
+        exif_orientation: bool = True,
     ) -> None:
         if not inputs:
             raise ConfigError("task.init_args.inputs is empty; name the columns that the model takes.")
         self.model, self.inputs, self.target, self.loss_spec, self.output = model, inputs, target, loss, output
         self.metric_specs, self.transforms, self.evaluate_transforms = metrics or {}, transforms or [], evaluate_transforms or []
-        self.classes_last, self.train_accuracy = classes_last, train_accuracy
+        self.classes_last, self.train_accuracy, self.exif_orientation = classes_last, train_accuracy, exif_orientation
         self.mean, self.std, self.pad_with, self.pad_to, self.max_length = mean or [0.0], std or [1.0], pad_with, pad_to, max_length
         need_specs(model=model, metrics=self.metric_specs, transforms=self.transforms, evaluate_transforms=self.evaluate_transforms)
         need_numbers(self.mean, self.std, pad_to, max_length)
@@ -184,7 +187,9 @@ class ModuleTask(Task):
             need_as_long(rows, self.target, self._columns_of_model())
         images = {name: kind for name, kind in self.kinds.items() if kind in (IMAGE, MASK)}
         fields: dict[str, Field] = {name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images}
-        return fields | decoded({name: rows[name] for name in images}, images, transforms, keys) if images else fields
+        if not images:
+            return fields
+        return fields | decoded({name: rows[name] for name in images}, images, transforms, keys, self.exif_orientation)
 
     def _values(self, values: Any, kind: str) -> Field:
         found = of_kind(values, kind)

@@ -340,13 +340,14 @@ def enormous(kind: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["png", pytest.param("gif", marks=pytest.mark.rest)])
 def test_an_enormous_image_is_refused_before_it_is_decoded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchvision.io.decode_image", lambda *_, **__: pytest.fail("decoded"))
+    content = enormous(kind)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
     (tmp_path / "in" / "cat").mkdir(parents=True)
-    (tmp_path / "in" / "cat" / f"1.{kind}").write_bytes(enormous(kind))
+    (tmp_path / "in" / "cat" / f"1.{kind}").write_bytes(content)
     assert_refused(tmp_path, [f"cat/1.{kind}", "not an image that can be decoded", "pixels"], source="images", input=str(tmp_path / "in"))
     task = ImageClassification(size=8)
     with pytest.raises(ValueError, match="pixels"):
-        task.decode({"image": [enormous(kind)], "label": [0]})
+        task.decode({"image": [content], "label": [0]})
 
 
 @pytest.mark.parametrize(

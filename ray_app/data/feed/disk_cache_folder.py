@@ -28,7 +28,7 @@ from ray_app.data.read.reader import Fetch, RowSource
 
 logger = logging.getLogger(__name__)
 
-_LIBRARIES = ("numpy", "torch", "torchvision")
+_LIBRARIES = ("numpy", "torch", "torchvision", "Pillow", "simplejpeg")
 _DIGITS = 32
 _OURS = ("data/dataset/*.py", "data/read/*.py", "task/**/*.py")
 """Code of the application, below `_APPLICATION`, that has a part in what a decoded row is."""

@@ -1,44 +1,86 @@
-"""Encoded images: decoded by torchvision, after a look at the header, since a small file can say that it is enormous."""
+"""Encoded images: simplejpeg decodes JPEG files, Pillow reads all headers and decodes every other format.
+
+Both raise an error for a damaged file; torchvision's decoder ends the process for some PNG files. A header is read before any pixel is
+decoded, since a small file can say that it is enormous.
+"""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_app.errors import without_addresses
+from ray_app.task.rows.file_kinds import HEAD_BYTES, is_image, name_other_format
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_PIXELS = 2**27
 """Of all frames together: 403 MB as RGB, an image of 11585 x 11585."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+_JPEG = ("JPEG", "MPO")
+"""MPO is a JPEG file with further pictures behind the first one, as many phones write it; only the first one is decoded."""
+_ANIMATED = ("WEBP", "GIF")
+"""Of an animated PNG only the still image is decoded, which viewers that know no animation show."""
+_HARMLESS = ("extraneous bytes before marker 0xd9", "unknown JFIF revision", "determine subsampling level")
+"""Parts of simplejpeg's errors for files that it refuses and that have all their pixels: surplus bytes before the end-of-image marker,
+an odd version number in the header, and sampling factors that libjpeg decodes and TurboJPEG's interface has no name for.
+"""
+_ORIENTATION = 0x0112
+_TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
+    2: (False, ("x",)),
+    3: (False, ("y", "x")),
+    4: (False, ("y",)),
+    5: (True, ()),
+    6: (True, ("x",)),
+    7: (True, ("y", "x")),
+    8: (True, ("y",)),
+}
+"""By EXIF orientation: whether rows and columns change places, and which axes are reversed afterwards."""
 
 
-def pixels_of(encoded: bytes) -> Tensor:
+def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """Decodes an image file.
 
     Args:
         encoded: JPEG, PNG, WebP or GIF.
+        exif_orientation: Whether the image is turned and mirrored as its EXIF orientation says, which is how viewers show it.
 
     Returns:
         RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8 are kept.
 
     Raises:
-        ValueError: It says that it has more than `MAX_PIXELS`, or does not say how many.
-        RuntimeError: It cannot be decoded.
+        ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message says which.
     """
     import torch
-    from torchvision.io import ImageReadMode, decode_image
-    from torchvision.transforms.v2.functional import to_dtype
 
-    _refuse_if_enormous(encoded)
-    image = decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode=ImageReadMode.RGB)
-    return image if image.dtype == torch.uint8 else to_dtype(image, torch.uint8, scale=True)
+    with _explained(encoded), _opened(encoded) as image:
+        if image.format in _JPEG:
+            pixels = _jpeg_pixels(encoded, image)
+        elif image.format in _ANIMATED and getattr(image, "n_frames", 1) > 1:
+            pixels = _frames(image)
+        else:
+            _load(image, encoded)
+            _check_palette(image, encoded)
+            pixels = _rgb_pixels(image)
+        if exif_orientation:
+            pixels = _turned(pixels, _orientation_of(image), (-3, -2))
+    return torch.from_numpy(pixels).movedim(-1, -3)
 
 
-def mask_of(encoded: bytes) -> Tensor:
+def mask_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """Decodes a mask: the numbers of the classes of pixels, as they are stored.
 
     Args:
         encoded: PNG or GIF of one channel, whose values are the numbers, or of a palette, whose indices are.
+        exif_orientation: See `pixels_of`.
 
     Returns:
         Shape (height, width); uint8, or int32 where there are more than 8 bits.
@@ -46,39 +88,205 @@ def mask_of(encoded: bytes) -> Tensor:
     Raises:
         ValueError: It is an image of colours, or see `pixels_of`.
     """
-    import numpy as np
     import torch
-    from PIL import Image
 
-    _refuse_if_enormous(encoded)
-    with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG", "WEBP", "GIF")) as image:
-        if image.format == "JPEG" or image.mode not in ("1", "L", "P", "I", "I;16"):
+    with _explained(encoded), _opened(encoded) as image:
+        if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(
                 f"it is a {image.format} of mode {image.mode}, which is no mask; a mask is a PNG of one channel, or of a palette, whose"
                 " values are the numbers of classes"
             )
-        return torch.from_numpy(np.array(image).astype(np.int32 if image.mode.startswith("I") else np.uint8))
+        _load(image, encoded)
+        values = np.array(image).astype(np.int32 if image.mode.startswith("I") else np.uint8)
+        return torch.from_numpy(_turned(values, _orientation_of(image) if exif_orientation else 1, (-2, -1)))
 
 
-def _refuse_if_enormous(encoded: bytes) -> None:
-    """Looks at the header.
+@contextmanager
+def _explained(encoded: bytes) -> Iterator[None]:
+    """Turns every error of a library about a file into a ValueError with a reason: Pillow's readers raise errors of all kinds.
+
+    Raises:
+        ValueError: See above.
+    """
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        head = bytes(encoded[:HEAD_BYTES])
+        if not is_image(head):
+            other = name_other_format(head) or f"no image: it begins with {head[:8]!r}"
+            raise ValueError(f"it is {other}") from error
+        raise ValueError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        return "its header is damaged"
+    if isinstance(error, Image.DecompressionBombError):
+        # Pillow has a bound of its own, which is above ours.
+        return f"it has more than {MAX_PIXELS} pixels, which is the most that is decoded"
+    lines = without_addresses(str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _opened(encoded: bytes) -> Any:
+    """Opens a file by its header and refuses one that says that it is enormous.
 
     Raises:
         ValueError: See `pixels_of`.
+        Exception: What Pillow raises.
     """
-    if (pixels := _pixels(encoded)) > MAX_PIXELS:
-        raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
-
-
-def _pixels(encoded: bytes) -> int:
-    """Pixels of all frames, from the headers."""
     from PIL import Image
 
+    image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+    if image.format == "GIF" and not _has_gif_end(encoded):
+        raise ValueError("it is cut off or damaged: its blocks do not lead to the one that ends a GIF file")
+    pixels = image.width * image.height
+    if pixels <= MAX_PIXELS and image.format in _ANIMATED:
+        pixels *= getattr(image, "n_frames", 1)
+    if pixels > MAX_PIXELS:
+        raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
+    if image.format == "PNG":
+        # Pillow compares the checksums of a PNG file only here, and the file cannot be decoded afterwards.
+        image.verify()
+        image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+    return image
+
+
+def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
+    """The pixels of a JPEG file, (height, width, 3), refused where anything in it is damaged.
+
+    Raises:
+        ValueError: It is damaged, or in a kind of JPEG that libjpeg does not decode.
+    """
+    import simplejpeg
+
+    if image.mode != "CMYK":
+        try:
+            return simplejpeg.decode_jpeg(encoded, "RGB")
+        except ValueError as error:
+            if not any(part in str(error) for part in _HARMLESS):
+                raise
+    # simplejpeg rounds CMYK in another way than Pillow, torchvision and OpenCV.
+    return _rgb_pixels(image)
+
+
+def _frames(image: Any) -> npt.NDArray[np.uint8]:
+    """The pixels of all frames of an animated image, (frames, height, width, 3)."""
+    from PIL import ImageSequence
+
+    return np.stack([np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
+
+
+def _rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
+    """The pixels of a still image, (height, width, 3)."""
+    if image.mode.startswith("I"):
+        grey = (np.array(image) >> 8).astype(np.uint8)
+        return np.repeat(grey[..., None], 3, -1)
+    # RGB has no transparency; Pillow warns about that which belongs to a palette.
+    image.info.pop("transparency", None)
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _load(image: Any, encoded: bytes) -> None:
+    """Decodes a still image.
+
+    Raises:
+        ValueError: A PNG file has fewer rows than its header says: Pillow makes the others black in silence.
+        Exception: What Pillow raises.
+    """
+    image.load()
+    if image.format != "PNG":
+        return
+    height = image.height
+    # To unpack the data of every PNG file a second time would cost half as much again. A row that Pillow did not get is zeros, so if the
+    # last row is not zeros, all rows are there. An interlaced image does not end with its last row.
+    may_lack_rows = bool(image.info.get("interlace")) or not np.array(image.crop((0, height - 1, image.width, height))).any()
+    if may_lack_rows and (missing := _missing_png_bytes(encoded)):
+        raise ValueError(f"its image data ends {missing} bytes too early")
+
+
+def _check_palette(image: Any, encoded: bytes) -> None:
+    """Refuses a PNG file with colours that its palette does not have: Pillow makes them black in silence.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if image.format == "PNG" and image.mode == "P":
+        colours = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
+        if (index := image.getextrema()[1]) >= colours:
+            raise ValueError(f"a pixel has the colour {index} of a palette of {colours} colours, which are numbered from 0")
+
+
+def _missing_png_bytes(encoded: bytes) -> int:
+    """How many bytes of the rows of a PNG file its compressed image data lacks."""
+    width, height, bits, colour_type, _, _, interlaced = struct.unpack(">IIBBBBB", encoded[16:29])
+    bits_per_pixel = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour_type]
+    # The seven passes of an interlaced image: the first column and row, and the steps between columns and between rows.
+    adam7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    missing = 0
+    for column, row, columns, rows in adam7 if interlaced else ((0, 0, 1, 1),):
+        pass_width, pass_height = -(-(width - column) // columns), -(-(height - row) // rows)
+        if pass_width > 0 and pass_height > 0:
+            # Each row has a byte that names its filter.
+            missing += pass_height * (1 + -(-pass_width * bits_per_pixel // 8))
+    inflate = zlib.decompressobj()
+    for data in _png_chunks(encoded, b"IDAT"):
+        packed = data
+        while packed and missing > 0:
+            missing -= len(inflate.decompress(packed, 1 << 20))
+            packed = inflate.unconsumed_tail
+    return max(missing, 0)
+
+
+def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
+    """The contents of the chunks of a PNG file that are of one kind."""
+    at = 8
+    while at + 8 <= len(encoded):
+        (size,) = struct.unpack(">I", encoded[at : at + 4])
+        if encoded[at + 4 : at + 8] == kind:
+            yield encoded[at + 8 : at + 8 + size]
+        at += size + 12
+
+
+def _has_gif_end(encoded: bytes) -> bool:
+    """Whether the blocks of a GIF file lead to the one that ends it; Pillow takes frames that were cut off for frames that never were."""
+
+    def table_bytes(flags: int) -> int:
+        return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
     try:
-        with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG", "WEBP", "GIF")) as image:
-            frames = getattr(image, "n_frames", 1) if image.format in ("WEBP", "GIF") else 1  # of the others one is decoded
-            if image.format == "PNG":
-                image.verify()  # its checksums: what is damaged ends the process in torchvision's decoder
-            return image.width * image.height * frames
-    except Exception as error:  # Pillow's readers raise what they like
-        raise ValueError(f"its header is refused: {error}") from error
+        at = 13 + table_bytes(encoded[10])
+        while encoded[at] in b"!,":
+            # An extension has a label, an image a position, a size, maybe colours, and the size of its codes. Data follows in both.
+            at += 2 if encoded[at] == ord("!") else 11 + table_bytes(encoded[at + 9])
+            while encoded[at]:
+                at += 1 + encoded[at]
+            at += 1
+        return encoded[at] == ord(";")
+    except IndexError:
+        return False
+
+
+def _orientation_of(image: Any) -> int:
+    """The EXIF orientation of an image, 1 to 8; 1, as it is stored, where nothing valid is said."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except Exception:
+        # EXIF data is beside the image: a damaged block says nothing about how the image is turned, and does not spoil its pixels.
+        return 1
+    return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
+
+
+def _turned(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -> npt.NDArray[Any]:
+    """An image as its EXIF orientation says; `axes` are those of rows (y) and columns (x)."""
+    if orientation == 1:
+        return values
+    swap, reverse = _TURNS[orientation]
+    y, x = axes
+    if swap:
+        values = values.swapaxes(y, x)
+    return np.ascontiguousarray(np.flip(values, tuple({"y": y, "x": x}[axis] for axis in reverse)))

@@ -30,7 +30,11 @@ def is_mask(facts: ColumnFacts) -> bool:
 
 
 def decoded(
-    rows: Mapping[str, Any], kinds: Mapping[str, str], transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None
+    rows: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    transforms: Sequence[Any],
+    keys: npt.NDArray[np.int64] | None,
+    exif_orientation: bool = True,
 ) -> dict[str, npt.NDArray]:
     """The images and masks of some rows.
 
@@ -39,6 +43,7 @@ def decoded(
         kinds: `image` or `mask` by column.
         transforms: What is done to the images of a row and to its masks alike.
         keys: Of the rows, see `transformed`.
+        exif_orientation: See `pixels_of`.
 
     Returns:
         By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).
@@ -52,7 +57,7 @@ def decoded(
     if not transforms and stored >= there.keys():
         found = {name: _stored(rows[name], kind) for name, kind in there.items()}
     else:
-        found = _one_by_one(rows, there, transforms, keys)
+        found = _one_by_one(rows, there, transforms, keys, exif_orientation)
     size = next(iter(found.values())).shape[-2:] if found else (1, 1)
     return found | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in lacking}
 
@@ -65,11 +70,15 @@ def _stored(values: npt.NDArray, kind: str) -> npt.NDArray:
 
 
 def _one_by_one(
-    rows: Mapping[str, Any], kinds: Mapping[str, str], transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None
+    rows: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    transforms: Sequence[Any],
+    keys: npt.NDArray[np.int64] | None,
+    exif_orientation: bool,
 ) -> dict[str, npt.NDArray]:
     found: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
     for row in range(len(next(iter(rows.values())))):
-        sample = {name: _mask(rows[name][row]) if kind == MASK else image_of(rows[name][row]) for name, kind in kinds.items()}
+        sample = {name: (_mask if kind == MASK else image_of)(rows[name][row], exif_orientation) for name, kind in kinds.items()}
         sample = transformed(sample, transforms, None if keys is None else int(keys[row]))
         for name, kind in kinds.items():
             if kind == IMAGE and sample[name].dtype != torch.uint8:
@@ -88,15 +97,19 @@ def _one_by_one(
     return {name: np.stack(values) for name, values in found.items()}
 
 
-def image_of(stored: Any) -> Tensor:
-    """A row's image, encoded or an array, channels first, as transforms know it."""
+def image_of(stored: Any, exif_orientation: bool = True) -> Tensor:
+    """A row's image, encoded (see `pixels_of`) or an array, channels first, as transforms know it."""
     from torchvision import tv_tensors
 
-    return tv_tensors.Image(pixels_of(stored) if isinstance(stored, bytes) else torch.from_numpy(_stored(stored[None], IMAGE)[0]))
+    if isinstance(stored, bytes):
+        return tv_tensors.Image(pixels_of(stored, exif_orientation))
+    return tv_tensors.Image(torch.from_numpy(_stored(stored[None], IMAGE)[0]))
 
 
-def _mask(stored: Any) -> Tensor:
-    """A row's mask, (height, width), likewise."""
+def _mask(stored: Any, exif_orientation: bool) -> Tensor:
+    """A row's mask, encoded (see `mask_of`) or an array, (height, width)."""
     from torchvision import tv_tensors
 
-    return tv_tensors.Mask(mask_of(stored) if isinstance(stored, bytes) else torch.from_numpy(_stored(stored, MASK)))
+    if isinstance(stored, bytes):
+        return tv_tensors.Mask(mask_of(stored, exif_orientation))
+    return tv_tensors.Mask(torch.from_numpy(_stored(stored, MASK)))

@@ -39,6 +39,7 @@ class BatchTask(ModuleTask):
         max_length: See `ModuleTask`.
         best_metric: Which mean of an evaluation decides which checkpoint is best.
         best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
+        exif_orientation: See `ModuleTask`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class BatchTask(ModuleTask):
         max_length: int | None = None,
         best_metric: str = "loss",
         best_mode: Mode | None = None,
+        exif_orientation: bool = True,
     ) -> None:
         columns = list(batch.values() if isinstance(batch, dict) else batch)
         if not columns or (target is not None and target not in columns):
@@ -74,6 +76,7 @@ class BatchTask(ModuleTask):
             max_length=max_length,
             best_metric=best_metric,
             best_mode=best_mode,
+            exif_orientation=exif_orientation,
         )
         self.batch = batch
 
