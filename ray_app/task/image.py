@@ -206,7 +206,7 @@ class ImageClassification(Task):
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
         """See `Task.update`."""
-        metrics.update(outputs, batch["label"])
+        metrics.update(outputs.float().softmax(-1), batch["label"])
 
     def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
         """See `class_predictions`."""

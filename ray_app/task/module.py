@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
 from ray_app.task.configured.arguments import direction, need_channels, need_flat, need_lists, need_numbers, need_specs
-from ray_app.task.configured.losses import loss_of_rows
+from ray_app.task.configured.losses import Activation, activation_of, loss_of_rows, probabilities
 from ray_app.task.losses import Losses
 from ray_app.task.rows.lengths import need_as_long, without_padding
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
@@ -27,6 +28,7 @@ from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
 from ray_app.task.rows.there import constant
 from ray_app.task.rows.transforms import Spec, made, made_once
 from ray_app.task.score.deciding import Mode
+from ray_app.task.score.states import is_classification
 
 _PADDING = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")
@@ -65,6 +67,9 @@ class ModuleTask(Task):
         classes_last: Whether the scores of classes are the last axis of the outputs, as models of `transformers` have them for each token,
             and not the second one, where torch's losses look for them.
         metrics: `torchmetrics` by the name that they are recorded under.
+        activation: What makes probabilities of the outputs for metrics of `torchmetrics.classification`: `sigmoid`, `softmax` (over the
+            classes) or `none`; not given: what goes with the loss, of torch and torchvision (`sigmoid` with `BCEWithLogitsLoss`, `softmax`
+            with `CrossEntropyLoss`), none with losses of your own. Other metrics get the outputs as they are.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss; the target must be classes, or 0 and
             1 for a loss such as `torch.nn.BCEWithLogitsLoss`.
         transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key, which is another one in
@@ -82,6 +87,7 @@ class ModuleTask(Task):
     """
 
     classes_last = train_accuracy = exif_orientation = False  # as in settings that were kept before these were
+    activation: Activation | None = None
 
     def __init__(
         self,
@@ -92,6 +98,7 @@ class ModuleTask(Task):
         output: str | None = None,
         classes_last: bool = False,
         metrics: dict[str, Spec] | None = None,
+        activation: Activation | None = None,
         train_accuracy: bool = False,
         transforms: list[Spec] | None = None,
         evaluate_transforms: list[Spec] | None = None,
@@ -109,6 +116,9 @@ class ModuleTask(Task):
         self.model, self.inputs, self.target, self.loss_spec, self.output = model, inputs, target, loss, output
         self.metric_specs, self.transforms, self.evaluate_transforms = metrics or {}, transforms or [], evaluate_transforms or []
         self.classes_last, self.train_accuracy, self.exif_orientation = classes_last, train_accuracy, exif_orientation
+        if activation is not None and activation not in get_args(Activation):
+            raise ConfigError(f"task.init_args.activation is {activation!r}; it must be one of {', '.join(get_args(Activation))}.")
+        self.activation = activation
         self.mean, self.std, self.pad_with, self.pad_to, self.max_length = mean or [0.0], std or [1.0], pad_with, pad_to, max_length
         need_specs(model=model, metrics=self.metric_specs, transforms=self.transforms, evaluate_transforms=self.evaluate_transforms)
         need_numbers(self.mean, self.std, pad_to, max_length)
@@ -237,6 +247,8 @@ class ModuleTask(Task):
                 outputs = outputs.movedim(-1, 1)
             elif outputs.shape[-1] == 1 and outputs.shape[:-1] == target.shape:
                 outputs = outputs.squeeze(-1)
+            elif outputs.shape[1] == 1 and outputs.shape[:1] + outputs.shape[2:] == target.shape:  # one score of each pixel
+                outputs = outputs.squeeze(1)
         return outputs, target if target.is_floating_point() else target.long()
 
     def _there(self, batch: Batch) -> Tensor | None:
@@ -251,17 +263,27 @@ class ModuleTask(Task):
         """Those of the configuration."""
         from torchmetrics import MetricCollection
 
-        return MetricCollection({name: made(spec, f"task.init_args.metrics.{name}") for name, spec in self.metric_specs.items()})
+        metrics = {name: made(spec, f"task.init_args.metrics.{name}") for name, spec in self.metric_specs.items()}
+        return MetricCollection(metrics, compute_groups=False)
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
         """Compares outputs and target, of lists (values,) and (values, classes) without what they are padded with; see `Task.update`."""
-        if self.metric_specs:
-            outputs, target = self._compared(outputs, batch)
-            if (there := self._there(batch)) is not None:
-                outputs, target = (outputs.movedim(1, -1) if outputs.ndim > target.ndim else outputs)[there], target[there]
-                if not target.numel():  # of which some metrics cannot be told
-                    return
-            metrics.update(outputs, target)
+        if not self.metric_specs:
+            return
+        outputs, target = self._compared(outputs, batch)
+        known = probabilities(outputs, self._activation())
+        if (there := self._there(batch)) is not None:
+            outputs, known = ((scores.movedim(1, -1) if scores.ndim > target.ndim else scores)[there] for scores in (outputs, known))
+            target = target[there]
+            if not target.numel():  # of which some metrics cannot be told
+                return
+        for metric in metrics.values(copy_state=False):
+            metric.update(known if is_classification(metric) else outputs, target)
+
+    def _activation(self) -> Activation:
+        if self.activation is not None:
+            return self.activation
+        return activation_of(json.dumps(self.loss_spec)) if type(self).loss is ModuleTask.loss else "none"
 
     def _classifies(self, outputs: Any) -> bool:
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ray_app.config.class_path import load_class
 from ray_app.errors import ConfigError
 from ray_app.task.losses import Losses
 from ray_app.task.rows.transforms import Spec, made
 
+Activation = Literal["sigmoid", "softmax", "none"]
+"""What makes probabilities of a model's outputs."""
 _OF_CLASSES = ("weight", "pos_weight")
 """Arguments of losses that are tensors, lists in a configuration."""
+_OF_LOGITS: dict[Activation, tuple[str, ...]] = {
+    "sigmoid": (
+        "BCEWithLogitsLoss",
+        "MultiLabelSoftMarginLoss",
+        "MultiLabelMarginLoss",
+        "SoftMarginLoss",
+        "binary_cross_entropy_with_logits",
+        "multilabel_soft_margin_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "sigmoid_focal_loss",
+    ),
+    "softmax": ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss", "cross_entropy", "nll_loss", "multi_margin_loss"),
+}
+"""Losses of torch and torchvision that take scores, by what makes probabilities of these; softmax does of log-probabilities, too."""
 _BETWEEN = {nn.BCEWithLogitsLoss: 0.0, nn.MultiLabelSoftMarginLoss: 0.0, nn.SoftMarginLoss: 0.0, nn.BCELoss: 0.5}
 """Losses of two classes with one output, and the output between the two."""
 
@@ -66,6 +85,32 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
     return Losses(_of_rows(losses), _of_rows(counted), {"accuracy": _of_rows(right * counted)})
 
 
+@lru_cache(64)
+def activation_of(spec: str) -> Activation:
+    """What makes probabilities of the outputs that a loss compares; `none` for one that takes these, or numbers, or is not known.
+
+    Args:
+        spec: The loss, as JSON.
+    """
+    loss = _made(spec, "cpu")
+    kinds = [loss.func] if isinstance(loss, partial) else [kind for kind in type(loss).__mro__ if kind is not object]
+    names = {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "torchvision")}
+    return next((activation for activation, losses in _OF_LOGITS.items() if names & set(losses)), "none")
+
+
+def probabilities(outputs: Any, activation: Activation) -> Any:
+    """What metrics of probabilities get: torchmetrics itself would decide by the values of each batch whether they are logits.
+
+    Args:
+        outputs: Scores of classes along axis 1, or one of each value.
+        activation: What makes probabilities of them.
+    """
+    if activation == "none" or not isinstance(outputs, Tensor):
+        return outputs
+    scores = _in_full(outputs)
+    return scores.sigmoid() if activation == "sigmoid" else scores.softmax(1) if scores.ndim > 1 else scores
+
+
 def _in_full(values: Tensor) -> Tensor:
     """Values of half precision in single precision, others as they are: targets and sums are not rounded to what a model computes in."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
@@ -113,5 +158,19 @@ def _made(spec: str, device: str) -> Any:
     given = json.loads(spec)
     init_args = {**(given.get("init_args") or {}), "reduction": "none"}
     tensors = {name: torch.tensor(init_args[name], dtype=torch.float32) for name in _OF_CLASSES if isinstance(init_args.get(name), list)}
+    if (called := _function_of(given, init_args)) is not None:
+        return partial(called, **init_args, **{name: value.to(device) for name, value in tensors.items()})
     loss = made({**given, "init_args": init_args | tensors}, "task.init_args.loss")
     return loss.to(device) if isinstance(loss, nn.Module) else loss
+
+
+def _function_of(spec: Spec, init_args: dict[str, Any]) -> Any:
+    """The function that is the loss itself, called with outputs and target (`torchvision.ops.sigmoid_focal_loss`); None: it makes one."""
+    try:
+        found = load_class(spec["class_path"])
+        parameters = inspect.signature(found).parameters.values()
+    except (ImportError, AttributeError, TypeError, ValueError):  # `made` says what is wrong
+        return None
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    is_loss = inspect.isfunction(found) and len([p for p in needed if p.name not in init_args]) == 2
+    return found if is_loss else None

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from ray_app.errors import ConfigError
 from ray_app.task.base import Task
+from ray_app.task.score.states import make_metrics
 
 Mode = Literal["min", "max"]
 
@@ -38,7 +39,7 @@ def completed_mode(task: Task, metric: str | None, mode: str | None) -> str | No
         raise ConfigError(f"{type(task).__name__}.best_mode is {task.best_mode!r}; it must be min or max.")
     if mode is not None or metric in (None, task.best_metric):
         return mode
-    known = dict(task.metrics().items(keep_base=True, copy_state=False))
+    known = dict(make_metrics(task).items(keep_base=True, copy_state=False))
     if (found := mode_of(metric, known.get(metric))) is None:
         raise ConfigError(
             f"evaluate.metric is {metric!r}, and nothing says whether less or more of it is better. The task's metrics are"

@@ -13,6 +13,7 @@ from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric
 from ray_app.task.base import Task
 from ray_app.task.score.scoring import Chunk, kept_metrics
+from ray_app.task.score.states import metric_parts, state_key
 
 
 def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -39,12 +40,15 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
             f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are {', '.join(map(str, metrics))}."
         )
     metric = metrics[name]
-    states = {state: _states(metric, state, [chunk.states[name][state] for chunk in chunks], counts) for state in metric._defaults}
+    parts = {
+        key: (part, state) for path, part in metric_parts(metric).items() for state in part._defaults for key in [state_key(path, state)]
+    }
+    states = {key: _states(part, state, [chunk.states[name][key] for chunk in chunks], counts) for key, (part, state) in parts.items()}
     values = []
     for i in range(len(counts)):
-        for state, found in states.items():
-            setattr(metric, state, found[i])
-        metric._update_count, metric._computed = len(chunks), None
+        for key, (part, state) in parts.items():
+            setattr(part, state, states[key][i])
+            part._update_count, part._computed = len(chunks), None
         found = metric.compute()
         values.append(float(found[name] if isinstance(found, dict) else found))
     return np.array(values)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ray_app.errors import ConfigError
-from ray_app.task.annotations import Metric, MetricCollection
+from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
 from ray_app.task.losses import Losses
 from ray_app.task.own_code import own_code
 from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.rows.ragged import Arrays, Ragged, to_batch
 from ray_app.task.score.counting import count_directly
+from ray_app.task.score.states import load_states, make_metrics, reset_parts, states_of
 
 MOST_MISTAKES = 12
 _WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000
@@ -99,7 +99,7 @@ def score(
         forward: What runs the model on a batch; not given: the task's `evaluated`.
     """
     model.eval()
-    metrics = task.metrics().to(device)
+    metrics = make_metrics(task).to(device)
     count_directly()
     if device.type == "cuda":
         use_eager_roi_align()
@@ -108,7 +108,8 @@ def score(
     step = chunk_rows or size if ragged else chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
     for low in range(part * step, rows, parts * step):
         batch = {name: values.to(device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
-        metrics.reset()
+        for _, metric in metrics.items(keep_base=True, copy_state=False):
+            reset_parts(metric)
         losses, mistakes = list[Losses](), list[Mistake]()
         with own_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.inference_mode():
             for first, some, outputs in _passes(partial(forward or task.evaluated, model), batch, size):
@@ -121,7 +122,7 @@ def score(
                 worst = sorted([*worst, mistake.confidence], reverse=True)[:MOST_MISTAKES]
                 found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
         kept = [(str(name), metric) for name, metric in metrics.items(keep_base=True, copy_state=False) if keep is None or name in keep]
-        states = {name: _on_cpu(metric) for name, metric in kept}
+        states = {name: states_of(metric) for name, metric in kept}
         values = torch.cat([each.values for each in losses])
         weights = [each.weights if each.weights is not None else torch.ones_like(each.values) for each in losses]
         weight = torch.cat(weights).sum(dtype=torch.float64).item()
@@ -153,21 +154,8 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
     metrics = kept_metrics(task, ordered)
     count_directly()
     for name, metric in metrics.items(keep_base=True, copy_state=True):
-        for state in metric._defaults:
-            setattr(metric, state, _folded(metric, state, [chunk.states[str(name)][state] for chunk in ordered]))
-        metric._update_count = len(ordered)
-        metric._computed = None
-    _keep_from_asking(metrics)
-    values: dict[str, float] = {}
-    tables: dict[str, list[Any]] = {}
-    with own_code(lambda: "the metrics of all evaluated rows"):
-        computed = metrics.compute()
-    for key, found in computed.items():
-        value = torch.as_tensor(found)
-        if value.numel() == 1:
-            values[key] = float(value)
-        elif value.numel() <= _MOST_NUMBERS:
-            tables[key] = value.tolist()
+        load_states(metric, [chunk.states[str(name)] for chunk in ordered])
+    values, tables = computed_values(metrics)
     weight = math.fsum(chunk.weight for chunk in ordered)
     if weight:
         values["loss"] = math.fsum(chunk.loss for chunk in ordered) / weight
@@ -175,53 +163,26 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
     return Scores(values, tables, worst[:MOST_MISTAKES])
 
 
-def _keep_from_asking(metrics: MetricCollection) -> None:
-    """Lets `compute` take the states as they are: in a process group it would ask the other ranks, who are not there to answer."""
-    from torchmetrics import Metric
-
-    for part in metrics.modules():
-        if isinstance(part, Metric):
-            part.distributed_available_fn = lambda: False
+def computed_values(metrics: MetricCollection) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    """What metrics compute from their states: those of one number, and those that are lists or matrices."""
+    values: dict[str, float] = {}
+    tables: dict[str, list[Any]] = {}
+    with own_code(lambda: "the metrics of all evaluated rows"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a metric that draws samples when it is computed gives every process the same
+        computed = metrics.compute()
+    for key, found in computed.items():
+        value = torch.as_tensor(found)
+        if value.numel() == 1:
+            values[key] = float(value)
+        elif value.numel() <= _MOST_NUMBERS:
+            tables[key] = value.tolist()
+    return values, tables
 
 
 def kept_metrics(task: Task, chunks: Sequence[Chunk]) -> MetricCollection:
     """The task's metrics whose states the chunks hold; all of them if there is no chunk."""
-    metrics = task.metrics()
+    metrics = make_metrics(task)
     if not chunks or all(str(name) in chunks[0].states for name in metrics.keys(keep_base=True)):
         return metrics
     known = metrics.items(keep_base=True, copy_state=True)
     return type(metrics)({str(name): metric for name, metric in known if name in chunks[0].states})
-
-
-def _on_cpu(metric: Metric) -> dict[str, Any]:
-    """A copy of a metric's states."""
-    return {
-        name: [part.detach().cpu() for part in state] if isinstance(state, list) else state.detach().cpu().clone()
-        for name, state in metric.metric_state.items()
-    }
-
-
-def _folded(metric: Metric, name: str, parts: list[Any]) -> Any:
-    """One state of a metric after all chunks: what updating it with one chunk after the other would have given.
-
-    `Metric.merge_state` puts lists together the other way around, and refuses metrics that do not say how they sync.
-    """
-    from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
-
-    reduction = metric._reductions[name]
-    if isinstance(parts[0], list):
-        return [piece for part in parts for piece in part]
-    if reduction is dim_zero_cat:
-        return torch.cat(parts)
-    if len(parts) == 1:
-        return parts[0]
-    for known, add in ((dim_zero_sum, torch.add), (dim_zero_max, torch.maximum), (dim_zero_min, torch.minimum)):
-        if reduction is known:
-            total: Tensor = parts[0]
-            for part in parts[1:]:
-                total = add(total, part)
-            return total
-    raise ConfigError(
-        f"The metric {type(metric).__name__} cannot be put together from parts: its state {name!r} is reduced by {reduction}. Use metrics"
-        " whose states are sums, minima, maxima or lists."
-    )
