@@ -6,20 +6,24 @@ Lightning itself is not imported: whatever module has `training_step` will do.
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ray_app.config.class_path import load_class
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.task.losses import Losses
 from ray_app.task.rows.transforms import made
+from ray_app.task.score.states import isolate
 from ray_app.task.script.batches import BatchTask, Evaluated, mean_of, rows_in
-from ray_app.task.script.trainerless import NoNumber, has_own, played, refuse_hooks
+from ray_app.task.script.trainerless import Log, NoNumber, has_own, played, refuse_hooks
 
 if TYPE_CHECKING:
     from ray_app.config.config import Config
@@ -80,6 +84,8 @@ class LightningTask(BatchTask):
         if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
             raise ConfigError(f"task.init_args.module makes a {type(module).__name__}; it must make a module with training_step.")
         refuse_hooks(module)
+        if "torchmetrics" in sys.modules:
+            isolate(module)
         return module
 
     @property
@@ -97,14 +103,15 @@ class LightningTask(BatchTask):
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """The mean that `training_step` returns, for each of the rows, and what it logs."""
-        returned, logged = self._step(model, "training_step", batch)
+        with self._stepped(model, "training_step", batch) as (returned, log):
+            logged = {name: mean_of(name, metric.compute()).float() for name, metric in log.metrics.items()} | log.numbers
         if returned is None:
             raise ConfigError(
                 f"{type(model).__name__}.training_step returned no loss; every row of every step counts. Return the mean over the batch."
             )
         rows = rows_in(batch)
-        metrics = {name: value.expand(rows) for name, value in logged.items() if name != "loss"}  # which is recorded anyway
-        return Losses(returned.expand(rows), metrics=metrics)
+        logged = {name: value.detach().to(returned.device) for name, value in logged.items() if name != "loss"}  # recorded anyway
+        return Losses(returned.expand(rows), metrics={name: value.expand(rows) for name, value in logged.items()})
 
     def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
         """What `validation_step` returns and logs."""
@@ -112,21 +119,27 @@ class LightningTask(BatchTask):
             raise ConfigError(
                 f"{type(model).__name__} has no validation_step, but data.eval_path is given. Write one, or leave data.eval_path out."
             )
-        returned, logged = self._step(model, "validation_step", batch)
+        from ray_app.task.score.logged import need_no_clash, take_metrics
+
+        with self._stepped(model, "validation_step", batch) as (returned, log):
+            metrics = take_metrics(log.metrics)
+        need_no_clash(log.numbers, metrics)
+        device = next(iter(batch.values())).device
+        logged = {name: value.to(device) for name, value in log.numbers.items()}
         loss = next((value for value in (returned, *map(logged.get, _VALIDATION_LOSSES)) if value is not None), None)
         if loss is None:
             raise ConfigError(f"{type(model).__name__}.validation_step has no loss; return it, or log it as val_loss.")
-        return Evaluated(loss, {name: value for name, value in logged.items() if name != "loss"})
+        return Evaluated(loss, {name: value for name, value in logged.items() if name != "loss"}, metrics)
 
-    def _step(self, model: nn.Module, name: str, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What a step returned as its loss, and what it logged, each of shape ()."""
+    @contextmanager
+    def _stepped(self, model: nn.Module, name: str, batch: Batch) -> Iterator[tuple[Tensor | None, Log]]:
+        """What a step returned as its loss, shape (), and what it logged, whose metrics hold the batch inside the block."""
         fields, step = self.fields(batch), getattr(model, name)
         arguments = (fields if isinstance(self.batch, dict) else tuple(fields.values()), NoNumber(name))
         with played(model, name) as log:
             returned = step(*arguments[: len(inspect.signature(step).parameters)])
-        loss = returned.get("loss") if isinstance(returned, dict) else returned
-        device = next(iter(batch.values())).device
-        return None if loss is None else mean_of(f"{name}'s loss", loss), {name: value.to(device) for name, value in log.items()}
+            loss = returned.get("loss") if isinstance(returned, dict) else returned
+            yield None if loss is None else mean_of(f"{name}'s loss", loss), log
 
 
 def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
@@ -152,8 +165,18 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
         return optimizers[0], None
     if not isinstance(schedule, LRScheduler) or settings.get("interval", "epoch") != "step" or settings.get("frequency", 1) != 1:
         raise ConfigError(
-            f"configure_optimizers returned {type(schedule).__name__}, interval {settings.get('interval', 'epoch')!r}; a schedule here is"
-            " one of torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval': 'step'} and count its"
-            " numbers in steps, or return the optimizer alone and write `schedule` in the configuration."
+            f"configure_optimizers returned {type(schedule).__name__}, {_told_settings(settings)}; a schedule here is one of"
+            " torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval': 'step'} and count its numbers in"
+            " steps, or return the optimizer alone and write `schedule` in the configuration."
         )
     return optimizers[0], schedule
+
+
+def _told_settings(settings: dict[str, Any]) -> str:
+    """What of a schedule's settings decides when it moves, in words."""
+    told, frequency = [f"interval {settings.get('interval', 'epoch')!r}"], settings.get("frequency", 1)
+    if frequency != 1:
+        told.append(f"frequency {frequency!r} (leave it out: let the schedule count {frequency} times as many steps)")
+    if isinstance(settings["scheduler"], ReduceLROnPlateau) or settings.get("reduce_on_plateau"):
+        told.append(f"monitor {settings.get('monitor')!r}, a value that no step has")
+    return ", ".join(told)

@@ -49,7 +49,7 @@ class LoopTask(BatchTask):
         rows: Columns that the script gets, by their names; `COLUMN.mask` as in `ModuleTask`.
         settings: Arguments of that function by their names.
         evaluate: Import path of a function that is called with the model and rows and returns a dictionary of means over these rows, `loss`
-            among them. Needed for `data.eval_path`.
+            among them, and of torchmetrics objects that saw them, whose states are combined. Needed for `data.eval_path`.
         target: Column that a prediction lacks; not given: it has all of them. The model is called with the other columns, in their order.
         transforms: See `ModuleTask`.
         evaluate_transforms: See `ModuleTask`.
@@ -161,7 +161,13 @@ class LoopTask(BatchTask):
         """What `evaluate` returns."""
         if self.evaluate is None:
             raise ConfigError("data.eval_path is given, and task.init_args.evaluate is not; name the script's function, or leave it out.")
-        found = {name: mean_of(name, value) for name, value in load_class(self.evaluate)(model, self._rows(batch)).items()}
+        from torchmetrics import Metric
+
+        from ray_app.task.score.logged import take_metrics
+
+        returned = load_class(self.evaluate)(model, self._rows(batch))
+        metrics = {name: value for name, value in returned.items() if isinstance(value, Metric)}
+        found = {name: mean_of(name, value) for name, value in returned.items() if name not in metrics}
         if "loss" not in found:
-            raise ConfigError(f"{self.evaluate} returned {', '.join(found) or 'nothing'}, without loss; return it, too.")
-        return Evaluated(found.pop("loss"), found)
+            raise ConfigError(f"{self.evaluate} returned {', '.join(returned) or 'nothing'}, without loss; return it, too.")
+        return Evaluated(found.pop("loss"), found, take_metrics(metrics))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torchmetrics.functional import classification
 
 from ray_app import check_task, load_config
 from ray_app.config.config import Config
@@ -89,7 +90,7 @@ def test_a_module_without_lightning_trains_by_the_optimizer_of_the_configuration
 
 
 def test_an_evaluation_is_the_mean_over_rows_of_what_is_logged(data: Path, tmp_path: Path) -> None:
-    task = job_of(tmp_path / "run", data, task_of()).task
+    task = job_of(tmp_path / "run", data, task_of(does="counts rows")).task
     torch.manual_seed(0)
     model = task.build_model()
     images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 5
@@ -102,6 +103,54 @@ def test_an_evaluation_is_the_mean_over_rows_of_what_is_logged(data: Path, tmp_p
     assert math.isclose(alone.values["accuracy"], right, abs_tol=1e-6)
     assert model.accuracy._update_count == 0, "torchmetrics of a module would grow from step to step"
     assert alone.values["rows"] == (10 * 10 + 10 * 10 + 5 * 5) / 25
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("object", {"auroc", "f1"}),
+        ("called, then the object", {"auroc", "f1"}),
+        ("what calling returns", {"auroc", "f1"}),
+        ("what compute returns", {"auroc", "f1"}),
+        ("collection", {"of_auroc", "of_f1"}),
+        ("what a collection returns", {"of_auroc", "of_f1"}),
+        ("in a dictionary", {"auroc"}),
+        ("composed", {"auroc"}),
+    ],
+)
+def test_metrics_of_a_module_are_those_of_all_rows_whatever_the_batch(how: str, names: set[str]) -> None:
+    task = LightningTask({"class_path": MODULES + "Measuring", "init_args": {"how": how}}, ["image", "label"], "label")
+    task.kinds = {"image": "image", "label": "integer"}
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 4
+    arrays = {"image": (images * 255).byte().numpy(), "label": labels.numpy()}
+    scores, target = model((images * 255).byte().float() / 255), (labels > 1).long()
+    auroc, f1 = (float(of(scores, target)) for of in (classification.binary_auroc, classification.binary_f1_score))
+    expected = {name: f1 if name.endswith("f1") else 1 - auroc if how == "composed" else auroc for name in names}
+    for size in (25, 10, 1):
+        found = combine(task, score(task, model, arrays, size, CPU)).values
+        assert found == pytest.approx({**expected, "loss": found["loss"]}, abs=1e-6)
+        shared = [chunk for part in (2, 0, 1) for chunk in score(task, model, arrays, size, CPU, part, 3)]
+        assert combine(task, shared).values == found
+
+
+@pytest.mark.parametrize("how", ["of functions", "root"])
+def test_a_logged_number_that_is_no_mean_over_rows_is_refused(how: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not a mean over rows.*self\.log\(name, self\.metric\)"):
+        prepare(config_of(data, tmp_path, "Measuring", how=how))
+
+
+def test_a_module_that_logs_metrics_is_not_refused(data: Path, tmp_path: Path) -> None:
+    assert prepare(config_of(data, tmp_path, "Measuring", how="object")).doubts == ()
+
+
+def test_a_metric_logged_in_training_is_that_of_the_micro_batches(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, task_of(does="logs an object"), train__max_steps=2)
+    pool.run_job(job, 2)
+    for step in result_of(job).steps:
+        logged = dict(step[-1])
+        assert logged["train.object"] == pytest.approx(logged["train.accuracy"])
 
 
 @pytest.mark.parametrize("does", ["alone", "in a list"])
@@ -119,13 +168,18 @@ def test_every_form_of_one_optimizer_is_taken(does: str) -> None:
         ("asks", "training_step asks the trainer for current_epoch, and there is no trainer"),
         ("asks", "lightning_modules.py, line"),
         ("counts", "training_step looks at batch_idx"),
-        ("logs an object", "'train/accuracy' is a MulticlassAccuracy; give one number"),
         ("sums", "is logged with reduce_fx"),
         ("has no validation loss", "validation_step has no loss; return it, or log it as val_loss"),
         ("manual", "sets automatic_optimization to False"),
         ("by epoch", "returned StepLR, interval 'epoch'; a schedule here"),
         ("asks for steps", "configure_optimizers asks the trainer for estimated_stepping_batches"),
+        ("every second step", "returned StepLR, interval 'step', frequency 2 (leave it out: let the schedule count 2 times as many steps)"),
+        ("by a loss", "returned ReduceLROnPlateau, interval 'epoch', monitor 'val_loss', a value that no step has; a schedule here"),
         ("several", "returned 2 optimizers and 0 schedulers"),
+        (
+            "counts rows",
+            "'rows', as the evaluation of LightningTask gives it, is not a mean over rows: of a batch of 16 rows it is 16, and",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_start(does: str, said: str, data: Path, tmp_path: Path) -> None:

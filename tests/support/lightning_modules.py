@@ -8,8 +8,8 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.nn.functional import binary_cross_entropy, cross_entropy
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 CLASSES = 5
 
@@ -41,7 +41,7 @@ class Good(pl.LightningModule):
             case "counts":
                 return loss if batch_idx % 2 else loss * 2
             case "logs an object":
-                self.log("train/accuracy", self.accuracy)
+                self.log("train/object", self.accuracy)
             case "sums":
                 self.log("train/accuracy", 1.0, reduce_fx="sum")
         self.log("train/accuracy", self.accuracy(scores, labels), prog_bar=True, on_epoch=True)
@@ -50,23 +50,88 @@ class Good(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: Any) -> Tensor | None:
         images, labels = batch
         scores = self(images)
-        self.log_dict({"accuracy": self.accuracy(scores, labels), "rows": float(len(labels))}, sync_dist=True)
+        self.log_dict({"accuracy": (scores.argmax(1) == labels).float().mean()}, sync_dist=True)
+        if self.does == "counts rows":
+            self.log("rows", float(len(labels)))
         return None if self.does == "has no validation loss" else cross_entropy(scores, labels)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        match self.does:
-            case "alone":
-                return optimizer
-            case "in a list":
-                return [optimizer]
-            case "by epoch":
-                return [optimizer], [StepLR(optimizer, 1)]
-            case "asks for steps":
-                return [optimizer], [OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)]
-            case "several":
-                return optimizer, torch.optim.SGD(self.layers.parameters(), lr=0.1)
-        return [optimizer], [{"scheduler": StepLR(optimizer, 3, 0.5), "interval": "step"}]
+        layers = [optimizer, torch.optim.SGD(self.layers.parameters(), lr=0.1)]
+        by_step = {"scheduler": StepLR(optimizer, 3, 0.5), "interval": "step"}
+        forms: dict[str, Any] = {
+            "alone": lambda: optimizer,
+            "in a list": lambda: [optimizer],
+            "by epoch": lambda: ([optimizer], [StepLR(optimizer, 1)]),
+            "asks for steps": lambda: ([optimizer], [OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)]),
+            "every second step": lambda: ([optimizer], [{**by_step, "frequency": 2}]),
+            "by a loss": lambda: {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
+            },
+            "several": lambda: tuple(layers),
+        }
+        return forms.get(self.does, lambda: ([optimizer], [by_step]))()
+
+
+class Measuring(pl.LightningModule):
+    """Two classes with one score, which it logs metrics of in the ways that Lightning knows; `how` says in which."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
+        self.auroc, self.f1 = torchmetrics.classification.BinaryAUROC(), torchmetrics.classification.BinaryF1Score()
+        self.collection = torchmetrics.MetricCollection({"auroc": self.auroc.clone(), "f1": self.f1.clone()}, prefix="of_")
+        self.named = nn.ModuleDict({"auroc": self.auroc.clone()})
+        self.how = how
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images).sigmoid()
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Tensor:
+        images, labels = batch
+        return binary_cross_entropy(self(images), (labels > 1).float())
+
+    def validation_step(self, batch: Any, batch_idx: Any) -> Tensor:
+        images, labels = batch
+        scores, target = self(images), (labels > 1).long()
+        match self.how:
+            case "object":
+                self.auroc.update(scores, target)
+                self.f1.update(scores, target)
+                self.log("auroc", self.auroc, on_epoch=True)
+                self.log("f1", self.f1)
+            case "called, then the object":
+                self.auroc(scores, target)
+                self.f1(scores, target)
+                self.log_dict({"auroc": self.auroc, "f1": self.f1})
+            case "what calling returns":
+                self.log("auroc", self.auroc(scores, target))
+                self.log("f1", self.f1(scores, target))
+            case "what compute returns":
+                self.auroc.update(scores, target)
+                self.f1.update(scores, target)
+                self.log("auroc", self.auroc.compute())
+                self.log("f1", self.f1.compute())
+            case "collection":
+                self.collection.update(scores, target)
+                self.log_dict(self.collection)
+            case "what a collection returns":
+                self.log_dict(self.collection(scores, target))
+            case "in a dictionary":
+                self.named["auroc"].update(scores, target)
+                self.log("auroc", self.named["auroc"])
+            case "composed":
+                self.auroc.update(scores, target)
+                self.log("auroc", 1 - self.auroc)
+            case "of functions":
+                self.log("f1", torchmetrics.functional.classification.binary_f1_score(scores, target))
+            case "root":
+                self.log("rmse", (scores - target).square().mean().sqrt())
+        return binary_cross_entropy(scores, target.float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Hooked(Good):

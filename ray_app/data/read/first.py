@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from itertools import islice
 
+import numpy as np
 import pyarrow as pa
 
 from ray_app.data.dataset.arrays import ArraySpec, spec_like
@@ -15,7 +16,7 @@ from ray_app.data.read.reader import POSITION, Reader, rows_of, span_of, stored
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.task.own_code import refusal
-from ray_app.task.rows.ragged import Arrays, Field
+from ray_app.task.rows.ragged import Arrays, Field, Ragged
 
 _MEASURED = 256
 """Rows whose lengths are looked at, where rows have different ones."""
@@ -95,3 +96,28 @@ def rows_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: De
         return row
     rows = first_rows(Reader(dataset.root, columns, decode_rows, fields, skips), dataset.manifest, _MEASURED)
     return {name: rows[name] for name in fields}
+
+
+def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_rows: int) -> Arrays | None:
+    """Decodes rows from all over the first and the last row group of a data set: a file may be sorted by class.
+
+    Returns:
+        At most so many rows, each field of shape (rows, ...), all of the data set if it has no more; None: a row cannot be decoded, which
+        is said where it is read.
+    """
+    manifest = dataset.manifest
+    groups = [group for group, rows in enumerate(manifest.rows) if rows]
+    chosen = groups if manifest.num_rows <= max_rows else sorted({groups[0], groups[-1]})
+    tables = []
+    for place, group in enumerate(chosen):
+        rows = int(manifest.rows[group])
+        wanted = rows if len(chosen) == len(groups) and manifest.num_rows <= max_rows else min(rows, max_rows // (len(chosen) - place))
+        span = span_of(manifest, group, 0, rows)
+        table = stored(parquet(place_of(dataset.root) / span.path), span, columns)
+        tables.append(table.take(np.linspace(0, rows - 1, wanted).round().astype(np.int64)))
+        max_rows -= wanted
+    try:
+        decoded = decode_rows(rows_of(pa.concat_tables(tables).combine_chunks()))
+    except Exception:
+        return None
+    return {name: values if isinstance(values, Ragged) or values.flags.writeable else values.copy() for name, values in decoded.items()}

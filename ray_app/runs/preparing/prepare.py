@@ -14,7 +14,7 @@ from ray_app.config.config import Config, digest
 from ray_app.config.optimizers import OWN_OPTIMIZER
 from ray_app.data.dataset.arrays import ArraySpec, spec_like
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.read.first import first_row, probe, rows_like
+from ray_app.data.read.first import first_row, probe, rows_like, sample_rows
 from ray_app.data.read.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
@@ -30,6 +30,7 @@ from ray_app.runs.preparing.by_epoch import refuse_other_fields
 from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
 from ray_app.runs.preparing.growing import refuse_other_run
 from ray_app.runs.preparing.initial import find_beginning
+from ray_app.runs.preparing.metric_checks import MAX_ROWS
 from ray_app.runs.preparing.names import new_run_name
 from ray_app.runs.preparing.plan import classes_of, make_plan, mixing_doubts, refuse_other_classes
 from ray_app.runs.preparing.reconfigured import put_config, reconfigure
@@ -54,7 +55,7 @@ class Prepared:
         initial: The parameters to begin with, if they were read.
         code: What the result depends on besides.
         changed: What of that is not as at the last start, in words.
-        doubts: What speaks against the mixing of the data, in words.
+        doubts: What is to be said of the data, the metrics and the model at the start, in sentences.
     """
 
     job: Job
@@ -114,11 +115,13 @@ def prepare(config: Config) -> Prepared:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
     beyond = [Beyond.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest(rows))]
-    data = None
+    data, some = None, None
     if config.data.eval_path is not None:
-        data, more = _prepare_evaluation(job, config.data.eval_path)
+        data, more, some = _prepare_evaluation(job, config.data.eval_path)
         beyond.append(more)
-    rehearse(job, longest(rows) if isinstance(task, LoopTask) else shortest(rows), initial, beyond)  # a script takes all at once
+    first = longest(rows) if isinstance(task, LoopTask) else shortest(rows)  # a script takes all at once
+    has_all = data is not None and data.manifest.num_rows <= MAX_ROWS
+    doubts = rehearse(job, first, initial, beyond, some, has_all)
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")
@@ -129,7 +132,7 @@ def prepare(config: Config) -> Prepared:
         initial,
         code,
         tuple(changed),
-        tuple(mixing_doubts(config, dataset, plan)),
+        (*mixing_doubts(config, dataset, plan), *doubts),
     )
 
 
@@ -217,8 +220,8 @@ def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
         )
 
 
-def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond]:
-    """The evaluation data, and what it has that the training data does not have.
+def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond, Arrays | None]:
+    """The evaluation data, what it has that the training data does not have, and some of its rows, decoded.
 
     Raises:
         DataError: It is not like the training data, or not what this run was evaluated on before.
@@ -232,7 +235,8 @@ def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond]:
             " alike. Ingest them the same way."
         )
     check_evaluation_data(job.paths, config, source.manifest.digest)
-    return source, Beyond.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready)
+    some = sample_rows(dataset, job.task.columns(), job.task.decode, MAX_ROWS)
+    return source, Beyond.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready), some
 
 
 def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:

@@ -26,6 +26,7 @@ from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.buffers import kept_whole
 from ray_app.runs.preparing.extremes import refuse_out_of_range
 from ray_app.runs.preparing.kernels import Kernels
+from ray_app.runs.preparing.metric_checks import check_metrics
 from ray_app.runs.preparing.shards import refuse_unshardable
 from ray_app.task.base import Task
 from ray_app.task.environment import given_back, pin
@@ -51,7 +52,14 @@ _NEEDS_MORE = re.compile("closure|dense")
 """What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
 
 
-def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None, beyond: Sequence[Beyond] = ()) -> None:
+def rehearse(
+    job: Job,
+    row: Arrays,
+    initial: dict[str, Tensor] | None,
+    beyond: Sequence[Beyond] = (),
+    evaluated: Arrays | None = None,
+    has_all: bool = False,
+) -> list[str]:
     """Makes model, optimizer and schedule once and takes a row through all of the task, to refuse before the start what cannot work.
 
     Args:
@@ -59,18 +67,23 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None, beyond: S
         row: A decoded row, as a batch of one.
         initial: The parameters to begin with, if they are new to the run.
         beyond: What the data to train and to evaluate on have that the row does not have.
+        evaluated: Some decoded rows of the data to evaluate on, if there is such.
+        has_all: Whether that data has no others.
+
+    Returns:
+        What is to be said at the start, in sentences.
 
     Raises:
         ConfigError: Something of it fails.
     """
-    config, task = job.config, job.task
+    config, task, doubts = job.config, job.task, list[str]()
     try:
         with given_back(), own_code(lambda: "making model, optimizer and schedule"):
             pin(torch.get_num_threads(), config.train.reduction == "exact")
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
                 state.begin(initial)
-                _try_rows(job, state, {name: twice(values) for name, values in row.items()}, beyond)
+                doubts = _try_rows(job, state, {name: twice(values) for name, values in row.items()}, beyond, evaluated, has_all)
             finally:
                 task.finish(state.model)
     except TaskError as error:
@@ -100,6 +113,7 @@ def rehearse(job: Job, row: Arrays, initial: dict[str, Tensor] | None, beyond: S
     if config.train.strategy == "fsdp":
         refuse_unshardable(state.model)
     _try_schedules(state, job.total_steps)
+    return doubts
 
 
 def _try_schedules(state: TrainingState, total_steps: int) -> None:
@@ -129,19 +143,26 @@ def _try_schedules(state: TrainingState, total_steps: int) -> None:
         _refuse_unreadable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
 
 
-def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Beyond]) -> None:
-    """`_try_task` with short rows, the greatest numbers of the data in these, and its longest rows once.
+def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Beyond], evaluated: Arrays | None, has_all: bool) -> list[str]:
+    """`_try_task` with short rows, the greatest numbers of the data in these, and its longest rows once; and the metrics with some rows.
+
+    Returns:
+        What is to be said at the start, in sentences.
 
     Raises:
         TaskError: See `_try_task`.
         ConfigError: Likewise, or the model lacks classes, a vocabulary or positions for the data.
     """
-    attempt = Attempt(job.task, state)
-    rows = _try_short(job, attempt, rows)
-    refuse_out_of_range(attempt, rows)
-    known = numbers_of(rows) // 2
+    attempt, doubts = Attempt(job.task, state), list[str]()
+    short = _try_short(job, attempt, rows)
+    refuse_out_of_range(attempt, short)
+    known = numbers_of(short) // 2
     for each in beyond:
-        known = each.refuse(attempt, rows, known)
+        known = each.refuse(attempt, short, known)
+    if job.config.data.eval_path is not None:
+        some = short if evaluated is None else evaluated if short is rows else cut(evaluated, SHORT)
+        doubts = check_metrics(job.task, state.model, some, has_all)
+    return doubts
 
 
 def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> Arrays:

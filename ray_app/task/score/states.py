@@ -149,8 +149,8 @@ def _on_cpu(state: Any) -> Any:
 def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     """One state of a metric after all chunks: what updating it with one chunk after the other would have given.
 
-    `Metric.merge_state` puts lists together the other way around, and refuses metrics that do not say how they sync. A tensor without a
-    reduction is stacked, as torchmetrics does across processes (`PearsonCorrCoef` adds up such stacks itself).
+    `Metric.merge_state` puts lists together the other way around, and refuses metrics that do not say how they sync. Tensors without a
+    reduction are refused: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up stacks of them, and give NaN if one is of a single row.
 
     Raises:
         ConfigError: The state has a reduction that does not go with parts of different size.
@@ -164,8 +164,6 @@ def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
         return torch.cat(list(values))
     if len(values) == 1:
         return values[0]
-    if reduction is None:
-        return torch.stack(list(values))
     for known, add in ((dim_zero_sum, torch.add), (dim_zero_max, torch.maximum), (dim_zero_min, torch.minimum)):
         if reduction is known:
             total: Tensor = values[0]
@@ -173,8 +171,9 @@ def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
                 total = add(total, value)
             return total
     raise ConfigError(
-        f"The metric {type(metric).__name__} cannot be put together from parts: its state {name!r} is reduced by"
-        f" {getattr(reduction, '__name__', type(reduction).__name__)}. Use metrics whose states are sums, minima, maxima or lists."
+        f"The metric {type(metric).__name__} cannot be put together from parts: the reduction of its state {name!r} is"
+        f" {getattr(reduction, '__name__', type(reduction).__name__)}. Use metrics whose states are sums, minima, maxima or lists, such as"
+        " R2Score or SpearmanCorrCoef in the place of PearsonCorrCoef."
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,22 @@ from ray_app.task.module import ModuleTask
 from ray_app.task.rows.transforms import Spec
 from ray_app.task.score.deciding import Mode
 
+if TYPE_CHECKING:
+    from ray_app.task.score.logged import LoggedMetric
+
 
 class Evaluated(NamedTuple):
-    """What code of the user's said of an evaluated batch: means over its rows, each of shape ()."""
+    """What code of the user's said of an evaluated batch.
+
+    Args:
+        loss: The mean over its rows, shape ().
+        logged: Other means over its rows, each of shape ().
+        metrics: The torchmetrics objects that saw it, which are combined over all rows.
+    """
 
     loss: Tensor
     logged: dict[str, Tensor]
+    metrics: Mapping[str, LoggedMetric] = MappingProxyType({})
 
 
 class BatchTask(ModuleTask):
@@ -91,7 +103,7 @@ class BatchTask(ModuleTask):
         return outputs.loss.expand(rows_in(batch))
 
     def metrics(self) -> MetricCollection:
-        """The means over rows of what was said of batches."""
+        """The means over rows of what was said of batches, and the metrics that saw them."""
         from torchmetrics import MetricCollection
 
         from ray_app.task.score.logged import Logged
@@ -100,7 +112,7 @@ class BatchTask(ModuleTask):
 
     def update(self, metrics: MetricCollection, outputs: Evaluated, batch: Batch) -> None:
         """See `Task.update`."""
-        metrics["logged"].update(outputs.logged, rows_in(batch))
+        metrics["logged"].update(outputs.logged, rows_in(batch), outputs.metrics)
 
     def fields(self, batch: Batch) -> dict[Any, Tensor]:
         """The columns as the user's code gets them, by their names in its batch or their places."""
@@ -122,7 +134,6 @@ def mean_of(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ValueError(
-            f"{name!r} is a {type(value).__name__}{shape}; give one number, the mean over this batch (of a torchmetrics object what calling"
-            " it returns)"
+            f"{name!r} is a {type(value).__name__}{shape}; give one number, the mean over the rows of this batch, or a torchmetrics object"
         )
     return torch.as_tensor(value).reshape(())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
+from ray_app.task.annotations import Metric
 from ray_app.task.script.batches import mean_of
 
 _LIGHTNING = ("pytorch_lightning", "lightning", "torch")
@@ -54,18 +55,47 @@ def refuse_hooks(module: nn.Module) -> None:
         )
 
 
+class Log(NamedTuple):
+    """What a method logs.
+
+    Args:
+        numbers: Means over a batch, each of shape ().
+        metrics: torchmetrics objects, with the states of the batch.
+    """
+
+    numbers: dict[str, Tensor]
+    metrics: dict[str, Metric]
+
+
+def _metric_of(value: Any, parts: list[Any]) -> Metric | None:
+    """The torchmetrics object that a value is, or the one of a module's that returned it."""
+    if hasattr(value, "_update_count"):
+        return value
+    if not isinstance(value, Tensor):
+        return None
+    return next((part for part in parts if value is part._forward_cache or value is part._computed), None)
+
+
 @contextmanager
-def played(module: nn.Module, method: str) -> Iterator[dict[str, Tensor]]:
-    """The time in which a method of a module is called: what it logs is kept, and whoever asks for a trainer hears that there is none."""
-    logged: dict[str, Tensor] = {}
+def played(module: nn.Module, method: str) -> Iterator[Log]:
+    """The time in which a method of a module is called: what it logs is kept, and whoever asks for a trainer hears that there is none.
+
+    The states of its torchmetrics objects are those of the batch until it ends; then nothing of them stays from step to step.
+    """
+    logged, own_metrics = Log({}, {}), [part for part in module.modules() if hasattr(part, "_update_count") and hasattr(part, "reset")]
 
     def log(name: str, value: Any, *flags: Any, **options: Any) -> None:
+        recorded = name.replace("/", ".")
+        if (metric := _metric_of(value, own_metrics)) is not None:
+            logged.metrics[recorded] = metric
+            return
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
-            raise ValueError(f"{name!r} is logged with reduce_fx; means over rows are recorded, nothing else")
-        logged[name.replace("/", ".")] = mean_of(name, value).detach().float()
+            raise ValueError(f"{name!r} is logged with reduce_fx; means over rows are recorded, or torchmetrics objects, nothing else")
+        logged.numbers[recorded] = mean_of(name, value).detach().float()
 
     def log_dict(values: Any, *flags: Any, **options: Any) -> None:
-        for name, value in values.items():
+        is_collection = isinstance(values, nn.Module)  # a MetricCollection, whose items may be copies
+        for name, value in values.items(keep_base=False, copy_state=False) if is_collection else values.items():
             log(name, value, **options)
 
     shadows = {"log": log, "log_dict": log_dict, "_trainer": _NoTrainer(method)}
@@ -80,9 +110,8 @@ def played(module: nn.Module, method: str) -> Iterator[dict[str, Tensor]]:
             for name in shadows:
                 del held[name]
             held.update(own)
-        for part in module.modules():
-            if hasattr(part, "_update_count") and hasattr(part, "reset"):  # a torchmetrics object: nothing stays from step to step
-                part.reset()  # type: ignore[operator]
+        for metric in own_metrics:
+            metric.reset()  # type: ignore[operator]
 
 
 class _NoTrainer:
