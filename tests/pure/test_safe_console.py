@@ -25,7 +25,7 @@ from tests.support.local_world import TinyImages, make_job, write_images
 
 
 def full_disk() -> Any:
-    return open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 - it is what is printed to
+    return open("/dev/full", "w", encoding="utf-8")
 
 
 def pipe_without_a_reader() -> Any:
