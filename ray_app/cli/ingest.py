@@ -53,7 +53,7 @@ def _print(summary: DatasetSummary, source: str) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for part in summary.parts.values():
         labels = f", {len(part.class_counts)} labels" if part.class_counts else ""
-        skipped = f", {part.skipped_files} other files skipped" if part.skipped_files else ""
+        skipped = f", {part.skipped_files} other files left out (refused.jsonl names them)" if part.skipped_files else ""
         refused = f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""
         console.print(f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False)
         console.print(f"  columns: {', '.join(part.columns)}", markup=False)

@@ -28,12 +28,12 @@ def merged(part: Part, made: list[dict[str, Any]], refused: int) -> dict[str, An
         "class_counts": _class_counts(part, made),
         "columns": columns_of(made, "shards"),
         "shards": shards,
-        "skipped_files": part.skipped_files,
+        "skipped_files": len(part.skipped_files),
     }
 
 
 def refused_lines(refused: list[tuple[str, str]]) -> bytes:
-    """Refused rows with the reasons, one JSON object a line."""
+    """Refused rows, and files that were left out, with the reasons, one JSON object a line."""
     return "".join(json.dumps({"row_id": row_id, "reason": reason}) + "\n" for row_id, reason in refused).encode()
 
 

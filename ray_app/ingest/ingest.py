@@ -75,7 +75,7 @@ class PartSummary:
         class_counts: Rows by class name (by label where classes have no names), or None without labels.
         columns: By name: type, shape of one row, dtype, missing values.
         shards: File name, rows, row groups and bytes of each shard.
-        skipped_files: Files of the input that were not data.
+        skipped_files: Files of the input that are not data and were left out, listed with reasons in `refused.jsonl`.
         refused: Rows that were left out, listed with reasons in `refused.jsonl`.
     """
 
@@ -218,8 +218,8 @@ def _write_all(
         if options.pack:
             facts["rows_in"] = sum(piece["texts"] for piece in made[side]) + len(refused[side])
         place = side_folder(folder, side)
-        if refused[side]:
-            put_atomic(place / "refused.jsonl", refused_lines(refused[side]))
+        if refused[side] or part.skipped_files:
+            put_atomic(place / "refused.jsonl", refused_lines([*refused[side], *part.skipped_files]))
         about = {"format_version": FORMAT_VERSION, "source": options.source, **facts, "parts": sorted(part_of), "made_from": made_from}
         shards = {shard["path"] for shard in facts["shards"]}
         read_footers(place, [file for file in files_below(place, ".parquet") if relative(file, place) in shards]).put(place)

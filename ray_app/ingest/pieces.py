@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.dataset.files import find
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError, DataError, without_addresses
 from ray_app.ingest.mixing import Runs
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.places import RECORDS, RUNS, scratch, side_folder
@@ -73,6 +73,7 @@ class Refusals:
         Raises:
             DataError: No row may be left out, or no more.
         """
+        reason = without_addresses(reason)
         if self._options.on_bad_row == "fail":
             raise DataError(
                 f"{self._options.input}: row {row_id}: {reason}. Correct or remove it, or leave such rows out with on_bad_row=skip."

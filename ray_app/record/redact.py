@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 import yaml
 
+from ray_app.errors import without_addresses
 from ray_app.record.files import Location
 
 HIDDEN = "***"
@@ -74,8 +75,11 @@ def guard_run(config: Location) -> None:
 
 
 def redact(text: str) -> str:
-    """The text without the secrets that this process knows, however they are quoted, and without the credentials of the URIs in it."""
-    text = _without(text, _forms(frozenset(_guarded | _in_environment(os.environ))))
+    """The text without the secrets that this process knows, however they are quoted, and without the credentials of the URIs in it.
+
+    Addresses of Python objects go, too, see `without_addresses`.
+    """
+    text = _without(without_addresses(text), _forms(frozenset(_guarded | _in_environment(os.environ))))
     text = re.sub(r"(://)[^/\s'\"]*@", rf"\1{HIDDEN}@", text)
     return re.sub(r"(?i)([?&][\w.-]*(?:token|secret|password|signature|key)=)[^&\s'\"]+", rf"\1{HIDDEN}", text)
 

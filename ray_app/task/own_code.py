@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
-from ray_app.errors import RayAppError, TaskError
+from ray_app.errors import RayAppError, TaskError, without_addresses
 
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
@@ -48,7 +48,7 @@ class own_code:
 
 def in_a_line(error: BaseException) -> str:
     """An error and the last of the user's own lines on the way to it: `KeyError: 'labels' (my_task.py, line 31, in update)`."""
-    said = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+    said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0])
     if _ON_DEVICE in said:
         said += " (a GPU tells of errors later, maybe of those before: CUDA_LAUNCH_BLOCKING=1 shows where)"
     own = _own_calls(error)
@@ -59,7 +59,7 @@ def refusal(error: BaseException) -> str:
     """Why a row cannot be decoded: what a task of the application's says of it needs no more, what a user's raises needs the line."""
     own = _own_calls(error)
     is_users = bool(own) and not Path(own[-1].filename).is_relative_to(_TASKS)
-    return in_a_line(error) if is_users else str(error) or type(error).__name__
+    return in_a_line(error) if is_users else without_addresses(str(error)) or type(error).__name__
 
 
 def _own_calls(error: BaseException) -> list[traceback.FrameSummary]:
@@ -70,7 +70,8 @@ def calls(error: BaseException) -> str:
     """The calls that led to an error, and to those that it came from, as Python shows them."""
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     told = [calls(before), "", "which led to:", ""] if before is not None else []
-    return "\n".join([*told, *_told(traceback.extract_tb(error.__traceback__)), f"{type(error).__name__}: {error}".rstrip(": ")])
+    said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": "))
+    return "\n".join([*told, *_told(traceback.extract_tb(error.__traceback__)), said])
 
 
 def _told(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:

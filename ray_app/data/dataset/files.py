@@ -23,9 +23,10 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from ray_app.data.dataset.cloud import AzurePath, CloudPath, GooglePath
-from ray_app.errors import DataError, RayAppError, StorageError
+from ray_app.errors import DataError, RayAppError, StorageError, without_addresses
 from ray_app.record.files import Location, location
 from ray_app.record.objects import ObjectPath
+from ray_app.task.rows.file_kinds import HEAD_BYTES, LFS_POINTER_BYTES, name_foreign_file
 
 Place = Location | CloudPath
 """Where data may be read."""
@@ -71,15 +72,32 @@ class File:
         return str(self.place)
 
     def open(self) -> IO[bytes]:
-        """Opens it for reading; positions can be sought. In a bucket a request fetches a megabyte: readers ask for little at a time."""
+        """Opens it for reading; positions can be sought. In a bucket a request fetches a megabyte: readers ask for little at a time.
+
+        Raises:
+            DataError: Something else stands in its place, see `name_foreign_file`. Some readers would take it for data.
+        """
         file = opened(self.place)
-        return file if isinstance(self.place, Path) else io.BufferedReader(cast(io.RawIOBase, file), _AT_ONCE_BYTES)
+        if not isinstance(self.place, Path):
+            file = io.BufferedReader(cast(io.RawIOBase, file), _AT_ONCE_BYTES)
+        # A look into a bucket is a request, so only what is as short as a pointer of Git LFS is looked at there.
+        is_looked_at = isinstance(self.place, Path) or self.size < LFS_POINTER_BYTES
+        head = cast(io.BufferedReader, file).peek(HEAD_BYTES)[:HEAD_BYTES] if is_looked_at and self.size else b""
+        if head and (foreign := name_foreign_file(head)):
+            file.close()
+            raise DataError(f"{self}: it is {foreign}.")
+        return file
 
     def open_unpacked(self) -> IO[bytes]:
         """Opens what is in it if it is a `.gz` or `.tgz`, or itself."""
         if not self.place.name.endswith((".gz", ".tgz")):
             return self.open()
-        return cast(IO[bytes], gzip.open(self.place if isinstance(self.place, Path) else self.open()))
+        stream = self.open()
+        if not isinstance(self.place, Path):
+            return cast(IO[bytes], gzip.open(stream))
+        # gzip closes a file that it opens, and no other.
+        stream.close()
+        return cast(IO[bytes], gzip.open(self.place))
 
 
 def text(name: str) -> str:
@@ -157,6 +175,18 @@ def files_in(folder: Place) -> list[File]:
     return sorted((file for file in files if file), key=lambda file: file.place.name)
 
 
+def entries_in(folder: Place) -> list[Place]:
+    """Everything directly in a folder, sorted by name: files, folders, links, and hidden ones."""
+    if isinstance(folder, Path):
+        names = os.listdir(folder)
+    else:
+        with reading(folder):
+            filesystem, path = arrow(folder)
+            entries = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+            names = [info.base_name for info in entries if info.base_name]
+    return [folder / name for name in sorted(names)]
+
+
 def folders_in(folder: Place) -> list[Place]:
     """The visible folders directly in a folder, sorted by name."""
     if isinstance(folder, Path):
@@ -230,10 +260,24 @@ def unusable(file: File | Place | str, error: Exception, advice: str) -> DataErr
 
     Python and pyarrow call both OSError; only one of the system has a number, and only one of a bucket says so.
     """
+    if foreign := _foreign_file_at(file):
+        return DataError(f"{file}: it is {foreign}.")
     own = (None, errno.EINVAL)  # a place in the file that there is not
     if isinstance(error, OSError) and (error.errno not in own or any(said in str(error) for said in _OF_A_BUCKET)):
         return StorageError(f"{file} cannot be read: {error}.")
-    return DataError(f"{file}: {str(error) or type(error).__name__}. {advice}")
+    return DataError(f"{file}: {without_addresses(str(error)) or type(error).__name__}. {advice}")
+
+
+def _foreign_file_at(file: File | Place | str) -> str | None:
+    """What stands in the place of a file, see `name_foreign_file`; None also where it is empty or cannot be read."""
+    if isinstance(file, str):
+        return None
+    try:
+        with opened(file.place if isinstance(file, File) else file) as stream:
+            head = stream.read(HEAD_BYTES)
+    except (OSError, pa.ArrowException):
+        return None
+    return name_foreign_file(head) if head else None
 
 
 @contextmanager

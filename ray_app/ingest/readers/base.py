@@ -47,14 +47,14 @@ class Part:
         name: Sub-folder of the output, or "" for the output folder itself.
         pieces: Its rows, in order.
         classes: Name of each class by its index in `label`; None where labels have no names.
-        skipped_files: Files of the input that are not data of this format.
+        skipped_files: Files of the input that are not data of this format and are left out: each by its name, and why.
         keeps_order: Whether the rows are mixed as they come, and so stay.
     """
 
     name: str
     pieces: list[Piece]
     classes: tuple[str, ...] | None = None
-    skipped_files: int = 0
+    skipped_files: tuple[tuple[str, str], ...] = ()
     keeps_order: bool = False
 
 
@@ -139,6 +139,6 @@ def undecodable(encoded: bytes) -> str | None:
         return "the file is empty"
     try:
         image = pixels_of(encoded)
-    except (ValueError, RuntimeError) as error:
-        return str(error).splitlines()[0]
+    except ValueError as error:
+        return str(error)
     return None if image.ndim == 3 else f"it has {len(image)} frames"

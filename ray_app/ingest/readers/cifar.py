@@ -134,9 +134,9 @@ def _tables(read: Any, classes: int | None, file: File, refuse: base.Refuse) -> 
 def _binary(columns: list[str], file: File) -> tuple[Array, dict[str, Array]]:
     """Pixels (rows, 3072) and labels (rows,) of a file of records: labels of a byte each, then the pixels."""
     record = len(columns) + _PIXELS
-    if not file.size or file.size % record:
-        raise DataError(f"{file}: {file.size} bytes are not a whole number of records of {record}; download it again.")
     with file.open() as opened:
+        if not file.size or file.size % record:
+            raise DataError(f"{file}: {file.size} bytes are not a whole number of records of {record}; download it again.")
         records = np.frombuffer(opened.read(), np.uint8).reshape(-1, record)
     return records[:, len(columns) :], {name: records[:, i].astype(np.int64) for i, name in enumerate(columns)}
 
