@@ -48,6 +48,11 @@ def _check_scaling(config: Config) -> list[str]:
         )
     if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
         problems.append("scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.")
+    if scaling.gpus_per_worker > 1:
+        problems.append(
+            f"scaling.gpus_per_worker is {scaling.gpus_per_worker:g}, but a worker computes on one GPU and would leave the others idle. Set"
+            " it to 1, and scaling.max_workers to the number of GPUs."
+        )
     if config.train.strategy == "single" or config.failure.recovery == "restart":
         problems += [
             f"scaling.{name} is {getattr(scaling, name)} with train.strategy {config.train.strategy} and failure.recovery"

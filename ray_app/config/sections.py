@@ -61,7 +61,7 @@ class ScalingSection:
             workers up to L. Not given: `max_workers` of the first start.
         threads_per_worker: CPU threads of the computation in each worker; part of the arithmetic.
         cpus_per_worker: Logical CPUs that each worker reserves.
-        gpus_per_worker: GPUs that each worker reserves; 0 trains on the CPU.
+        gpus_per_worker: GPUs that each worker reserves: 0 (it trains on the CPU), a share of one, or 1.
         label_selector: Labels of the nodes that workers may run on (`ray start --labels zone=a`), each with a value or one of Ray's
             conditions such as `in(a,b)` and `!a`; not given: any node. Reading goes anywhere, the evaluator and parameter servers where
             selectors of their own say.

@@ -48,7 +48,7 @@ class PredictSection:
         batch_size: Rows of one forward pass.
         workers: Actors that predict at most; each reads for itself, with GPUs all CPUs of the cluster read for them.
         num_cpus: Logical CPUs that each of them reserves.
-        num_gpus: GPUs that each of them reserves; 0 predicts on the CPU.
+        num_gpus: GPUs that each of them reserves: 0 (it predicts on the CPU), a share of one, or 1.
         threads: CPU threads of the computation in each.
     """
 
@@ -158,6 +158,11 @@ def _check(section: PredictSection) -> None:
     problems += [f"predict.{n} is {getattr(section, n)}; it must be at least 1." for n in _COUNTS if getattr(section, n) < 1]
     if section.num_cpus < 0 or section.num_gpus < 0:
         problems.append("predict.num_cpus and predict.num_gpus cannot be negative.")
+    if section.num_gpus > 1:
+        problems.append(
+            f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others idle. Set it to at most"
+            " 1, and predict.workers to the number of GPUs."
+        )
     if section.model is not None and section.run is not None:
         problems.append("predict.model and predict.run are both given; give one of them.")
     if problems:

@@ -6,6 +6,7 @@ import ray
 
 from ray_app.cluster.labels import Node, labelled
 from ray_app.cluster.ray_job import ray_job
+from ray_app.cluster.room import evaluator_gpus
 from ray_app.config.config import Config
 from ray_app.record.progress.journal import read_events
 from ray_app.record.redact import redact
@@ -63,10 +64,9 @@ def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None
 
 def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
     """What to say of GPUs of the cluster that neither these workers nor the evaluator use; None where there are none."""
-    scaling, evaluate = config.scaling, config.evaluate
+    scaling = config.scaling
     has = sum(node["Resources"].get("GPU", 0.0) for node in labelled(nodes, scaling.label_selector))
-    evaluator = evaluate.num_gpus if config.data.eval_path is not None and evaluate.where == "actor" else 0
-    idle = int(has - (workers + scaling.spare_workers) * scaling.gpus_per_worker - evaluator)
+    idle = int(has - (workers + scaling.spare_workers) * scaling.gpus_per_worker - evaluator_gpus(config))
     if idle < 1:
         return None
     advice = "Raise scaling.max_workers (all: as many as fit), or leave them to others."

@@ -17,7 +17,7 @@ from ray.util.client import ray as client
 
 from ray_app.cluster.autoscaler import most_resources
 from ray_app.cluster.labels import Node, known_labels, labelled
-from ray_app.cluster.room import room_for
+from ray_app.cluster.room import evaluator_gpus, has_evaluator, room_for, room_on_gpus
 from ray_app.cluster.search_path import job_config, search_path
 from ray_app.cluster.token import mode_put_back, require_token
 from ray_app.config.config import Config
@@ -30,7 +30,7 @@ _ANY = 1_000_000
 
 def needs_cluster(config: Config) -> bool:
     """Whether anything of the run is outside the calling process: workers, an evaluator, or a cluster that it is told to join."""
-    return config.train.strategy != "single" or _has_evaluator(config) or config.run.ray_address is not None
+    return config.train.strategy != "single" or has_evaluator(config) or config.run.ray_address is not None
 
 
 @contextmanager
@@ -119,12 +119,8 @@ class _Shared:
 _shared = _Shared()
 
 
-def _has_evaluator(config: Config) -> bool:
-    return config.data.eval_path is not None and config.evaluate.where == "actor"
-
-
 def _evaluator_cpus(config: Config) -> float:
-    return config.evaluate.num_cpus if _has_evaluator(config) else 0
+    return config.evaluate.num_cpus if has_evaluator(config) else 0
 
 
 def _server_cpus(config: Config) -> float:
@@ -167,9 +163,11 @@ def counted(config: Config, before: Config | None = None) -> Config:
                     "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may start; give a number."
                 )
             return most.replace(scaling__max_workers=found)
-    gpus = torch.cuda.device_count() - (config.evaluate.num_gpus if _has_evaluator(config) else 0)
-    has, each = (gpus, scaling.gpus_per_worker) if scaling.gpus_per_worker else (os.cpu_count() or 1, scaling.cpus_per_worker)
-    return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(room_for(has, each)), most.scaling.most_workers)))
+    if scaling.gpus_per_worker:
+        fitting = room_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.gpus_per_worker)
+    else:
+        fitting = room_for(os.cpu_count() or 1, scaling.cpus_per_worker)
+    return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(fitting), most.scaling.most_workers)))
 
 
 def _refuse_unlabelled(config: Config, nodes: list[Node]) -> None:
@@ -179,7 +177,7 @@ def _refuse_unlabelled(config: Config, nodes: list[Node]) -> None:
         ConfigError: Ray would wait for such a node for ever.
     """
     evaluate, train = config.evaluate, config.train
-    needed = [("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus)] if _has_evaluator(config) else []
+    needed = [("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus)] if has_evaluator(config) else []
     if train.strategy == "parameter_server":
         needed.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
     for field, selector, cpus, gpus in needed:
@@ -204,10 +202,11 @@ def _workers_on(config: Config, nodes: list[Node]) -> int:
             f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels are"
             f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
         )
-    needs = [(name, each) for name, each in (("CPU", scaling.cpus_per_worker), ("GPU", scaling.gpus_per_worker)) if each]
+    needs = [("CPU", scaling.cpus_per_worker, room_for), ("GPU", scaling.gpus_per_worker, room_on_gpus)]
+    needs = [need for need in needs if need[1]]
     if not needs:
         return scaling.most_workers
-    return sum(int(min(room_for(node["Resources"].get(name, 0.0), each) for name, each in needs)) for node in carrying)
+    return sum(int(min(fitting(node["Resources"].get(name, 0.0), each) for name, each, fitting in needs)) for node in carrying)
 
 
 def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[Node], most: dict[str, float] | None = None) -> int:
@@ -228,9 +227,9 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
     cpus, gpus = (max(resources.get(name, 0.0), (most or {}).get(name, 0.0)) for name in ("CPU", "GPU"))
     room = [float(scaling.most_workers)]
     free_cpus = cpus - reserved_cpus(config)
-    evaluator_gpus = config.evaluate.num_gpus if _has_evaluator(config) else 0
-    for free, each in ((free_cpus, scaling.cpus_per_worker), (gpus - evaluator_gpus, scaling.gpus_per_worker)):
-        room.append(0 if free < 0 else room_for(free, each) if each else math.inf)
+    free_gpus = gpus - evaluator_gpus(config)
+    for free, each, fitting in ((free_cpus, scaling.cpus_per_worker, room_for), (free_gpus, scaling.gpus_per_worker, room_on_gpus)):
+        room.append(0 if free < 0 else fitting(free, each) if each else math.inf)
     workers = int(min(room))
     if most is None:
         _refuse_unlabelled(config, nodes)
@@ -247,10 +246,10 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
         has = "has" if most is None else "grows to at most"
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"
-            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus:g} GPU), parameter servers"
-            f" ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
+            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus(config):g} GPU),"
+            f" parameter servers ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
             f" {_wanted_cpus(config, scaling.min_workers):g} CPU and"
-            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus:g} GPU; the cluster {has} {cpus:g} CPU and {gpus:g} GPU."
-            " Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
+            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus(config):g} GPU; the cluster {has} {cpus:g} CPU and"
+            f" {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
         )
     return workers

@@ -153,3 +153,9 @@ def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
     with pytest.raises(ConfigError, match="batch_size: 8, now 16"):
         command.predict(second, run.config, sections[1], Console(quiet=True))
     assert read_json(first.out / MADE_FROM) == first.made_from
+
+
+def test_several_gpus_for_an_actor_are_refused_since_it_uses_one(tmp_path: Path) -> None:
+    section = PredictSection(data=str(tmp_path), out=str(tmp_path / "out"), num_gpus=2)
+    with pytest.raises(ConfigError, match=r"predict.num_gpus is 2, but an actor computes on one GPU.* predict.workers to the number of"):
+        prepare_prediction(Config(), section)

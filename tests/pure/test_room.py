@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.train import ScalingConfig
 
 from ray_app import load_config
+from ray_app.cluster.control.hooks import Control
+from ray_app.cluster.control.sizes import Sizes
+from ray_app.cluster.room import room_on_gpus
 from ray_app.config.checks import check
 from ray_app.config.config import Config, from_yaml
 from ray_app.errors import ConfigError
@@ -79,6 +83,68 @@ def test_parts_of_a_gpu_add_up(joined: None) -> None:
     assert place.workers_that_fit(config, {"CPU": 32.0, "GPU": 1.0}, []) == 5
     labelled = config.replace(scaling__label_selector={"zone": "a"})
     assert place.workers_that_fit(labelled, {"CPU": 64.0, "GPU": 1.0}, [node("1", 64, 1, zone="a")]) == 5
+
+
+@pytest.mark.parametrize(
+    ("free", "each", "expected"),
+    [
+        (2.0, 0.6, 2),
+        (2.0, 0.5, 4),
+        (1.0, 0.2, 5),
+        (1.7, 0.6, 2),
+        (1.5, 0.6, 1),
+        (3.0, 1.0, 3),
+        (2.5, 1.0, 2),
+        (0.0, 0.6, 0),
+        (math.inf, 0.6, math.inf),
+    ],
+)
+def test_a_part_of_a_gpu_is_one_of_one_gpu(free: float, each: float, expected: float) -> None:
+    assert room_on_gpus(free, each) == expected
+
+
+def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(joined: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.6, train__backend="gloo")
+    assert place.workers_that_fit(config, {"CPU": 32.0, "GPU": 2.0}, []) == 2
+    assert place.workers_that_fit(config.replace(evaluate__num_gpus=0.4), {"CPU": 32.0, "GPU": 2.0}, []) == 2
+    labelled = config.replace(scaling__label_selector={"zone": "a"})
+    assert place.workers_that_fit(labelled, {"CPU": 64.0, "GPU": 8.0}, [node("1", 64, 3, zone="a")]) == 3
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert counted(config.replace(scaling__max_workers="all", data__global_batch_size=60)).scaling.max_workers == 4
+
+
+def sizes(**fields: Any) -> Sizes:
+    """The scaling policy of a run that may have 9 workers, outside of Ray."""
+    config = ALL.replace(scaling__max_workers=9, **fields)
+    resources = {"CPU": config.scaling.cpus_per_worker, "GPU": config.scaling.gpus_per_worker}
+    scaling = ScalingConfig(num_workers=(1, 9), use_gpu=True, resources_per_worker=resources)
+    return Sizes(scaling, Control("/runs/this", 1, config, None, 2.0, True))
+
+
+def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() -> None:
+    policy = sizes(scaling__gpus_per_worker=0.6, train__backend="gloo")
+    assert policy._count_possible_workers({"1": {"CPU": 16.0, "GPU": 2.0}, "2": {"CPU": 16.0, "GPU": 1.0}}) == 3
+    assert sizes(scaling__gpus_per_worker=0.2, train__backend="gloo")._count_possible_workers({"1": {"CPU": 16.0, "GPU": 1.0}}) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"scaling__gpus_per_worker": 1.0}, 8),
+        ({"scaling__gpus_per_worker": 1.0, "evaluate__num_gpus": 1}, 7),
+        ({"scaling__gpus_per_worker": 1.0, "evaluate__num_gpus": 1, "evaluate__where": "workers"}, 8),
+        ({"scaling__gpus_per_worker": 1.0, "evaluate__num_gpus": 1, "data__eval_path": None}, 8),
+        ({"scaling__gpus_per_worker": 1.0, "scaling__cpus_per_worker": 6}, 5),
+    ],
+)
+def test_no_worker_is_begun_on_the_gpu_of_the_evaluator(fields: dict[str, Any], expected: int) -> None:
+    assert sizes(**fields)._beside_reading(NODES) == expected
+
+
+def test_several_gpus_for_a_worker_are_refused_since_it_uses_one() -> None:
+    with pytest.raises(ConfigError, match=r"scaling.gpus_per_worker is 2, but a worker computes on one GPU.* Set it to 1"):
+        check(ALL.replace(scaling__gpus_per_worker=2))
 
 
 def test_all_of_a_run_that_exists_are_those_it_began_with(joined: None) -> None:

@@ -21,7 +21,7 @@ from ray_app.cluster.control.hooks import Control
 from ray_app.cluster.control.newcomers import Newcomers, Slot
 from ray_app.cluster.control.scaling import sizing
 from ray_app.cluster.labels import Node, labelled
-from ray_app.cluster.room import room_for
+from ray_app.cluster.room import evaluator_gpus, room_for, room_on_gpus
 from ray_app.errors import RayAppError
 
 logger = logging.getLogger(__name__)
@@ -120,14 +120,27 @@ class Sizes(ElasticScalingPolicy):
         return Slot(scaling._resources_per_worker_not_none, scaling.placement_strategy, (scaling._label_selector_per_worker(1) or [{}])[0])
 
     def _beside_reading(self, nodes: Iterable[Node]) -> int:
-        """Workers for whom these nodes have CPUs, but for what else the run needs."""
-        each = self._control.config.scaling.cpus_per_worker
-        cpus = sum(node["Resources"].get("CPU", 0.0) for node in nodes)
-        return int(room_for(cpus - self._control.reading_cpus, each)) if each else self.scaling_config.max_workers
+        """Workers that these nodes have CPUs and GPUs for, without the CPUs and GPUs that the rest of the run needs."""
+        scaling, nodes = self._control.config.scaling, list(nodes)
+        cpus, gpus = (sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
+        counts = [self.scaling_config.max_workers]
+        if scaling.cpus_per_worker:
+            counts.append(int(room_for(cpus - self._control.reading_cpus, scaling.cpus_per_worker)))
+        if scaling.gpus_per_worker:
+            counts.append(int(room_on_gpus(max(0.0, gpus - evaluator_gpus(self._control.config)), scaling.gpus_per_worker)))
+        return min(counts)
 
     def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
-        """Ray's, which divides floats: with as much more as lets parts of one GPU add up to it (`cluster.room`)."""
-        return int(super()._count_possible_workers({n: {r: v + 1e-6 for r, v in each.items()} for n, each in reserved_resources.items()}))
+        """Ray's, which divides floats, of all GPUs of a node at once: with as much more as lets parts of one GPU add up to it, and without
+        the parts of GPUs in which no worker fits (`cluster.room`).
+        """
+        gpus = self._control.config.scaling.gpus_per_worker
+
+        def usable(name: str, free: float) -> float:
+            return 1e-6 + (room_on_gpus(free, gpus) * gpus if name == "GPU" and gpus else free)
+
+        nodes = {node: {name: usable(name, free) for name, free in each.items()} for node, each in reserved_resources.items()}
+        return int(super()._count_possible_workers(nodes))
 
     def room_beside(self, node: str, now: int) -> int:
         """How many more than the `now` of now fit, on other nodes than this one."""
