@@ -250,6 +250,7 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
             f" parameter servers ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
             f" {_wanted_cpus(config, scaling.min_workers):g} CPU and"
             f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus(config):g} GPU; the cluster {has} {cpus:g} CPU and"
-            f" {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or what evaluate.num_cpus and evaluate.num_gpus reserve."
+            f" {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or"
+            " what evaluate.num_cpus and evaluate.num_gpus reserve."
         )
     return workers
