@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.errors import ConfigError, is_refusal, own_error
 from ray_app.record.files import Location, location
 from ray_app.record.redact import redact
-from ray_app.runs.cluster import cluster
+from ray_app.runs.cluster import cluster, reconnect
 from ray_app.runs.given.configuration import parse_more
 from ray_app.runs.preparing.prepare import prepare
 from ray_app.runs.signals import ending_at_sigterm
@@ -45,7 +46,7 @@ class DrillSection:
         seed: Chooses the steps and the workers that are struck.
         out: New folder for the runs and the certificate, which every node sees under the same path; not given: a folder by the time in
             `drills` next to `run.storage_path`.
-        limit_s: Seconds after which a run counts as hanging; then the drill ends.
+        limit_s: Seconds after which a scenario counts as hanging; then it has failed, what it left is ended, and the next one begins.
     """
 
     scenarios: str | None = None
@@ -166,7 +167,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int
             own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
             made = drilled(config, section, own)
             with redirect_stdout(StringIO()), _connected(made, own) as nodes:
-                session = Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console)
+                renew = nodes.renew if nodes is not None else partial(reconnect, made)
+                session = Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console, renew)
                 started = True
                 return session.go()
     except KeyboardInterrupt:

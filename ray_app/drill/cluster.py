@@ -35,17 +35,25 @@ class Nodes:
     """
 
     def __init__(self, workers: int, evaluates: bool, storage: str | None = None) -> None:
-        self._workers, self._evaluates = workers, evaluates
-        memory = max(100 << 20, int(0.3 * psutil.virtual_memory().total) // (workers + 2))
+        self._workers, self._evaluates, self._storage = workers, evaluates, storage
+        self._begin()
+
+    def _begin(self) -> None:
+        memory = max(100 << 20, int(0.3 * psutil.virtual_memory().total) // (self._workers + 2))
         self._options = {"object_store_memory": memory, "dashboard_agent_listen_port": 0}
         self._cluster = Cluster()
-        kept = {"gcs_storage": "rocksdb", "gcs_storage_path": storage} if storage else {}  # Ray 2.60 calls it an alpha
-        cpus = int(evaluates)
+        kept = {"gcs_storage": "rocksdb", "gcs_storage_path": self._storage} if self._storage else {}  # Ray 2.60 calls it an alpha
+        cpus = int(self._evaluates)
         self._cluster.add_node(num_cpus=cpus, include_dashboard=False, object_store_memory=memory, _system_config=_HEALTH | kept)
         self._nodes: dict[str, Any] = {}
         self._drained: set[str] = set()
         self._connect()
-        self.shape(workers)
+        self.shape(self._workers)
+
+    def renew(self) -> None:
+        """Ends all nodes with all that runs there, and starts others in their place, as many as there were at first."""
+        self.close()
+        self._begin()
 
     def _connect(self) -> None:
         ray.init(address=self._cluster.address, logging_level=logging.WARNING, log_to_driver=False)

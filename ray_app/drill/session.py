@@ -28,6 +28,7 @@ from ray_app.drill.faults import Proofs, Several
 from ray_app.drill.flips import flip
 from ray_app.drill.ground import Disturbance, Ended, Ground, end_frozen
 from ray_app.drill.head import head
+from ray_app.drill.limit import LimitExceededError, time_limit
 from ray_app.drill.memory import memory
 from ray_app.drill.nodes import grow, node, node_rank0, shrink
 from ray_app.drill.restarts import damage, driver, evaluator_and_driver, torn_write
@@ -50,6 +51,7 @@ _MADE = (
     *(partition, half_open, memory, clock_jump, node, node_rank0, grow, shrink, head, mlflow),
     *(damage, torn_write, driver, evaluator_and_driver),
 )
+_CLEAR_S = 180.0
 SCENARIOS: dict[str, Callable[[Ground], Disturbance | str]] = {scenario.__name__: scenario for scenario in _MADE}
 
 
@@ -83,19 +85,28 @@ class Drill:
         own: The user's configuration.
         names: The scenarios to go through.
         seed: Chooses the steps and the workers that are struck.
-        limit_s: Seconds after which a run counts as hanging.
+        limit_s: Seconds after which a scenario counts as hanging.
         nodes: The drill's own nodes, if the cluster is its own.
         console: Where to say how it gets on.
+        renew: Ends what a scenario has left on the cluster, and connects to it, or to another one, anew.
 
     Raises:
         ConfigError: No scenario is possible.
     """
 
     def __init__(
-        self, config: Config, own: Config, names: list[str], seed: int, limit_s: float, nodes: Nodes | None, console: Console
+        self,
+        config: Config,
+        own: Config,
+        names: list[str],
+        seed: int,
+        limit_s: float,
+        nodes: Nodes | None,
+        console: Console,
+        renew: Callable[[], None],
     ) -> None:
         self._config, self._seed, self._limit_s = config, seed, limit_s
-        self._nodes, self._console = nodes, console
+        self._nodes, self._console, self._renew = nodes, console, renew
         self._out = location(config.run.storage_path)
         self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), most_resources())
         self._log = StringIO()
@@ -140,21 +151,22 @@ class Drill:
                     result = self._left_out(name, plan)
                 else:
                     result = self._scenario(name, plan, grounds[name], undisturbed, first)
+            is_broken = result.pop("is_broken", False)
             result["seconds"] = round(time.monotonic() - began_s, 1)
             results.append(result)
             self._save(len(results) == len(plans), conclusion(results, undisturbed.digest, len(plans)))
             outcome = result["outcome"] if result["outcome"] in ("equal", "left out") else result["outcome"].upper()
             more = f": {result['reason']}" if result["reason"] else ""
             self._say(f"{number:2}/{len(plans)} {name:<14} {outcome}{more} ({result['seconds']:.0f} s)")
-            if result.get("hangs"):
-                break  # what is left of that run would disturb the next
+            if is_broken and number < len(plans):
+                self._clear_away()
         self._console.print(table(results))
         self._say(f"{self._certificate['verdict']}\ncertificate: {self.certificate}")
         return 0 if all(r["outcome"] in ("equal", "left out") for r in results) else 1
 
     def _undisturbed(self) -> tuple[Trace, Start]:
         began_s = time.time()
-        with self._shown("the undisturbed run"):
+        with self._shown("the undisturbed run"), time_limit(self._limit_s, "The undisturbed run"):
             result = self._train(self._config, Faults())
         paths = RunPaths(result.path)
         trace, first = trace_of(paths, result.summary), start_since(paths, began_s)
@@ -167,29 +179,46 @@ class Drill:
         return trace, first
 
     def _scenario(self, name: str, plan: Disturbance, ground: Ground, undisturbed: Trace, first: Start) -> dict[str, Any]:
-        """Runs one scenario and says what came of it."""
+        """Runs one scenario and says what came of it; `is_broken`: it did not come to its end, and may have left something behind."""
         result: dict[str, Any] = {"scenario": name, "what": SCENARIOS[name].__doc__, "steps": plan.steps, "changes": plan.changes}
         try:
-            if self._nodes is not None:
-                self._nodes.shape(plan.room or self._workers)
-            with plan.around() as more:
-                config = ground.config.replace(**plan.changes, **more)
-                if plan.before is not None:
-                    plan.before(config)
-                ended = self._train(config, plan.faults, plan.observe)
-                end_frozen(ground.proofs)
-                run = Ended(RunPaths(ended.path), ended.summary, ground.proofs.all())
-                outcome, reason = judge(plan, run, undisturbed)
-                result |= {"outcome": outcome, "reason": reason, **measures(plan, run), **restart(run, first)}
-        except TimeoutError as error:
-            result |= {"outcome": "failed", "reason": str(error), "hangs": True}
+            with time_limit(self._limit_s, f"The scenario {name!r}"):
+                result |= self._disturbed(plan, ground, undisturbed, first)
         except Exception as error:
             error = own_error(error)  # type: ignore[assignment]
-            result |= {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"}
+            reason = str(error) if isinstance(error, LimitExceededError) else f"{type(error).__name__}: {error}"
+            result |= {"outcome": "failed", "reason": reason, "is_broken": True}
         finally:
             end_frozen(ground.proofs)
             self._keep_log(name)
         return result | {"proof": proof_of(ground.proofs.all()), "run": str(ground.paths.root)}
+
+    def _disturbed(self, plan: Disturbance, ground: Ground, undisturbed: Trace, first: Start) -> dict[str, Any]:
+        """The run under a disturbance, and how it compares."""
+        if self._nodes is not None:
+            self._nodes.shape(plan.room or self._workers)
+        with plan.around() as more:
+            config = ground.config.replace(**plan.changes, **more)
+            if plan.before is not None:
+                plan.before(config)
+            ended = self._train(config, plan.faults, plan.observe)
+            end_frozen(ground.proofs)
+            run = Ended(RunPaths(ended.path), ended.summary, ground.proofs.all())
+            outcome, reason = judge(plan, run, undisturbed)
+            return {"outcome": outcome, "reason": reason, **measures(plan, run), **restart(run, first)}
+
+    def _clear_away(self) -> None:
+        """Ends what a scenario has left that did not come to its end, with all processes of the drill's own cluster, so that the next
+        scenario finds what the first one found.
+
+        Raises:
+            RuntimeError: There is no cluster for the next scenario.
+        """
+        try:
+            with time_limit(_CLEAR_S, "Clearing away after a scenario"):
+                self._renew()
+        except Exception as error:
+            raise RuntimeError(f"no cluster for the next scenario: {type(error).__name__}: {error}") from error
 
     def _left_out(self, name: str, reason: str) -> dict[str, Any]:
         return {"scenario": name, "what": SCENARIOS[name].__doc__, "outcome": "left out", "reason": reason}
@@ -208,21 +237,17 @@ class Drill:
         )
 
     def _train(self, config: Config, faults: Faults, observe: Observe | None = None) -> Result:
-        """`run_training` without its output, and not for ever.
+        """`run_training` without its output.
 
         Raises:
             KeyboardInterrupt: It was interrupted from outside.
-            TimeoutError: It took longer than `drill.limit_s`.
         """
-        deadline_s = time.monotonic() + self._limit_s
         interrupted = _Interrupted()
 
-        def limit(_: Job) -> None:
+        def listen(_: Job) -> None:
             interrupted.listen()
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"The run {config.run.name!r} did not end within drill.limit_s = {self._limit_s:g} s.")
 
-        observe = Several((limit, observe)) if observe is not None else limit
+        observe = Several((listen, observe)) if observe is not None else listen
         result = run_training(config, Console(file=self._log, width=160), faults, observe)
         if interrupted.is_set or result.status == "interrupted":
             raise KeyboardInterrupt

@@ -58,11 +58,26 @@ def cluster(config: Config) -> Iterator[bool]:
     if not ray.is_initialized() and not needs_cluster(config):
         yield True
         return
-    with variables(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")):
-        address = _address(config)
-        join = partial(ray.init, address=address, job_config=job_config(), logging_level=logging.WARNING)
-        with _shared.connected(join if address else partial(_start, config)) as is_first:
-            yield is_first and not address
+    interval = variables(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5"))
+    with interval, _shared.connected(partial(_connect, config)) as is_first:
+        yield is_first and not _address(config)
+
+
+def _connect(config: Config) -> None:
+    if (address := _address(config)) is not None:
+        ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
+    else:
+        _start(config)
+
+
+def reconnect(config: Config) -> None:
+    """Leaves the cluster that this process has connected to, which ends the actors and tasks that it left there, and connects anew.
+
+    A connection that `cluster` has not made, such as a notebook's, stays: with it would go what its owner has there.
+    """
+    if _shared.is_connected:
+        ray.shutdown()
+        _connect(config)
 
 
 def _address(config: Config) -> str | None:
@@ -89,6 +104,11 @@ class _Shared:
 
     def __init__(self) -> None:
         self._lock, self._end, self._users = threading.Lock(), ExitStack(), 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection that the runs made."""
+        return self._users > 0
 
     @contextmanager
     def connected(self, connect: Callable[[], object]) -> Iterator[bool]:

@@ -183,6 +183,11 @@ class Run:
             self._interrupted.set()
         except Exception as error:
             self._error = self._error or own_error(error)
+        except BaseException:  # the process ends, or who watches over it has given this run up
+            for recording in (tracker, board):
+                if recording is not None:
+                    recording.abandon()
+            raise
         return self._end(tracker, board, observers)
 
     def _end(self, tracker: Tracker | None, board: Board | None, observers: Observers) -> Result:

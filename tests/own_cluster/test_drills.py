@@ -69,3 +69,37 @@ def test_every_scenario(digits: Path, tmp_path: Path) -> None:
     assert {s["scenario"]: s["outcome"] for s in certificate["scenarios"]} == expected
     redone = {s["scenario"]: s["redone_steps"] for s in certificate["scenarios"]}
     assert {name for name, steps in redone.items() if steps} <= {"kill_all", "damage", "torn_write", "driver", "evaluator_and_driver"}
+
+
+HANGS = """
+import sys
+from ray_app.cli.drill import main
+from ray_app.drill.ground import Disturbance
+from ray_app.drill.session import SCENARIOS
+from ray_app.runs.faults import Faults
+from ray_app.train.hooks import Hooks
+from tests.support.drilled import Forever
+
+def hangs(ground):
+    "No worker ends its step."
+    return Disturbance([1], [], lambda run: [], Faults(train=Hooks(after_step=Forever())))
+
+if __name__ == "__main__":
+    SCENARIOS["hangs"] = hangs
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_scenario_that_hangs_is_cleared_away_and_the_next_one_goes_well(digits: Path, tmp_path: Path) -> None:
+    command = arguments(digits, tmp_path / "out", scenarios="hangs,kill", max_steps=40, limit_s=90)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, *command], env=environment, capture_output=True, text=True, timeout=580, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    hung, killed = certificate["scenarios"]
+    assert (hung["outcome"], hung["reason"][:52]) == ("failed", "The scenario 'hangs' did not end within 90 s (drill.")
+    assert (killed["outcome"], killed["reason"]) == ("equal", "")
+    assert certificate["complete"]
+    assert "(1 failed)" in done.stdout

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,36 +62,87 @@ def test_what_is_around_a_scenario_is_there_until_it_is_judged(short_drill: Conf
 
     monkeypatch.setitem(SCENARIOS, "around", lambda ground: Disturbance([1], [], confirm, around=around))
     monkeypatch.setattr(session, "run_training", runs)
-    drill = session.Drill(short_drill, short_drill, ["around"], 0, 60.0, None, Console(file=StringIO()))
+    drill = session.Drill(short_drill, short_drill, ["around"], 0, 60.0, None, Console(file=StringIO()), lambda: None)
     drill.go()
     assert said == ["begins", "http://there", "judged", "ends"]
     assert read_json(drill.certificate)["scenarios"][0]["reason"] == "it did not happen: nothing happened"
 
 
-@pytest.mark.usefixtures("no_ray")
-def test_a_run_that_takes_longer_than_its_limit_has_failed_and_the_drill_ends_there(
-    short_drill: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever that run still does would disturb the next."""
-
-    def hangs(config: Config, console: Console, faults: Any, observe: Callable[[Any], None]) -> None:
-        while True:
+def hangs(config: Config, console: Console, faults: Any, observe: Callable[[Any], None]) -> None:
+    """A run that tries again for ever, whatever it meets."""
+    while True:
+        with suppress(Exception):
             observe(None)
+            time.sleep(0.01)
 
-    monkeypatch.setattr(session, "run_training", hangs)
+
+def fails(config: Config, *_: Any) -> None:
+    raise OSError("something is away")
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (hangs, "The scenario 'kill' did not end within 0.25 s (drill.limit_s bounds scenarios)."),
+        (fails, "OSError: something is away"),
+    ],
+)
+def test_a_drill_goes_on_after_a_scenario_that_does_not_come_to_its_end(
+    short_drill: Config, monkeypatch: pytest.MonkeyPatch, run: Callable[..., None], reason: str
+) -> None:
+    renewed = list[str]()
+    monkeypatch.setattr(session, "run_training", run)
     said = StringIO()
-    drill = session.Drill(short_drill, short_drill, ["kill", "kill_two"], 0, 0.25, None, Console(file=said, width=200))
+    names = ["kill", "rendezvous"]
+    drill = session.Drill(
+        short_drill, short_drill, names, 0, 0.25, None, Console(file=said, width=200), lambda: renewed.append("another cluster")
+    )
     assert drill.go() == 1
+    certificate = read_json(drill.certificate)
+    assert [(found["scenario"], found["outcome"]) for found in certificate["scenarios"]] == [("kill", "failed"), ("rendezvous", "failed")]
+    assert certificate["scenarios"][0]["reason"] == reason
+    assert renewed == ["another cluster"], "what a scenario leaves is cleared away before the next"
+    assert certificate["complete"]
+    assert "(2 failed)" in said.getvalue()
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_scenario_that_fails_leaves_the_next_one_as_it_would_be(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(config: Config, *_: Any) -> Any:
+        if config.run.name == "first":
+            raise RuntimeError("lost")
+        return SimpleNamespace(
+            status="finished", path=Path(config.run.storage_path) / "second", summary=SUMMARY | {"world_sizes": [[0, 2]]}
+        )
+
+    for name in ("first", "second"):
+        monkeypatch.setitem(SCENARIOS, name, lambda ground: Disturbance([1], [], lambda run: ["nothing happened"]))
+    monkeypatch.setattr(session, "run_training", runs)
+    drill = session.Drill(short_drill, short_drill, ["first", "second"], 0, 60.0, None, Console(quiet=True), lambda: None)
+    assert drill.go() == 1
+    reasons = [found["reason"] for found in read_json(drill.certificate)["scenarios"]]
+    assert reasons == ["RuntimeError: lost", "it did not happen: nothing happened"]
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise ConnectionError("no head")
+
+    monkeypatch.setattr(session, "run_training", fails)
+    drill = session.Drill(short_drill, short_drill, ["kill", "rendezvous"], 0, 60.0, None, Console(quiet=True), lost)
+    with pytest.raises(RuntimeError, match="no cluster for the next scenario: ConnectionError: no head"):
+        drill.go()
     [found] = read_json(drill.certificate)["scenarios"]
-    assert (found["outcome"], found["reason"]) == ("failed", "The run 'kill' did not end within drill.limit_s = 0.25 s.")
-    assert "(1 failed, 1 not reached)" in said.getvalue()
+    assert (found["scenario"], found["reason"]) == ("kill", "OSError: something is away")
 
 
 @pytest.mark.usefixtures("no_ray")
 def test_a_cluster_that_scales_from_zero_is_waited_for(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))
     monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 8.0})
-    assert session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True))._workers == 2
+    assert session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)._workers == 2
     monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ConfigError, match="the cluster grows to at most 2 CPU"):
-        session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True))
+        session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)

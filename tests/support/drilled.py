@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+import threading
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,11 @@ def ended_process() -> dict[str, Any]:
         held = asdict(Holder.of(process.pid))
         process.kill()
     return held
+
+
+@dataclass(frozen=True)
+class Forever:
+    """A hook after a step that never ends."""
+
+    def __call__(self, rank: int, step: int) -> None:
+        threading.Event().wait()
