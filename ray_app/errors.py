@@ -8,6 +8,7 @@
     │   └── RunHeldError     another driver writes this run
     ├── DataError            the data set cannot be used (exit code 2 before the start)
     │   ├── BadRowError      one row cannot be used: file, row group and row
+    │   ├── ProcessDiedError the process that read some rows died again and again
     │   └── StorageError     a disk, the network or S3 failed; what is in the files is not to blame
     ├── CheckpointError      no checkpoint can be returned to
     │   └── DamagedError     the files of one are not those that were committed
@@ -72,6 +73,10 @@ class BadRowError(DataError):
 
     def __str__(self) -> str:
         return f"{self.path}, row group {self.row_group}, row {self.row}: {self.reason}"
+
+
+class ProcessDiedError(DataError):
+    """The process that reads some rows dies each time that it does; the message says which rows."""
 
 
 class StorageError(DataError):

@@ -56,7 +56,8 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
             if not put_json(out / MADE_FROM, prepared.made_from, if_absent=True):
                 refuse_other(prepared)  # another may have begun here meanwhile
             pool = Pool(PredictActor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
-            for found in through(pool, prepared.reader, missing):
+            specs = dict(job.parts.values())
+            for found in through(pool, prepared.reader, missing, lambda found: specs[found["name"]]):
                 done[found["name"]] = json.loads(found["facts"])
                 told.add(done[found["name"]]["rows"])
     before = read_json(out / DONE)

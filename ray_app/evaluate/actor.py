@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -21,6 +21,7 @@ from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.feed.memory_cache import fetch_at_once
+from ray_app.data.read.attempts import MAX_DEATHS, died
 from ray_app.data.read.reader import Fetch
 from ray_app.data.read.whole import load_all
 from ray_app.errors import DamagedError, RunHeldError
@@ -30,7 +31,7 @@ from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluati
 from ray_app.record.files import poll_s
 from ray_app.record.lease import LIFE_S, LeaseWatch, is_taken_over
 from ray_app.record.output import Output
-from ray_app.record.progress.journal import put_event
+from ray_app.record.progress.journal import put_event, read_events
 from ray_app.record.redact import guard_run
 from ray_app.task import environment
 from ray_app.task.rows.ragged import Arrays
@@ -70,6 +71,7 @@ class Evaluator:
         self._stopped, self._hurry = threading.Event(), threading.Event()
         self._driver = "held"
         self._error: str | None = None
+        self._is_noted = False
         self._itself, name = _this_actor(), job.name or "evaluator"
         self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
         if self._itself is not None:
@@ -103,11 +105,29 @@ class Evaluator:
         if self._output is not None:
             self._output.close()
 
+    def _note_life(self) -> None:
+        """Records that a process of this evaluator begins, once.
+
+        Raises:
+            ProcessDiedError: Several before it died of the same checkpoint; a lost node does not count.
+        """
+        if self._itself is None or self._is_noted:
+            return
+        job, context = self._job, ray.get_runtime_context()
+        earlier = [e for e in read_events(job.paths, "evaluator_started") if (e.fence, e.details["by"]) == (job.fence, job.follower)]
+        facts = {"by": job.follower, "node": context.get_node_id(), "pid": os.getpid(), "after_step": self._done_step}
+        self._is_noted = put_event(job.paths, "evaluator_started", job.fence, **facts)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if deaths_in_a_row([e.details for e in earlier], self._done_step, alive) >= MAX_DEATHS:
+            reader, rows = job.data.reader, job.data.manifest.num_rows
+            raise died(f"while it evaluated the checkpoint after step {max(0, self._done_step)} on {rows:,} rows of {reader.root}")
+
     def _follow(self) -> None:
         environment.use_device(self._device)  # a new thread begins on the first GPU
         look_s = wait_s = poll_s(self._job.paths.root)
         while not self._stopped.is_set():
             try:
+                self._note_life()
                 if self._driver == "superseded":
                     return self._leave()
                 waiting = pending(self._job) if self._error is None else []
@@ -236,6 +256,22 @@ class Evaluator:
         put_event(self._job.paths, "evaluation_skipped", self._job.fence, step=commit.step, reason=reason, **details)
 
 
+def deaths_in_a_row(lives: Sequence[Mapping[str, Any]], done_step: int, alive: Collection[str]) -> int:
+    """How many processes of an evaluator died since its last evaluation, on nodes that still live.
+
+    Args:
+        lives: `node` and `after_step`, the step that was evaluated last, of each process that has ended, in their order.
+        done_step: The step that was evaluated last.
+        alive: Ids of the nodes that live.
+    """
+    deaths = 0
+    for life in reversed(lives):
+        deaths += life["node"] in alive
+        if life["after_step"] != done_step:  # it evaluated that step, and died after it
+            break
+    return deaths
+
+
 def _this_actor() -> Any | None:
     """A handle to the actor that this runs in; None outside of Ray."""
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
@@ -248,7 +284,7 @@ def start_evaluator(
 ) -> Any:
     """Holds the checkpoints, starts the actor with its own resources, and returns its handle.
 
-    Ray starts it again whenever it dies; what it had not finished is then evaluated anew.
+    Ray starts it again whenever it dies; what it had not finished is then evaluated anew. It gives up after three deaths at one checkpoint.
 
     Args:
         job: What to evaluate on, and how.

@@ -50,6 +50,9 @@ class PieceTask:
     folder: Location
     keeps_order: bool
 
+    def __str__(self) -> str:
+        return f"input split {self.number} of {self.part or 'the source'}, {self.piece.tables}"
+
     @property
     def record(self) -> Location:
         """Its record."""

@@ -6,13 +6,15 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from ray_app.errors import own_error
+from ray_app.errors import without_addresses
 
 _AHEAD = 4
 """Ray tasks per CPU that are asked for before the first of them is waited for."""
 _CANCEL_S = 60.0
+_MOST_CHARS = 500
 
 
 def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> Iterator[Any]:
@@ -37,27 +39,32 @@ def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads
 def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
     """Calls `function` with every item in tasks of the Ray cluster that this process is connected to, each on a CPU.
 
-    Ray runs a task again when its worker or node is lost.
+    A task whose node is lost is run again, and so is one whose process dies, three times in all.
+
+    Raises:
+        ProcessDiedError: The process of a task died again and again.
     """
     import ray
 
-    task = ray.remote(_call).options(num_cpus=1)
+    from ray_app.data.read.attempts import Attempts
+
+    task = ray.remote(_call).options(num_cpus=1, max_retries=0)
     most = max(_AHEAD, _AHEAD * int(ray.cluster_resources().get("CPU", 1)))
-    waiting: deque[Any] = deque()
+    waiting: deque[Attempts] = deque()
     try:
         for item in items:
-            waiting.append(task.remote(function, item))
+            what = f"while it ingested {without_addresses(str(item))[:_MOST_CHARS]}"
+            waiting.append(Attempts(partial(task.remote, function, item), partial(str, what)))
             if len(waiting) >= most:
-                yield ray.get(waiting.popleft())
+                yield waiting.popleft().result()
         while waiting:
-            yield ray.get(waiting.popleft())
-    except ray.exceptions.RayTaskError as error:
-        raise own_error(error) from error
+            yield waiting.popleft().result()
     finally:
-        for left in waiting:
-            ray.cancel(left)
-        if waiting:  # they write no more when the caller goes on
-            ray.wait(list(waiting), num_returns=len(waiting), timeout=_CANCEL_S)
+        references = [left.reference for left in waiting]
+        for reference in references:
+            ray.cancel(reference)
+        if references:  # they write no more when the caller goes on
+            ray.wait(references, num_returns=len(references), timeout=_CANCEL_S)
 
 
 def _call(function: Callable[[Any], Any], item: Any) -> Any:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.dataset.arrays import Columns
 from ray_app.data.feed.memory_cache import fetch_at_once
+from ray_app.data.read.attempts import Attempts
 from ray_app.data.read.reader import RowSource, specs_of
-from ray_app.errors import ConfigError, own_error
+from ray_app.errors import ConfigError
 from ray_app.models import loader
 from ray_app.models.on_device import module_on
 from ray_app.plan.keyed import hash_array, key
@@ -110,12 +111,12 @@ def score_packages(task: Task, metrics: Sequence[str], requests: list[Request], 
     Raises:
         BadRowError: A row cannot be decoded.
         ConfigError: A model takes fields that the task does not decode.
+        ProcessDiedError: The process of the task died again and again.
     """
-    options = {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus, "max_retries": 3}
-    try:
-        return ray.get(ray.remote(_score_all).options(**options).remote(task, metrics, requests, section))
-    except ray.exceptions.RayTaskError as error:
-        raise own_error(error) from error
+    options = {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus, "max_retries": 0}
+    submit = partial(ray.remote(_score_all).options(**options).remote, task, metrics, requests, section)
+    rows = "; ".join(f"{sum(segment.rows for segment in request.segments):,} rows of {request.source.reader.root}" for request in requests)
+    return Attempts(submit, lambda: f"while it scored models on {rows}").result()
 
 
 def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection) -> list[dict[str, list[Chunk]]]:

@@ -24,7 +24,7 @@ from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import actor
-from ray_app.evaluate.actor import Evaluator
+from ray_app.evaluate.actor import Evaluator, deaths_in_a_row
 from ray_app.evaluate.job import EvaluationJob, pause_s, pending
 from ray_app.record.evaluations import read_evaluations
 from ray_app.record.files import put_json
@@ -350,3 +350,19 @@ def test_its_device_is_the_current_one_where_it_makes_the_model_and_where_it_eva
     with following(job):
         wait_until(lambda: not pending(job), "evaluated")
     assert threads == [threading.current_thread().name, "_follow"]
+
+
+@pytest.mark.parametrize(
+    ("lives", "deaths"),
+    [
+        ([], 0),
+        ([("a", -1)], 1),
+        ([("a", -1), ("a", 8), ("a", 8)], 3),
+        ([("a", -1), ("a", -1), ("a", -1), ("a", 8)], 2),
+        ([("gone", 8), ("a", 8), ("gone", 8)], 1),
+    ],
+    ids=["first", "one", "the one that evaluated died of the next", "others died before it", "lost nodes do not count"],
+)
+def test_processes_count_that_died_since_the_last_evaluation(lives: list[tuple[str, int]], deaths: int) -> None:
+    ended = [{"node": node, "after_step": step} for node, step in lives]
+    assert deaths_in_a_row(ended, 8, {"a"}) == deaths

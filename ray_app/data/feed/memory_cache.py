@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
+from ray_app.data.read.attempts import MAX_DEATHS, died
 from ray_app.data.read.ray_tasks import fetch_ray
 from ray_app.data.read.reader import Reader, ReadSpec, RowSource
 from ray_app.data.read.slices import fetch_here
@@ -62,7 +63,8 @@ def start_memory_cache(source: RowSource) -> Any:
     if is_small(source):
         return _shared(load_all(fetch_here, source))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # a lost node must not take it along
-    made = ray.remote(MemoryCache).options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+    lives = {"max_restarts": MAX_DEATHS - 1, "max_task_retries": MAX_DEATHS - 1}
+    made = ray.remote(MemoryCache).options(num_cpus=0, scheduling_strategy=here, **lives)
     actor = made.remote(source)
     actor.decoded.remote()
     return actor
@@ -82,15 +84,19 @@ def from_memory_cache(cache: Any) -> Decoded:
 
     Raises:
         BadRowError: A row cannot be decoded.
+        ProcessDiedError: The actor died again and again.
     """
+    if isinstance(cache, Decoded):
+        return _mapped(cache)
     try:
-        return _mapped(cache if isinstance(cache, Decoded) else ray.get(cache.decoded.remote()))
+        try:
+            return _mapped(ray.get(cache.decoded.remote()))
+        except ray.exceptions.ObjectLostError:  # the actor died after its answer; started again it decodes again
+            return _mapped(ray.get(cache.decoded.remote()))
     except ray.exceptions.RayTaskError as error:
         raise own_error(error) from error
-    except ray.exceptions.ObjectLostError:  # the actor died after its answer; started again it decodes again
-        if isinstance(cache, Decoded):
-            raise
-        return _mapped(ray.get(cache.decoded.remote()))
+    except ray.exceptions.ActorDiedError as error:
+        raise died("while it decoded the data set for data.cache: memory, which may need more memory than there is", error) from error
 
 
 def _mapped(found: Decoded) -> Decoded:

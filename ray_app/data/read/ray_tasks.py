@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,8 @@ from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 
-from ray_app.data.read.reader import AT_ONCE, Reader, ReadSpec
+from ray_app.data.read.attempts import Attempts, Deaths, loss_in
+from ray_app.data.read.reader import AT_ONCE, Reader, ReadSpec, named
 from ray_app.data.read.slices import Slices
 from ray_app.errors import own_error
 from ray_app.process import uninterrupted
@@ -27,6 +28,11 @@ logger = logging.getLogger(__name__)
 
 _AHEAD = 8
 """Tasks that decode slices while others are consumed."""
+_ONCE = {"max_retries": 0}
+"""Of Ray's tasks: who is lost is seen here."""
+_MAX_IN_FLIGHT = 16
+"""Read tasks that are tried one by one after a process has died: it may have been any of those that were under way."""
+_LOST = "A read task was lost (%s); the rest is read by others."
 _LOGGERS = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
 """What is left of what they say; the second warns that no bars are shown."""
 
@@ -78,35 +84,73 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     if not specs:
         return
     if any(span.of for spec in specs for span in spec):
-        yield from _fetch_sliced(reader, specs)
+        yield from _fetch_in_tasks(reader, specs)
         return
-    quieten().execution_options.preserve_order = True
-    dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
-    dataset.context.target_max_block_size = AT_ONCE
+    done = 0
     try:
-        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+        for table in _fetch_by_ray_data(reader, specs):
+            done += table.num_rows
+            yield table
+        return
     except Exception as error:
-        raise own_error(error) from error
+        if loss_in(error) is None:
+            raise own_error(error) from error
+        logger.warning(_LOST, type(error).__name__)
+    yield from _fetch_in_tasks(reader, specs, done)
 
 
-def _fetch_sliced(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """The same where row groups are read in slices: those are read here, and decoded by tasks on any CPU of the cluster."""
+def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    quieten().execution_options.preserve_order = True
+    dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_ONCE)
+    dataset.context.target_max_block_size = AT_ONCE
+    yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+
+
+def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) -> Iterator[pa.Table]:
+    """The same as single tasks, of which each is known by its rows. Row groups that are read in slices are read here, and decoded there.
+
+    Args:
+        reader: Reads and decodes.
+        specs: Which rows.
+        done: How many of them, from the first on, were delivered before.
+
+    Raises:
+        ProcessDiedError: The process of a task died again and again.
+    """
     packed = ray.put(cloudpickle.dumps(reader))
-    task = ray.remote(_decoded).options(num_cpus=1)
-    waiting: deque[Any] = deque()
+    task = ray.remote(_decoded).options(num_cpus=1, **_ONCE)
+    waiting: deque[tuple[Attempts, int]] = deque()
     try:
         with closing(Slices(reader.root, reader.columns)) as slices:
             for spec in specs:
-                waiting.append(task.remote(packed, spec, [slices.take(span) for span in spec if span.of]))
+                rows = sum(span.rows for span in spec)
+                skipped, done = min(rows, done), max(0, done - rows)
+                if skipped == rows:
+                    continue
+                sliced = ray.put([slices.take(span) for span in spec if span.of])
+                submit = partial(task.remote, packed, spec, sliced)
+                waiting.append((Attempts(submit, partial(_reading, spec)), skipped))
                 if len(waiting) > _AHEAD:
-                    yield from ray.get(waiting.popleft())
+                    yield from _result(*waiting.popleft())
             while waiting:
-                yield from ray.get(waiting.popleft())
+                yield from _result(*waiting.popleft())
     except Exception as error:
         raise own_error(error) from error
     finally:
-        for left in waiting:
-            ray.cancel(left)
+        for left, _ in waiting:
+            ray.cancel(left.reference)
+
+
+def _reading(spec: ReadSpec) -> str:
+    return f"while it read {named(spec)}"
+
+
+def _result(task: Attempts, skipped: int) -> Iterator[pa.Table]:
+    """The rows of a task but the first `skipped`."""
+    for table in task.result():
+        if skipped < table.num_rows:
+            yield table.slice(skipped)
+        skipped = max(0, skipped - table.num_rows)
 
 
 def _decoded(packed: bytes, spec: ReadSpec, sliced: list[pa.Table]) -> list[pa.Table]:
@@ -136,14 +180,50 @@ class Pool:
     num_gpus: float
 
 
-def through(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
-    """Gives each read task's rows as one table to an actor, and yields the rows that come out of them, as they are done.
+def through(
+    pool: Pool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
+) -> Iterator[dict[str, Any]]:
+    """Gives each read task's rows as one table to an actor, and yields the row that comes out of each, as they are done.
+
+    When a process or a node is lost it begins anew with what is left; where it was a process, with one read task after the other at
+    first, so that it is known of which it dies.
+
+    Args:
+        pool: The actors.
+        reader: Reads and decodes.
+        specs: Which rows.
+        spec_of: Says of which read task a row is that came out.
+
+    Raises:
+        ProcessDiedError: A process died again and again of the same rows.
+    """
+    left, deaths = list(specs), {spec: Deaths(partial(_reading, spec)) for spec in specs}
+    single = 0
+    while left:
+        asked = left[:1] if single else left[:]
+        try:
+            for found in _flow(pool, reader, asked):
+                left.remove(spec_of(found))
+                yield found
+            single = max(0, single - 1)
+        except Exception as error:
+            if len(asked) == 1:
+                deaths[asked[0]].note(error)
+            elif (lost := loss_in(error)) is None:
+                raise own_error(error) from error
+            elif lost == "process":
+                single = _MAX_IN_FLIGHT
+            logger.warning(_LOST, type(error).__name__)
+
+
+def _flow(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
+    """One execution of `through`.
 
     Where the actors reserve what a read task does (one CPU), Ray Data lets them read themselves; otherwise any CPU of the cluster reads for
     them, and how far ahead is bounded by Ray Data.
     """
     quieten()
-    dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs))
+    dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_ONCE)
     dataset.context.target_max_block_size = None  # what a task has read stays one table
     done = dataset.map_batches(
         pool.made_of,
@@ -153,11 +233,9 @@ def through(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[d
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=pool.most),
         num_cpus=pool.num_cpus,
         num_gpus=pool.num_gpus,
+        max_restarts=0,
     )
-    try:
-        yield from done.iter_rows()
-    except Exception as error:
-        raise own_error(error) from error
+    yield from done.iter_rows()
 
 
 def quieten() -> Any:

@@ -59,6 +59,14 @@ class Span:
 ReadSpec = tuple[Span, ...]
 """What one read task reads, in order."""
 Sliced = Callable[[Span], pa.Table]
+
+
+def named(spec: ReadSpec, most: int = 6) -> str:
+    """The rows of a read task by their files, for people: `part-0.parquet, row group 2, rows 0 to 31`."""
+    places = [f"{span.path}, row group {span.row_group}, rows {span.first} to {span.first + span.rows - 1}" for span in spec[:most]]
+    return "; ".join([*places, *([f"and {len(spec) - most} more row groups"] if len(spec) > most else [])])
+
+
 _SMALL_TASKS = 4
 """Read tasks' worth of rows in a row group up to which one task reads all of it that is needed."""
 
