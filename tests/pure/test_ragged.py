@@ -225,3 +225,18 @@ def test_drawing_touches_no_generator_but_its_own() -> None:
         drawn = torch.rand(2)
         inside = torch.rand_like(drawn)
     assert not torch.equal(drawn, inside)
+
+
+def test_a_column_of_lists_is_a_sequence_of_its_rows() -> None:
+    lists = Ragged.of([[1, 2], [], [3]], np.int64)
+    assert len(lists) == 3
+    assert [row.tolist() for row in lists] == [[1, 2], [], [3]]
+    assert lists[0].tolist() == [1, 2]
+    assert lists[-1].tolist() == lists[np.int64(2)].tolist() == [3]
+    assert [row.tolist() for row in lists[1:]] == [[], [3]]
+    assert [row.tolist() for row in lists[::-2]] == [[3], [1, 2]]
+    assert [row.tolist() for row in lists[np.array([True, False, True])]] == [[1, 2], [3]]
+    assert [max(row, default=0) for row in lists] == [2, 0, 3]
+    for row in (3, -4):
+        with pytest.raises(IndexError, match=f"row {row} of 3 rows"):
+            lists[row]

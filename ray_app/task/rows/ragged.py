@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -75,12 +77,33 @@ class Ragged:
         """Bytes of all rows."""
         return int(self.offsets[-1] - self.offsets[0]) * self.values[:1].nbytes if len(self.values) else 0
 
-    def __getitem__(self, rows: slice | npt.NDArray) -> Ragged:
-        """Consecutive rows, without copying them, or those of an index or a mask."""
-        if isinstance(rows, np.ndarray):
+    @overload
+    def __getitem__(self, rows: slice | npt.NDArray) -> Ragged: ...
+
+    @overload
+    def __getitem__(self, rows: int | np.integer) -> npt.NDArray: ...
+
+    def __getitem__(self, rows: int | np.integer | slice | npt.NDArray) -> npt.NDArray | Ragged:
+        """One row, shape (length, ...), as of a list; or several: a slice without copying where its step is 1, an index or a mask.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if isinstance(rows, slice):
+            low, high, step = rows.indices(len(self))
+            if step == 1:
+                return Ragged(self.values, self.offsets[low : max(low, high) + 1], self.fill, self.multiple)
+            rows = np.arange(low, high, step)
+        if isinstance(rows, np.ndarray) and rows.ndim:
             return Ragged.of((self.row(i) for i in np.arange(len(self))[rows]), self.values.dtype, self.fill, self.multiple, self.row_shape)
-        low, high, _ = rows.indices(len(self))
-        return Ragged(self.values, self.offsets[low : max(low, high) + 1], self.fill, self.multiple)
+        index = operator.index(rows)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} rows")
+        return self.row(index % len(self))
+
+    def __iter__(self) -> Iterator[npt.NDArray]:
+        """The rows one after the other, each of shape (length, ...)."""
+        return map(self.row, range(len(self)))
 
     def row(self, number: int) -> npt.NDArray:
         """One row, shape (length, ...)."""
