@@ -27,6 +27,6 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app export") -> in
         done = export_run(options)
         as_program = "" if done["format"] == "torch.export" else f"; not as a torch.export program ({'; '.join(done['refused'])})"
         print(redact(f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256 {done['params_digest']}{as_program}"))
-        print(Path(options.out).resolve())
+        print(Path(options.out).expanduser().resolve())
 
     return exit_code(work, "The model was not exported")

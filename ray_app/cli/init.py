@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        folder = Path(options.folder).resolve()
+        folder = Path(options.folder).expanduser().resolve()
         package = package_name(folder, options.package)
         begin(folder, package)
         print(f"{folder} has a project with the package {package}; README.md says what is what. To see it train:\n")

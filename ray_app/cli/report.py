@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
         facts = read_facts(paths)
         if facts.status == "vanished" and facts.events and _is_closed(paths):
             facts = read_facts(paths)
-        out = Path(options.out).resolve() if options.out else paths.report
+        out = Path(options.out).expanduser().resolve() if options.out else paths.report
         put_atomic(out, render(facts).encode())
         print(f"{paths.name}: {facts.status}; {facts.story}")
         print(out)

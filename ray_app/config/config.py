@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from ray_app.config.home import expand_home
 from ray_app.config.optimizers import OptimizerSpec, TurnSpec
 from ray_app.config.sections import (
     CheckpointSection,
@@ -94,7 +95,7 @@ def from_dict(values: dict[str, Any]) -> Config:
         ConfigError: A section or a field is not known.
     """
     _refuse_unknown(values)
-    made: dict[str, Any] = dict(values)
+    made: dict[str, Any] = dict(expand_home(values))
     for name, section in SECTIONS.items():
         if name in made:
             made[name] = section(**made[name])
@@ -143,7 +144,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
-            flat[prefix + name] = value
+            flat[f"{prefix}{name}"] = value  # a name in arguments of a class may be a number
     return flat
 
 
@@ -217,4 +218,4 @@ def default_tracking_uri(config: Config) -> str:
             " tracking.uri to an MLflow server (http://host:5000) or to a file of this machine (sqlite:////folder/mlflow.db), or set"
             " tracking.enabled to false."
         )
-    return config.tracking.uri or f"sqlite:///{Path(config.run.storage_path).resolve() / 'mlflow.db'}"
+    return config.tracking.uri or f"sqlite:///{Path(config.run.storage_path).expanduser().resolve() / 'mlflow.db'}"

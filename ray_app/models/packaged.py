@@ -64,7 +64,7 @@ def fetch_package(uri: str, model: str) -> Packaged:
 
 def is_export(model: str) -> bool:
     """Whether a text names the folder of an exported model, or of a downloaded version."""
-    return (Path(model) / "data" / "model" / loader.DESCRIPTION).is_file()
+    return (Path(model).expanduser() / "data" / "model" / loader.DESCRIPTION).is_file()
 
 
 def read_export(folder: str) -> Packaged:
@@ -74,9 +74,10 @@ def read_export(folder: str) -> Packaged:
         ConfigError: It is no folder of ours.
         RegistryError: Its files are not those that were exported.
     """
-    data, described = checked(Path(folder))
-    said = origin(Path(folder))
-    source = {"run": said["run"], "step": said["step"]} if said else {"folder": Path(folder).resolve().name}
+    place = Path(folder).expanduser()
+    data, described = checked(place)
+    said = origin(place)
+    source = {"run": said["run"], "step": said["step"]} if said else {"folder": place.resolve().name}
     return _read(data, folder, source, (said or described)["params_digest"])
 
 

@@ -28,14 +28,14 @@ _READERS = 16
 
 
 def location(text: str) -> Location:
-    """The place that a path or URI names; `location(str(place))` is the same place, in any process.
+    """The place that a path or URI names, `~` being the home folder; `location(str(place))` is the same place, in any process.
 
     Raises:
         ConfigError: It is neither a path nor an S3 URI.
     """
     scheme, is_uri, _ = text.partition("://")
     if not is_uri:
-        return Path(text).resolve()
+        return Path(os.path.expanduser(text)).resolve()
     if scheme != "s3":
         raise ConfigError(
             f"{text!r} is on {scheme}://; runs and data sets are written to a folder that all nodes see, or to s3://bucket/prefix."

@@ -53,7 +53,7 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     Raises:
         OSError: The folder cannot be used or belongs to another user, or nobody can say which code decodes.
     """
-    root = Path(folder) if folder is not None else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
+    root = Path(folder).expanduser() if folder is not None else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
     own = root / identity(source, settings)
     root.mkdir(parents=True, exist_ok=True)
     if folder is None:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.checks import check
 from ray_app.config.class_path import load_class
 from ray_app.config.config import SECTIONS, Config, from_dict
+from ray_app.config.home import expand_home
 from ray_app.config.optimizers import TurnSpec
 from ray_app.errors import ConfigError
 from ray_app.record.redact import guard, redact
@@ -113,7 +114,7 @@ def parse_more(
         raise ConfigError("The configuration is refused: observers is a list of class_path and init_args; one has no class_path.")
     if values.get("optimizers"):
         values["optimizers"] = {name: _turn(name, given) for name, given in values["optimizers"].items()}
-    made = {name: section(**values.pop(name, {})) for name, section in more.items()}
+    made = {name: section(**expand_home(values.pop(name, {}))) for name, section in more.items()}
     config = from_dict(values)
     check(config)
     return config, made

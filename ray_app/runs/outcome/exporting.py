@@ -50,7 +50,7 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     """
     if "://" in options.out:
         raise ConfigError(f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there.")
-    paths, out = RunPaths(location(options.run)), Path(options.out).resolve()
+    paths, out = RunPaths(location(options.run)), Path(options.out).expanduser().resolve()
     refuse_taken(out, options.overwrite)
     job = trained_job(paths)
     commit = chosen(job, options.checkpoint)
