@@ -34,6 +34,7 @@ from ray_app.runs.outcome.report import report_end
 from ray_app.runs.outcome.stored import training_data
 from ray_app.runs.preparing.prepare import check_evaluation_data, evaluation_source, make_task
 from ray_app.task.base import Task
+from ray_app.task.schema import prepare_task
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
 
 
 def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
-    ready = make_task(config).prepare(training_data(paths, config).facts)
+    ready = prepare_task(make_task(config), training_data(paths, config).facts)
     data = evaluation_source(ready, str(config.data.eval_path), config.data.read_task_mb)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)

@@ -12,6 +12,7 @@ from ray_app.cli.ending import exit_code
 from ray_app.ingest.ingest import DatasetSummary, ingest
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.runners import run_in_threads, run_on_cluster
+from ray_app.plan.facts import similar_names
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> int:
@@ -56,6 +57,12 @@ def _print(summary: DatasetSummary, source: str) -> None:
         skipped = f", {part.skipped_files} other files left out (refused.jsonl names them)" if part.skipped_files else ""
         refused = f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""
         console.print(f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False)
+        for names in similar_names(part.classes or ()):
+            console.print(
+                f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the form of a character"
+                " alone. If they are meant to be one, correct the labels and ingest again.",
+                markup=False,
+            )
         console.print(f"  columns: {', '.join(part.columns)}", markup=False)
     reused = "It can be trained on as it is" if source == "parquet" else "Made before from the same options and files"
     console.print(f"{reused}: nothing was written." if summary.reused else "Done.")

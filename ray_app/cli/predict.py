@@ -49,6 +49,7 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
     missing = [spec for name, spec in job.parts.values() if name not in done]
     if missing:
         asked: dict[str, Any] = {"scaling__max_workers": section.workers, "scaling__min_workers": 1, "data__eval_path": None}
+        asked |= {"train__strategy": "ddp"}  # whatever trained: a prediction has actors
         asked |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
         room = config.replace(**asked)
         with cluster(room):

@@ -33,6 +33,7 @@ from ray_app.models.versions import parameters
 from ray_app.task.base import Batch, Task
 from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, to_batch
+from ray_app.task.schema import refuse_other_schema
 from ray_app.task.without_targets import WithoutTargets
 
 EXPORT = "export.json"
@@ -115,7 +116,7 @@ def load_model(folder: str | Path) -> loader.Predictor:
         RegistryError: Its files are not those that were written.
         ValueError: It asks for code to be unpickled, or another module of the name of one of its own is imported.
     """
-    data, described = checked(Path(folder))
+    data, described = checked(Path(folder).expanduser())
     return loader.Predictor(loader.load(data), described["inputs"])
 
 
@@ -134,7 +135,7 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
         ConfigError: The folder holds no such model, or the class of its task cannot be imported here.
         RegistryError: Its files are not those that were written, or do not say how to make the task again.
     """
-    data, described = checked(Path(folder))
+    data, described = checked(Path(folder).expanduser())
     made = described["task"]
     if made["settings"] is None:
         raise RegistryError(f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret.")
@@ -169,6 +170,7 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
     """
     dataset, unread = open_dataset(path), WithoutTargets(task)
     columns, decode = (task.columns(), task.decode) if targets else (unread.columns, unread)
+    refuse_other_schema(task.data_schema, dataset.facts, path, "what the model was trained on")
     if targets:
         task.prepare(dataset.facts)
     fields = probe(dataset, columns, decode)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +43,7 @@ class DataFacts:
         columns: Facts of every column by name.
         classes: Names of the classes of the label column, if the ingest recorded them.
         count: Reads a column of integers, and returns how many rows have each of its values.
+        index_columns: Columns that number the rows and are no data of theirs: the index of a pandas table, and columns without a name.
     """
 
     path: str
@@ -49,3 +51,13 @@ class DataFacts:
     columns: dict[str, ColumnFacts]
     classes: tuple[str, ...] | None = None
     count: Callable[[str], dict[int, int]] | None = None
+    index_columns: tuple[str, ...] = ()
+
+
+def similar_names(names: Iterable[str]) -> list[list[str]]:
+    """Names that differ in upper and lower case, blanks or the form of a character (Unicode NFKC) alone, each group in its order."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        form = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+        groups.setdefault(unicodedata.normalize("NFKC", form), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]

@@ -27,6 +27,7 @@ from ray_app.record.files import Location, folders, location, names, read_json
 from ray_app.runs.preparing.code import files_of
 from ray_app.task.base import Task
 from ray_app.task.rows.ragged import LENGTHS
+from ray_app.task.schema import refuse_other_schema
 from ray_app.task.without_targets import WithoutTargets
 
 MADE_FROM = "made_from.json"
@@ -115,6 +116,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     dataset = open_dataset(section.data)
     model, source, inputs = model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
     model.load(torch.device("cpu"))
+    refuse_other_schema(model.task.data_schema, dataset.facts, f"predict.data {section.data}", "what the model was trained on")
     reader, carried = _reader(dataset, model.task), _carried(dataset, section.columns)
     for wanted in inputs:
         got = inputs_of(reader.fields).get(wanted["name"])

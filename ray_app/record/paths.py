@@ -51,6 +51,11 @@ class RunPaths:
         return self.root / "classes.json"
 
     @property
+    def schema(self) -> Location:
+        """Types of the columns that the run trains on, and the names of its classes."""
+        return self.root / "schema.json"
+
+    @property
     def initial(self) -> Location:
         """The parameters that it began with, if `train.init_from` named some."""
         return self.root / "initial.safetensors"

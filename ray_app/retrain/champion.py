@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import safetensors.torch
 
+from ray_app.models.loader import DESCRIPTION
 from ray_app.models.versions import Version, fetch, parameters
 from ray_app.record.files import Location, put_atomic
 from ray_app.retrain.comparison import Files, files_of
@@ -19,6 +22,7 @@ from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.profile import Profile
 from ray_app.retrain.rounds import Round
 from ray_app.retrain.validate import Known
+from ray_app.task.schema import named_classes
 
 KEY_TAG = "ray_app.retrain_key"
 
@@ -72,6 +76,11 @@ class Champion:
     def files(self) -> Files:
         """Its package."""
         return package(self.uri, self.version)
+
+    @property
+    def classes(self) -> Sequence[str] | None:
+        """Names of its classes; None, if they have none."""
+        return named_classes(json.loads(self.files[DESCRIPTION]).get("classes") or [])
 
     def _stage(self, name: str) -> dict[str, Any]:
         key = self.version.tags.get(KEY_TAG)

@@ -113,7 +113,7 @@ def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, champ
     Raises:
         ConfigError: There are no such parameters, or a class cannot be imported.
     """
-    config, _ = find_beginning(config, None)
+    config = find_beginning(config, None).config
     fields = result_fields(config, "")
     fields |= {"retrain.data": section.data, "retrain.start": section.start}
     if section.data == "new_and_sample":

@@ -17,6 +17,7 @@ from ray_app.retrain.selection import gate_rows
 from ray_app.retrain.validate import Agreement, Gate
 from ray_app.runs.preparing.prepare import evaluation_source, prepare
 from ray_app.task.base import Task
+from ray_app.task.schema import refuse_other_names
 from ray_app.task.score.scoring import combine
 from ray_app.train.job import Job
 
@@ -58,6 +59,8 @@ def look_at(
     job = prepare(config).job
     assert job.evaluation is not None
     label = label_of(job.task)
+    if champion is not None:
+        refuse_other_names(champion.classes, job.task.data_schema["classes"], f"data.path {config.data.path}", "the champion")
     train, rows = profile(open_dataset(config.data.path), job.task.columns(), label)
     evaluation, _ = profile(open_dataset(str(config.data.eval_path)), job.task.columns(), label)
     to_judge = gate_request(job, config, section, delivery, {})

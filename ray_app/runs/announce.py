@@ -41,6 +41,8 @@ def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None
             f"Warning: {job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}. Its result will"
             " be that of neither; run.changed_code: refuse does not start such a run.",
         )
+    for line in prepared.data:
+        console.print(line)
     for doubt in prepared.doubts:
         console.print(f"Warning: {doubt}")
     passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""

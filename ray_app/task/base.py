@@ -50,6 +50,8 @@ class Task(ABC):
     """Whether less (`min`) or more (`max`) of `best_metric` is better."""
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
     """Names of the classes, in the order of their numbers; set by `prepare` of a classification."""
+    data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
+    """Columns and classes of the data that the task was prepared with, see `ray_app.task.schema`; set after `prepare`."""
 
     @classmethod
     def of_settings(cls, settings: dict[str, Any]) -> Self:

@@ -18,6 +18,8 @@ from ray_app.task.rows.there import constant
 
 ClassWeights = list[float] | Literal["balanced"] | None
 """How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same in sum."""
+MAX_CONFUSED_CLASSES = 2048
+"""A confusion matrix of as many classes takes 32 MiB, and as much of `evaluations/*.json`."""
 
 
 def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes: int) -> list[float] | None:
@@ -64,6 +66,9 @@ def weighted(losses: Tensor, batch: Batch) -> Tensor:
 def classification_metrics(classes: int) -> MetricCollection:
     """Accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), and per class precision, recall and F1, with
     the confusion matrix [true][predicted].
+
+    Of more than `MAX_CONFUSED_CLASSES` classes only accuracy and calibration error: torchmetrics counts all others, also per class, in a
+    matrix of classes x classes.
     """
     from torchmetrics import MetricCollection
     from torchmetrics import classification as known
@@ -71,17 +76,19 @@ def classification_metrics(classes: int) -> MetricCollection:
     def per_class(kind: type[Metric]) -> Metric:
         return kind(num_classes=classes, average="none", validate_args=False)
 
-    return MetricCollection(
-        {
-            "accuracy": known.MulticlassAccuracy(classes, average="micro", validate_args=False),
+    metrics: dict[str, Metric | MetricCollection] = {
+        "accuracy": known.MulticlassAccuracy(classes, average="micro", validate_args=False),
+        "calibration_error": known.MulticlassCalibrationError(classes, n_bins=15, validate_args=False),
+    }
+    if classes <= MAX_CONFUSED_CLASSES:
+        metrics |= {
             "f1_macro": known.MulticlassF1Score(classes, average="macro", validate_args=False),
-            "calibration_error": known.MulticlassCalibrationError(classes, n_bins=15, validate_args=False),
             "precision": per_class(known.MulticlassPrecision),
             "recall": per_class(known.MulticlassRecall),
             "f1": per_class(known.MulticlassF1Score),
             "confusion_matrix": known.MulticlassConfusionMatrix(classes, validate_args=False),
         }
-    )
+    return MetricCollection(metrics)
 
 
 def wrong_classes(scores: Tensor, labels: Tensor, classes: Sequence[str], most: int) -> list[Mistake]:

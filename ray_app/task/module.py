@@ -18,9 +18,11 @@ from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
-from ray_app.task.configured.arguments import direction, need_channels, need_flat, need_lists, need_numbers, need_specs
+from ray_app.task.configured.arguments import direction, mask_pairs, need_channels, need_flat, need_lists, need_numbers, need_specs
 from ray_app.task.configured.losses import Activation, activation_of, loss_of_rows, probabilities
+from ray_app.task.configured.targets import range_of, refuse_values
 from ray_app.task.losses import Losses
+from ray_app.task.rows.columns import too_many_classes
 from ray_app.task.rows.lengths import need_as_long, without_padding
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
 from ray_app.task.rows.plain import of_kind
@@ -82,12 +84,16 @@ class ModuleTask(Task):
         pad_with: What lists are padded with.
         pad_to: What the length of padded lists is a multiple of.
         max_length: Most numbers of a list that are used, from its beginning; not given: all.
+        mask_values: The class of each value of a mask, such as {0: 0, 255: 1}; not given: the values are the classes.
         best_metric: Metric that decides which checkpoint is best.
         best_mode: Whether less (`min`) or more (`max`) of it is better; not given: as the metric's `higher_is_better` says, of a loss less.
     """
 
     classes_last = train_accuracy = exif_orientation = False  # as in settings that were kept before these were
     activation: Activation | None = None
+    mask_classes: list[list[int]] = []  # noqa: RUF012 - likewise
+    target_range: list[int] | None = None
+    """What the loss and the model allow in the target, see `range_of`; set by the preflight."""
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class ModuleTask(Task):
         pad_with: float = 0,
         pad_to: int = 1,
         max_length: int | None = None,
+        mask_values: dict[int, int] | None = None,
         best_metric: str = "loss",
         best_mode: Mode | None = None,
         exif_orientation: bool = True,
@@ -120,6 +127,7 @@ class ModuleTask(Task):
             raise ConfigError(f"task.init_args.activation is {activation!r}; it must be one of {', '.join(get_args(Activation))}.")
         self.activation = activation
         self.mean, self.std, self.pad_with, self.pad_to, self.max_length = mean or [0.0], std or [1.0], pad_with, pad_to, max_length
+        self.mask_classes = mask_pairs(mask_values)
         need_specs(model=model, metrics=self.metric_specs, transforms=self.transforms, evaluate_transforms=self.evaluate_transforms)
         need_numbers(self.mean, self.std, pad_to, max_length)
         if type(self).loss is ModuleTask.loss:
@@ -162,7 +170,8 @@ class ModuleTask(Task):
         prepared.ranges = {name: [least, most] for name, (least, most) in known.items() if least is not None and most is not None}
         compared = facts[self.target]
         if compared.kind == "integer" and compared.maximum is not None and compared.minimum is not None and compared.minimum >= 0:
-            prepared.classes = class_names(data, int(compared.maximum) + 1)
+            count = int(compared.maximum) + 1
+            prepared.classes = [] if too_many_classes(data, count) and not data.classes else class_names(data, count)
         return prepared
 
     def _named(self) -> list[str]:
@@ -197,9 +206,11 @@ class ModuleTask(Task):
             need_as_long(rows, self.target, self._columns_of_model())
         images = {name: kind for name, kind in self.kinds.items() if kind in (IMAGE, MASK)}
         fields: dict[str, Field] = {name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images}
-        if not images:
-            return fields
-        return fields | decoded({name: rows[name] for name in images}, images, transforms, keys, self.exif_orientation)
+        if images:
+            stored = {name: rows[name] for name in images}
+            fields |= decoded(stored, images, transforms, keys, self.exif_orientation, self.mask_classes)
+        self.refuse_target(fields)
+        return fields
 
     def _values(self, values: Any, kind: str) -> Field:
         found = of_kind(values, kind)
@@ -250,6 +261,29 @@ class ModuleTask(Task):
             elif outputs.shape[1] == 1 and outputs.shape[:1] + outputs.shape[2:] == target.shape:  # one score of each pixel
                 outputs = outputs.squeeze(1)
         return outputs, target if target.is_floating_point() else target.long()
+
+    def note_target_range(self, model: nn.Module, batch: Batch) -> None:
+        """Looks at the outputs for some rows, so that `decode` refuses rows with values that the loss does not take.
+
+        Raises:
+            ValueError: These rows have such values.
+        """
+        if type(self).loss is not ModuleTask.loss:
+            return
+        outputs, target = self._compared(self.forward(model, batch), batch)
+        self.target_range = range_of(self.loss_spec, outputs, target)
+        self.refuse_target({self.target: batch[self.target].numpy()})
+
+    def refuse_target(self, fields: Arrays) -> None:
+        """Refuses decoded rows whose target has values that the loss does not take, as far as that is known.
+
+        Raises:
+            ValueError: There are such values.
+        """
+        if self.target_range is not None:
+            target = fields[self.target]
+            values = target.values if isinstance(target, Ragged) else target
+            refuse_values(self.target, values, self.target_range, self.kinds[self.target] == MASK)
 
     def _there(self, batch: Batch) -> Tensor | None:
         """Which values of a target of lists are no padding; of another target None."""

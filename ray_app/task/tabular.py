@@ -34,7 +34,7 @@ class _Tabular(Task):
 
     Args:
         label: Column to predict.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but index columns.
         hidden: Width of every hidden layer.
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Features are divided by it.
@@ -55,10 +55,14 @@ class _Tabular(Task):
     def prepare(self, data: DataFacts) -> _Tabular:
         """Names the features and counts the inputs; see `Task.prepare`."""
         made = copy.copy(self)
-        usable = [name for name, facts in data.columns.items() if facts.kind in (*_NUMBERS, "array") and name != self.label]
+        no_features = {self.label, *data.index_columns}
+        usable = [name for name, facts in data.columns.items() if facts.kind in (*_NUMBERS, "array") and name not in no_features]
         made.features = list(self.features) if self.features is not None else sorted(usable)
         if not made.features:
-            raise DataError(f"{data.path} has no column of numbers besides {self.label!r} to predict it from.")
+            raise DataError(
+                f"{data.path} has no column of numbers besides {self.label!r} to predict it from; its columns are"
+                f" {', '.join(sorted(data.columns))}. Name the features in task.init_args.features, or convert columns of text to numbers."
+            )
         shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in made.features]
         made.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
         return made
@@ -107,7 +111,7 @@ class TabularClassification(_Tabular):
 
     Args:
         label: Column of class indices.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but index columns.
         hidden: Width of every hidden layer; not given: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Features are divided by it.
@@ -192,7 +196,7 @@ class TabularRegression(_Tabular):
 
     Args:
         label: Column of numbers to predict.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but index columns.
         hidden: Width of every hidden layer; not given: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Features are divided by it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +22,7 @@ from ray_app.record.files import read_json
 
 UNFINISHED = "_ingest.json"
 """File in a data set on S3 that an ingest is writing; its `dataset.json` comes last."""
+_INDEX = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,20 @@ def _facts(path: str, root: Place, footers: Footers, manifest: Manifest) -> Data
     described: dict[str, Any] = read_json(root / "dataset.json") or {}
     classes = described.get("classes")
     count = partial(count_labels, str(root), manifest)
-    return DataFacts(path, manifest.num_rows, columns, tuple(classes) if classes else None, count)
+    return DataFacts(path, manifest.num_rows, columns, tuple(classes) if classes else None, count, index_columns(footers.schema))
+
+
+def index_columns(schema: pa.Schema) -> tuple[str, ...]:
+    """The columns of a table that number its rows.
+
+    These are the index that pandas names in the metadata of its files, what pandas calls an index without a name, and a column without a
+    name, as `to_csv` and R's `write.csv` make one of the row numbers, `Unnamed: 0` once pandas has read that again.
+    """
+    try:
+        named = json.loads((schema.metadata or {}).get(b"pandas", b"{}")).get("index_columns", [])
+    except (ValueError, AttributeError):
+        named = []
+    return tuple(name for name in schema.names if name in named or _INDEX.fullmatch(name))
 
 
 def _column_facts(field: pa.Field, found: Range) -> ColumnFacts:

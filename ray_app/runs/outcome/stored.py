@@ -16,10 +16,12 @@ from ray_app.data.dataset.dataset import Dataset, open_dataset
 from ray_app.data.read.first import specs_like
 from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.record.evaluations import Evaluation
+from ray_app.record.files import read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.stored_config import read_manifest
 from ray_app.runs.outcome.closing import stored_job
 from ray_app.runs.preparing.prepare import training_row
+from ray_app.task.schema import prepare_task, refuse_other_schema
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,8 @@ def trained_job(paths: RunPaths) -> Job:
     """
     job = stored_job(paths)
     dataset = training_data(paths, job.config)
-    task = job.task.prepare(dataset.facts)
+    refuse_other_schema(read_json(paths.schema) or {}, dataset.facts, f"data.path {job.config.data.path}", f"the run {paths.name!r}")
+    task = prepare_task(job.task, dataset.facts)
     skips = job.config.data.on_bad_row == "skip"
     fields = specs_like(training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
     return replace(job, task=task, data_root=dataset.root, fields=fields)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -10,38 +12,51 @@ from torch import Tensor
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import ConfigError
-from ray_app.models.loader import WEIGHTS
+from ray_app.models.loader import DESCRIPTION, WEIGHTS
 from ray_app.models.packaged import is_export
 from ray_app.models.versions import fetch, named, parameters
-from ray_app.record.files import location
+from ray_app.record.files import location, read_json
 from ray_app.record.redact import redact
+from ray_app.task.schema import named_classes
 from ray_app.train.state.initial import read, refuse_others, unreadable
 
 _REGISTERED = "models:/"
 
 
-def find_beginning(config: Config, before: Config | None) -> tuple[Config, dict[str, Tensor] | None]:
+@dataclass(frozen=True)
+class Beginning:
+    """What a run begins with.
+
+    Args:
+        config: The configuration, with the digest of the parameters that `train.init_from` names.
+        params: These parameters; None, if there are none, or the run exists and has them.
+        classes: Names of the classes that they were trained on, if a model's package says so.
+    """
+
+    config: Config
+    params: dict[str, Tensor] | None = None
+    classes: Sequence[str] | None = None
+
+
+def find_beginning(config: Config, before: Config | None) -> Beginning:
     """Finds out what `train.init_from` names, unless the run exists and began with it.
 
     Args:
         config: As the user gave it.
         before: That of the run as it is.
 
-    Returns:
-        The configuration with the digest of the parameters; and these, if they were read.
-
     Raises:
         ConfigError: There are none.
     """
     if config.train.init_from is None:
-        return config, None
+        return Beginning(config)
     place = _place(config.train.init_from)
     config = config.replace(train__init_from=place)
     if before is not None and before.train.init_from == place:
-        return config.replace(train__init_digest=config.train.init_digest or before.train.init_digest), None
-    found = _registered(config, place) if place.startswith(_REGISTERED) else _read(place)
+        return Beginning(config.replace(train__init_digest=config.train.init_digest or before.train.init_digest))
+    found, classes = _registered(config, place) if place.startswith(_REGISTERED) else (_read(place), _classes_beside(place))
     refuse_others(found, place, config.train.init_digest)
-    return config.replace(train__init_digest=params_digest(found)), found
+    return Beginning(config.replace(train__init_digest=params_digest(found)), found, classes)
 
 
 def _place(given: str) -> str:
@@ -59,11 +74,24 @@ def _read(place: str) -> dict[str, Tensor]:
         raise unreadable(place, error) from error
 
 
-def _registered(config: Config, model: str) -> dict[str, Tensor]:
+def _classes_beside(place: str) -> Sequence[str] | None:
+    """Names of the classes of the package that a file of parameters is part of; None, if it is part of none, or these have no names."""
+    file = location(place)
+    if not isinstance(file, Path):
+        return None
+    try:
+        described = read_json(file.parent / DESCRIPTION)
+    except ValueError:  # a file of the same name of another program
+        return None
+    return named_classes(described.get("classes") or []) if isinstance(described, dict) else None
+
+
+def _registered(config: Config, model: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
     uri = default_tracking_uri(config)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return parameters(fetch(uri, named(uri, model), Path(folder)))
+            data = fetch(uri, named(uri, model), Path(folder))
+            return parameters(data), _classes_beside(str(data / WEIGHTS))
     except ConfigError:
         raise
     except Exception as error:  # whatever MLflow raises, mostly because it cannot be reached

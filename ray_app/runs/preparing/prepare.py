@@ -19,7 +19,7 @@ from ray_app.data.read.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.record.evaluations import read_scores
-from ray_app.record.files import location, put_atomic, put_json
+from ray_app.record.files import location, put_atomic, put_json, read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.redact import guard
 from ray_app.record.stored_config import read_manifest, stored_config
@@ -28,16 +28,19 @@ from ray_app.runs.preparing.attempt import longest, shortest
 from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.by_epoch import refuse_other_fields
 from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
+from ray_app.runs.preparing.described import described_data, similar_class_doubts
 from ray_app.runs.preparing.growing import refuse_other_run
-from ray_app.runs.preparing.initial import find_beginning
+from ray_app.runs.preparing.initial import Beginning, find_beginning
 from ray_app.runs.preparing.metric_checks import MAX_ROWS
 from ray_app.runs.preparing.names import new_run_name
+from ray_app.runs.preparing.pickling import refuse_unpicklable
 from ray_app.runs.preparing.plan import classes_of, make_plan, mixing_doubts, refuse_other_classes
 from ray_app.runs.preparing.reconfigured import put_config, reconfigure
 from ray_app.runs.preparing.rehearsal import rehearse
 from ray_app.task.base import Rows, Task
 from ray_app.task.loop import LoopTask
 from ray_app.task.rows.ragged import Arrays
+from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
 from ray_app.task.score.deciding import completed_mode
 from ray_app.train.job import Job
 
@@ -56,6 +59,7 @@ class Prepared:
         code: What the result depends on besides.
         changed: What of that is not as at the last start, in words.
         doubts: What is to be said of the data, the metrics and the model at the start, in sentences.
+        data: What the task uses of the data, a line each.
     """
 
     job: Job
@@ -65,6 +69,7 @@ class Prepared:
     code: Code | None = None
     changed: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
 
 
 def prepare(config: Config) -> Prepared:
@@ -88,11 +93,10 @@ def prepare(config: Config) -> Prepared:
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
         check(config)
-    config, initial = find_beginning(config, before)
+    begins = find_beginning(config, before)
+    config, initial = begins.config, begins.params
     dataset = open_dataset(config.data.path)
-    task = make_task(config).prepare(dataset.facts)
-    if problems := task.unfit(config):
-        raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
+    task = _prepared_task(config, begins, dataset)
     if config.optimizer == Config.optimizer and config.optimizers is None and task.brings_optimizer:
         config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
         check(config)
@@ -103,6 +107,7 @@ def prepare(config: Config) -> Prepared:
         stored = read_manifest(paths).digest
         refuse_other_run(paths.name, before, stored, config, plan)
         refuse_other_classes(paths, plan)
+        refuse_other_schema(read_json(paths.schema) or {}, dataset.facts, dataset.facts.path, f"the data that {paths.name!r} began with")
         changed = changed_code(paths, config, code)
     stored_row, row = training_row(config, dataset, task)
     rows = rows_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
@@ -132,8 +137,25 @@ def prepare(config: Config) -> Prepared:
         initial,
         code,
         tuple(changed),
-        (*mixing_doubts(config, dataset, plan), *doubts),
+        (*mixing_doubts(config, dataset, plan), *doubts, *similar_class_doubts(dataset.facts)),
+        tuple(described_data(task, dataset)),
     )
+
+
+def _prepared_task(config: Config, begins: Beginning, dataset: Dataset) -> Task:
+    """The configured task, prepared with its training data, which can be sent to other processes.
+
+    Raises:
+        ConfigError: It cannot, or does not go with the configuration.
+        DataError: The data does not fit the task, or the parameters to begin with.
+    """
+    task = prepare_task(make_task(config), dataset.facts)
+    refuse_unpicklable(task)
+    where, of = f"data.path {config.data.path}", f"train.init_from {config.train.init_from}"
+    refuse_other_names(begins.classes, task.data_schema["classes"], where, of)
+    if problems := task.unfit(config):
+        raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
+    return task
 
 
 def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> None:
@@ -227,6 +249,7 @@ def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond, Arrays 
         DataError: It is not like the training data, or not what this run was evaluated on before.
     """
     config, dataset = job.config, open_dataset(path)
+    refuse_other_schema(job.task.data_schema, dataset.facts, f"data.eval_path {path}", f"data.path {config.data.path}")
     ready = job.task.prepare(dataset.facts)
     source = _source(job.task, dataset, config.data.read_task_mb)
     if source.fields != job.fields:
@@ -251,6 +274,7 @@ def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
         DataError: The task cannot be evaluated on it.
     """
     dataset = open_dataset(path)
+    refuse_other_schema(task.data_schema, dataset.facts, path, "what the task was trained on")
     task.prepare(dataset.facts)
     return _source(task, dataset, read_task_mb)
 
@@ -279,6 +303,7 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
     if not prepared.resumes:
         put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
+        put_json(job.paths.schema, job.task.data_schema)
         if job.plan.classes is not None:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
     if prepared.code is not None and (prepared.changed or not prepared.resumes):

@@ -27,8 +27,9 @@ from ray_app.runs.preparing.buffers import kept_whole
 from ray_app.runs.preparing.extremes import refuse_out_of_range
 from ray_app.runs.preparing.kernels import Kernels
 from ray_app.runs.preparing.metric_checks import check_metrics
+from ray_app.runs.preparing.norms import refuse_single_values, single_value_doubts, values_of_statistics
 from ray_app.runs.preparing.shards import refuse_unshardable
-from ray_app.task.base import Task
+from ray_app.task.base import Batch, Task
 from ray_app.task.environment import given_back, pin
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.loop import LoopTask
@@ -42,6 +43,7 @@ from ray_app.train.keep.snapshots import refuse_if_too_big
 from ray_app.train.state.copies import copied
 from ray_app.train.state.state import TrainingState
 from ray_app.train.state.turns import TurnSchedules
+from ray_app.train.step.logical import modes_of, restore
 from ray_app.train.strategies.parameter_server.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -154,7 +156,14 @@ def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Bey
         ConfigError: Likewise, or the model lacks classes, a vocabulary or positions for the data.
     """
     attempt, doubts = Attempt(job.task, state), list[str]()
-    short = _try_short(job, attempt, rows)
+    with values_of_statistics(state.model, len(next(iter(rows.values())))) as counts:
+        short = _try_short(job, attempt, rows)
+    if isinstance(job.task, ModuleTask) and evaluated is not None:
+        try:
+            job.task.refuse_target(evaluated)
+        except ValueError as error:
+            raise ConfigError(f"data.eval_path {job.config.data.eval_path}, in the first rows: {error}.") from error
+    refuse_single_values(state.model, job.plan, counts)
     refuse_out_of_range(attempt, short)
     known = numbers_of(short) // 2
     for each in beyond:
@@ -162,7 +171,7 @@ def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Bey
     if job.config.data.eval_path is not None:
         some = short if evaluated is None else evaluated if short is rows else cut(evaluated, SHORT)
         doubts = check_metrics(job.task, state.model, some, has_all)
-    return doubts
+    return [*doubts, *single_value_doubts(state.model, job.plan, counts)]
 
 
 def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> Arrays:
@@ -203,6 +212,8 @@ def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
     trained_on = own_code(lambda: "training on two rows")
     with kept_whole(state.model, config.optimizers is not None), trained_on, _kernels(config, config.scaling.gpus_per_worker) as gpus:
         fields = task.augment(to_batch(rows), torch.arange(count))
+        if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
+            _look_at_target(job, task, state.model, fields)
         for turn in attempt.turns:
             losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)
             found = of_rows(task, losses, count)
@@ -218,6 +229,23 @@ def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
     with own_code(lambda: "predicting two rows"), torch.inference_mode():
         batch = to_batch(rows)
         task.predicted(task.forward(state.model, batch), batch)
+
+
+def _look_at_target(job: Job, task: ModuleTask, model: nn.Module, fields: Batch) -> None:
+    """Lets the task note which values the loss takes in its target, so that its readers refuse rows with others.
+
+    Raises:
+        ConfigError: The first row has others.
+    """
+    modes = modes_of(model)
+    model.eval()
+    try:
+        with torch.no_grad():
+            task.note_target_range(model, fields)
+    except ValueError as error:
+        raise ConfigError(f"Row 0 of data.path {job.config.data.path}: {error}.") from error
+    finally:
+        restore(modes)
 
 
 def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:

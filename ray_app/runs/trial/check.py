@@ -71,7 +71,9 @@ def check_task(config: Config) -> TaskCheck:
         folder = Path(name)
         job = trial_job(prepared, folder)
         with closing(Processes(folder / "processes")) as processes:
-            return TaskCheck((Finding("ok", "one row", "went through training and evaluation."), *_checks(prepared, job, processes)))
+            said = [Finding("ok", "data", line) for line in prepared.data] + [Finding("warning", "data", line) for line in prepared.doubts]
+            done = Finding("ok", "one row", "went through training and evaluation.")
+            return TaskCheck((*said, done, *_checks(prepared, job, processes)))
 
 
 def _tried(config: Config) -> str:

@@ -57,6 +57,20 @@ def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_l
         raise ConfigError(f"{_AT}.max_length is {max_length}; it must be at least 1, or null for all.")
 
 
+def mask_pairs(values: Any) -> list[list[int]]:
+    """Value and class of masks in the order of the values, as `task.init_args.mask_values` has them; empty where that is not given.
+
+    Raises:
+        ConfigError: These are no integers.
+    """
+    given = values or {}
+    if not isinstance(given, Mapping) or not all(type(n) is int for pair in given.items() for n in pair):
+        raise ConfigError(
+            f"{_AT}.mask_values is {values!r}; it must be classes by the values of a mask, integers both, as {{0: 0, 255: 1}}."
+        )
+    return [[value, given[value]] for value in sorted(given)]
+
+
 def need_channels(name: str, column: ColumnFacts, **given: Sequence[float]) -> None:
     """Refuses a `mean` or `std` that an image column has not as many channels for."""
     channels = 3 if column.kind == "bytes" else column.shape[2] if len(column.shape) == 3 else 1

@@ -28,11 +28,16 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) ->
     return facts
 
 
+MAX_COUNTED_CLASSES = 100_000
+"""More classes than this are believed only if the configuration, or the names that an ingest recorded, say so."""
+
+
 def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
     """The number of classes: as configured, as the ingest recorded it, or the greatest label plus one.
 
     Raises:
-        DataError: A label lies outside the classes, or nothing tells how many there are.
+        DataError: A label lies outside the classes, nothing tells how many there are, or the labels are no class numbers but identifiers,
+            of which there would be more than rows.
     """
     facts = need_column(data, label, ("integer",), "label")
     known = wanted or (len(data.classes) if data.classes else None)
@@ -45,7 +50,20 @@ def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
             f"Column {label!r} of {data.path} has labels from {low:g} to {high:g}; {count} classes allow 0 to {count - 1}. Correct the"
             " labels or set task.init_args.num_classes."
         )
+    if known is None and (reason := too_many_classes(data, count)):
+        raise DataError(
+            f"Column {label!r} of {data.path} has labels from {low:.0f} to {high:.0f}, which makes {count} classes: {reason}. If the labels"
+            " are identifiers (numbers of articles, ZIP codes), number them from 0, or ingest them as text (ray-app ingest --label), whose"
+            " values become classes; if there are so many classes, set task.init_args.num_classes."
+        )
     return count
+
+
+def too_many_classes(data: DataFacts, count: int) -> str | None:
+    """Why so many classes cannot be meant where only the greatest label says so; None if they can."""
+    if count > data.num_rows:
+        return f"more than the {data.num_rows} rows"
+    return f"more than {MAX_COUNTED_CLASSES}" if count > MAX_COUNTED_CLASSES else None
 
 
 def class_names(data: DataFacts, count: int) -> list[str]:

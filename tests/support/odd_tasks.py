@@ -1,0 +1,53 @@
+"""Tasks and models that a start refuses, named by their import paths."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import Tensor, nn
+
+from ray_app.task.base import Batch, Task
+
+
+class Holding(Task):
+    """Predicts y from x, and holds something."""
+
+    def __init__(self, what: str) -> None:
+        parts: dict[str, Any] = {"lock": threading.Lock(), "generator": (i for i in range(3)), "deep": {"locks": [threading.RLock()]}}
+        self.held = parts.get(what)
+
+    def columns(self) -> list[str]:
+        """See `Task.columns`."""
+        return ["x", "y"]
+
+    def targets(self) -> list[str]:
+        """See `Task.targets`."""
+        return ["y"]
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        return nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1))
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Squared errors, shape (rows,)."""
+        return (outputs[:, 0] - batch["y"]).square()
+
+
+def normalized(norm: str) -> nn.Module:
+    """Four features to two classes, normalized in between; of images of 4 x 4 pixels, if the name says so."""
+    layers: dict[str, list[nn.Module]] = {
+        "batch": [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)],
+        "frozen": [nn.Linear(4, 6), nn.BatchNorm1d(6).requires_grad_(False), nn.Linear(6, 2)],
+        "group": [nn.Linear(4, 6), nn.GroupNorm(6, 6), nn.Linear(6, 2)],
+        "groups of two": [nn.Linear(4, 6), nn.GroupNorm(3, 6), nn.Linear(6, 2)],
+        "layer": [nn.Linear(4, 1), nn.LayerNorm(1), nn.Linear(1, 2)],
+        "spatial": [nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 2)],
+    }
+    return nn.Sequential(*layers[norm])
+
+
+def pixels(classes: int) -> nn.Module:
+    """Scores of classes for each pixel of images with three channels, (rows, classes, height, width); without that axis for one."""
+    scores = nn.Conv2d(3, classes, 1)
+    return scores if classes > 1 else nn.Sequential(scores, nn.Flatten(1, 2))
