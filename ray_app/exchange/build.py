@@ -14,7 +14,7 @@ def build_exchange(train: TrainSection, model: nn.Module, world: World) -> Excha
     if train.strategy == "fsdp":
         from ray_app.exchange import fsdp, fsdp_exact  # two seconds of imports that the others do not need
 
-        return fsdp_exact.ExactlySharded(model, world) if train.reduction == "exact" else fsdp.FullySharded(model)
+        return fsdp_exact.ExactlySharded(model, world) if train.reduction == "exact" else fsdp.FullySharded(model, world)
     return data_parallel(train, model, world)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ray_app.exchange.bits import bits_of
 from ray_app.exchange.bucket import Bucket
-from ray_app.exchange.exchange import Exchange, T, World, backward_of, collective, in_parts
+from ray_app.exchange.exchange import Exchange, T, World, backward_of, in_parts
 from ray_app.exchange.side_stream import SideStream
 from ray_app.exchange.side_thread import SideThread
 
@@ -57,7 +57,7 @@ class DataParallel(Exchange):
         self._last = world.played[-1]
         self._listening, self._next = False, 0
         self._ways, self._late = list[Iterator[Bucket]](), list[Iterator[Bucket]]()
-        self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device, "exchange")
+        self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device, "exchange", -1)
         self._thread = SideThread() if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
         self._names = {p: name for name, p in model.named_parameters()}
         self._places = {p: place for place, p in enumerate(self._parameters)}
@@ -120,7 +120,7 @@ class DataParallel(Exchange):
                 bucket.put(logical_worker, [of[p] for p in bucket.parameters])
             found |= zip(bucket.parameters, bucket.views, strict=True)
         if self._world.size > 1:
-            with collective():
+            with self._world.launching():
                 for bucket in self._buckets:
                     self._send(bucket)
                 self._receive()
@@ -193,7 +193,7 @@ class DataParallel(Exchange):
                 self._bits[self._last] += self._bits_of(bucket.parameters)
             bucket.collect(self._last)
             if self._world.size > 1:
-                with collective():
+                with self._world.launching():
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
@@ -255,7 +255,7 @@ class DataParallel(Exchange):
         if self._alone:
             return
         if self._world.size > 1:
-            with collective():
+            with self._world.launching():
                 self._receive()
         for bucket in self._buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):

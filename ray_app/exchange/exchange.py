@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from ray_app.errors import ConfigError, PeerLostError
+from ray_app.errors import ConfigError, PeerLostError, TaskError
+from ray_app.exchange import group_state
 from ray_app.plan.assign import logical_workers_of
 from ray_app.plan.route import Stage, route
 
@@ -60,11 +65,20 @@ class World:
         """Logical workers of this rank."""
         return self.played_by(self.rank)
 
+    @cached_property
+    def launching(self) -> Callable[[], AbstractContextManager[None]]:
+        """`collective`, for calls that give the device exchanges and wait for none: an abort from another thread waits for their end."""
+        return collective if self.settle is None else _launching
 
-_OF_A_PEER = ("gloo", "pair closure", "by peer", "broken pipe")
-"""What gloo, which has no type of its own for errors, and the network say, in lower case."""
-_OF_THE_DEVICE = ("out of memory", "allocate memory", "CUDA error", "Cuda failure")
-"""What errors of a rank's own device and memory say, also where NCCL passes them on."""
+
+_OF_A_PEER = re.compile(
+    "gloo|pair closure|by peer|broken pipe"
+    "|nccl (communicator|operation|unique id|stream resources)|nccl [a-z ]+ failed|async error"
+    "|processgroupnccl (not initialized|already finalized|has been finalized)|remote process exited|unhandled system error"
+)
+"""What backends whose errors have no type of their own say, in lower case: gloo, and "nccl" of torch 2.15 (`ProcessGroupNCCL2`)."""
+_OF_THIS_RANK = re.compile("out of memory|allocate memory|cuda error|cuda failure|invalid usage|invalid argument \\(run with nccl")
+"""What errors of a rank's own device, memory and calls say, in lower case, also where NCCL passes them on."""
 
 
 @contextmanager
@@ -73,14 +87,61 @@ def collective() -> Iterator[None]:
 
     Everything else keeps its own words: another generation would not mend it. A forward or backward may be inside, too.
     """
+    if (group := group_state.group) is not None and group.is_aborted:
+        raise PeerLostError("the group was given up; nothing more is exchanged in it")
     try:
         yield
     except RuntimeError as error:
-        is_of_a_peer = isinstance(error, dist.DistError) or any(words in str(error).lower() for words in _OF_A_PEER)
-        if not is_of_a_peer or any(words in str(error) for words in _OF_THE_DEVICE):
+        if not _is_of_a_peer(error):
             raise
-        said = str(error).partition(" This is typically")[0]  # gloo's guesses at a cause
-        raise PeerLostError(f"a collective failed: {said}") from error
+        raise PeerLostError(f"a collective failed: {_words_of(error)}") from error
+
+
+@contextmanager
+def peers_to_blame() -> Iterator[None]:
+    """Likewise for all that a generation does, user code included, which may have computed from what never came.
+
+    An optimizer of sharded parameters has collectives of its own, and a forward may meet what a broken exchange has left. While the group
+    is whole, what user code raised is only a peer's if it was raised inside torch.distributed.
+    """
+    try:
+        yield
+    except (RuntimeError, TaskError) as error:
+        cause = error.__cause__ if isinstance(error, TaskError) else error
+        if not _is_of_a_peer(cause) or not (cause is error or group_state.is_broken() or _was_raised_in_distributed(cause)):
+            raise
+        raise PeerLostError(f"a peer was lost meanwhile: {_words_of(error)}") from error
+
+
+def _is_of_a_peer(error: BaseException | None) -> bool:
+    """Whether another generation may do without an error.
+
+    While the group is broken that is so whatever was raised: the same is done again there, and what was not of the group is met again.
+    Otherwise the type or the words of an error have to name a peer.
+    """
+    if group_state.is_broken():
+        return True
+    said = str(error).lower()
+    if not isinstance(error, RuntimeError) or _OF_THIS_RANK.search(said):
+        return False
+    return isinstance(error, dist.DistError) or _OF_A_PEER.search(said) is not None
+
+
+def _was_raised_in_distributed(error: BaseException | None) -> bool:
+    """Whether the innermost call, but for that of an operator, is one of torch.distributed."""
+    calls = [call.filename for call in traceback.extract_tb(error.__traceback__)] if error is not None else []
+    inner = next((Path(name) for name in reversed(calls) if Path(name) != Path(torch._ops.__file__)), Path())
+    return inner.is_relative_to(Path(dist.__file__).parent)
+
+
+def _words_of(error: Exception) -> str:
+    return (error.said if isinstance(error, TaskError) else str(error)).partition(" This is typically")[0]  # gloo's guesses at a cause
+
+
+@contextmanager
+def _launching() -> Iterator[None]:
+    with group_state.launches, collective():
+        yield
 
 
 def gather(value: T, world: World) -> list[T]:

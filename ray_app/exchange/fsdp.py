@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -80,14 +82,48 @@ def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
+class _Gather(DefaultAllGather):
+    """FSDP's own all-gather, into which no abort comes, see `World.launching`.
+
+    Args:
+        world: The workers of now.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """See `AllGather`."""
+        with self._world.launching():
+            return super().__call__(*args, **options)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """Likewise for gradients.
+
+    Args:
+        world: The workers of now.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """See `ReduceScatter`."""
+        with self._world.launching():
+            return super().__call__(*args, **options)
+
+
 class FullySharded(Exchange):
     """See the module.
 
     Args:
         model: From `shard`.
+        world: The workers of now.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
         self._parameters: list[DTensor] = [p for p in model.parameters() if p.requires_grad]  # type: ignore[misc]
         self._began = False
         self._kept: list[tuple[int, int]] = []
@@ -96,6 +132,14 @@ class FullySharded(Exchange):
         states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
         self._held = [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
         self._trains = [p.sharded_param.requires_grad for p in self._held]
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_custom_all_gather(_Gather(world))
+                part.set_custom_reduce_scatter(self._scatters())
+
+    def _scatters(self) -> ReduceScatter:
+        """What gradients are added and scattered by."""
+        return _ReduceScatter(self._world)
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
         """See `Exchange.backward`; a collective, as the forward before it was. All ranks must make equally many passes."""

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from ray_app.exchange.exchange import World, collective, in_parts
+from ray_app.exchange.exchange import World, in_parts
 from ray_app.exchange.fsdp import FullySharded, as_sharded
+from ray_app.exchange.side_stream import keep_until_done
 from ray_app.exchange.tree import TreeSum, parents
 
 
@@ -53,7 +53,8 @@ class _Scatter(ReduceScatter):
         sent = shard if world.rank < width else 0
         received = self._room(width * shard, input_tensor)
         sizes = [shard if rank < width else 0 for rank in range(world.size)]
-        dist.all_to_all_single(received, input_tensor[: sent * world.size], sizes, [sent] * world.size, group=group)
+        with world.launching():
+            dist.all_to_all_single(received, input_tensor[: sent * world.size], sizes, [sent] * world.size, group=group)
         self._received, self._at = received.view(width, shard), 0
 
     def _room(self, size: int, like: Tensor) -> Tensor:
@@ -80,15 +81,15 @@ class ExactlySharded(FullySharded):
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        super().__init__(model)
-        self._world, self._scatter = world, _Scatter(world)
+        self._scatter = _Scatter(world)
+        super().__init__(model, world)
         self._sums = [TreeSum(parents(world.logical_workers)) for _ in self._parameters]
         self._missing: set[int] = set()
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.set_custom_reduce_scatter(self._scatter)
+
+    def _scatters(self) -> ReduceScatter:
+        return self._scatter
 
     def _hook(self, number: int) -> Any:
         def arrived(p: DTensor) -> None:
@@ -127,7 +128,8 @@ class ExactlySharded(FullySharded):
     def _push(self, number: int, shards: list[Tensor]) -> None:
         tree, leaves = self._sums[number], self._scatter.leaves
         for leaf, value in zip(leaves, shards, strict=True):
-            tree.push((leaf, leaf + 1), value)
+            # zeros of a pass in which nobody used the parameter come from another stream than gradients
+            keep_until_done(tree.push((leaf, leaf + 1), value))
         # what is kept must not hold the memory of all that arrived with it
         tree.nodes = [(node, value.clone() if node[0] >= leaves.start else value) for node, value in tree.nodes]
 
@@ -153,7 +155,7 @@ class ExactlySharded(FullySharded):
         mine = parameters[rank::size]
         sizes = [[_shard_bytes(p, at, size) for p in mine] for at in range(size)]
         received = outgoing.new_empty(sum(map(sum, sizes)))
-        with collective():
+        with self._world.launching():
             dist.all_to_all_single(received, outgoing, [sum(of) for of in sizes], [sum(map(len, own[to::size])) for to in range(size)])
         parts = iter(received.split([part for of in sizes for part in of]))
         by_rank = [[next(parts) for _ in mine] for _ in range(size)]
@@ -162,7 +164,7 @@ class ExactlySharded(FullySharded):
         if mine:  # one whole after the other, since each needs memory
             wholes = (torch.cat(shards).view(p.dtype).view(p.shape) for p, *shards in zip(mine, *by_rank, strict=True))
             found[rank::size] = torch.stack([norm for whole in wholes for norm in torch._foreach_norm([whole])]).double()
-        with collective():
+        with self._world.launching():
             dist.all_reduce(found)
         return found
 

@@ -13,11 +13,25 @@ _NOWHERE = nullcontext()
 _streams: dict[tuple[torch.device, str], Any] = {}
 
 
-def stream_of(device: torch.device, purpose: str) -> Any:
-    """The stream of a process for a purpose, always the same one: PyTorch hands out a few dozen in turn, and the next one may be in use."""
+def stream_of(device: torch.device, purpose: str, priority: int = 0) -> Any:
+    """The stream of a process for a purpose, always the same one: PyTorch hands out a few dozen in turn, and the next one may be in use.
+
+    Args:
+        device: Of which.
+        purpose: For what.
+        priority: -1: a high one. PyTorch has streams of their own for it, and NCCL, which takes another one of the others in each
+            generation, never gets the same.
+    """
     if (device, purpose) not in _streams:
-        _streams[device, purpose] = cuda.Stream(device)
+        _streams[device, purpose] = cuda.Stream(device, priority)
     return _streams[device, purpose]
+
+
+def keep_until_done(tensors: Iterable[Tensor]) -> None:
+    """Lets memory that is about to be dropped stay until the present stream is done with it, also if it was made in another stream."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(cuda.current_stream(tensor.device))
 
 
 class SideStream:
@@ -28,11 +42,12 @@ class SideStream:
     Args:
         device: Of which.
         purpose: See `stream_of`.
+        priority: See `stream_of`.
     """
 
-    def __init__(self, device: torch.device, purpose: str) -> None:
+    def __init__(self, device: torch.device, purpose: str, priority: int = 0) -> None:
         self._device = device
-        self._stream: Any = stream_of(device, purpose) if device.type != "cpu" else None
+        self._stream: Any = stream_of(device, purpose, priority) if device.type != "cpu" else None
 
     def entered(self) -> AbstractContextManager[Any]:
         """For one time in one thread; others may enter meanwhile."""

@@ -13,7 +13,7 @@ import torch
 
 from ray_app.data.feed.feed import Feed
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
-from ray_app.exchange.exchange import World
+from ray_app.exchange.exchange import World, peers_to_blame
 from ray_app.plan.cursor import Cursor
 from ray_app.record.progress.journal import put_event
 from ray_app.task import environment
@@ -103,9 +103,12 @@ class _Worker:
         broken, broken_at = 0, -1
         while True:
             flags = Flags.REFORM
+            # Errors, optimizers with schedules and sharded models are in circles: what the last generation has left on the device would
+            # stay while the next one makes the same again. Only what was made since `_settled` is looked through: it takes milliseconds.
+            gc.collect()
             try:
                 joined = self._membership.generation(self._state.step, lost_s is not None)
-                with joined as (met, formed), self._state.among(met) as world:
+                with joined as (met, formed), self._state.among(met) as world, peers_to_blame():
                     self._begin(world, formed, lost_s)
                     flags = self._run(world, formed.hosts)
                 lost_s = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -15,15 +16,30 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
-from ray_app.exchange.exchange import World, collective
+from ray_app.exchange import group_state
+from ray_app.exchange.exchange import World, collective, peers_to_blame
 from ray_app.record.progress.journal import read_events
+from ray_app.task.own_code import own_code
+from ray_app.train.group import process_group
 from ray_app.train.group.messages import Formed
 from ray_app.train.group.process_group import ProcessGroup
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from tests.support.device_group import BACKEND, GARBAGE, OUT_OF_MEMORY, DeviceGroup, DiesAt, FailsAt, FullAt, SpinningGroup
+from tests.support.device_group import (
+    BACKEND,
+    BACKEND_2,
+    GARBAGE,
+    OUT_OF_MEMORY,
+    DeviceGroup,
+    DeviceGroup2,
+    DiesAt,
+    FailsAt,
+    FullAt,
+    SpinningGroup,
+)
 from tests.support.local_world import CPU, KilledError, LocalMembership, Pool, TinyImages, cached, make_job, result_of, write_images
 from tests.support.shifting_world import train_shifting
+from tests.support.waiting import until
 
 STEP = ("all_to_all_single", "broadcast", "all_gather_single", "allreduce")
 """The exchanges of a step: of gradients, of buffers, of sums; the last is the host's, the table."""
@@ -33,6 +49,11 @@ OOM = [
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error. Cuda failure 2 'out of memory'"),
     torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700),
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
+    RuntimeError("Expected tensor on cuda:0 but found tensor on cuda:1"),
+    RuntimeError("Unsupported tensor data type for NCCL"),
+    RuntimeError("NCCL AllReduce failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+    RuntimeError("Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN for details)"),
+    dist.DistBackendError("NCCL error, invalid usage (run with NCCL_DEBUG=WARN for details): Duplicate GPU detected"),
 ]
 PEERS = [
     RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"),
@@ -40,6 +61,17 @@ PEERS = [
     RuntimeError("Gloo connectFullMesh failed with [...] no error"),
     dist.DistNetworkError("The client socket has timed out after 60000ms"),
     dist.DistBackendError("NCCL communicator was aborted on rank 1"),
+    dist.DistBackendError("NCCL operation failed"),
+    RuntimeError("NCCL communicator was aborted after a previous error"),
+    RuntimeError("NCCL Async Error: remote process exited or there was a network error"),
+    RuntimeError("failed to get async error: remote process exited or there was a network error"),
+    RuntimeError("NCCL operation timed out"),
+    RuntimeError("ProcessGroupNCCL not initialized"),
+    RuntimeError("ProcessGroupNCCL has been finalized"),
+    RuntimeError("NCCL GroupEnd failed: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
+    RuntimeError("NCCL User Rank failed: remote process exited or there was a network error"),
+    RuntimeError("Failed to initialize NCCL communicator: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
+    RuntimeError("Failed to get NCCL unique ID: internal error - please report this issue to the NCCL developers"),
 ]
 
 
@@ -54,6 +86,84 @@ def test_what_is_no_matter_of_lost_peers_keeps_its_words(error: RuntimeError) ->
 def test_what_a_peer_is_to_blame_for_is_a_lost_peer(error: RuntimeError) -> None:
     with pytest.raises(PeerLostError, match="a collective failed"), collective():
         raise error
+
+
+@dataclasses.dataclass
+class State:
+    """A group of which this is known."""
+
+    is_aborted: bool = False
+    failed: bool = False
+
+    def has_failed(self) -> bool:
+        return self.failed
+
+
+def refused_collective(error: Exception) -> Exception:
+    """What an error becomes that a collective raises."""
+    with pytest.raises((PeerLostError, type(error))) as caught, collective():
+        raise error
+    return caught.value
+
+
+def raised(error: Exception) -> Exception:
+    """What an error becomes that a task's own code raises in a generation."""
+    with pytest.raises((PeerLostError, TaskError)) as caught, peers_to_blame(), own_code(lambda: "the update"):
+        raise error
+    return caught.value
+
+
+STRANGE = RuntimeError("words of no version that is known")
+
+
+def test_whatever_a_collective_raises_after_the_backend_failed_is_a_lost_peer() -> None:
+    with group_state.watched(State()):
+        assert refused_collective(STRANGE) is STRANGE
+    with group_state.watched(State(failed=True)):
+        assert isinstance(refused_collective(STRANGE), PeerLostError)
+    assert refused_collective(STRANGE) is STRANGE, "no group is watched any more"
+
+
+def test_a_group_that_was_given_up_is_given_no_more_to_exchange() -> None:
+    begun = []
+    with group_state.watched(State(is_aborted=True)), pytest.raises(PeerLostError, match="given up"), collective():
+        begun.append("a launch on a communicator that another thread aborts")
+    assert not begun
+
+
+@pytest.mark.parametrize("error", [STRANGE, ValueError("not in range")], ids=["RuntimeError", "ValueError"])
+def test_what_user_code_raises_is_a_lost_peer_in_a_broken_group_alone(error: Exception) -> None:
+    with group_state.watched(State()):
+        assert isinstance(raised(error), TaskError)
+    with group_state.watched(State(failed=True)):
+        assert isinstance(raised(error), PeerLostError)
+    with group_state.watched(State(is_aborted=True)):
+        assert isinstance(raised(error), PeerLostError)
+
+
+@pytest.mark.parametrize("error", PEERS, ids=lambda error: str(error)[:20])
+def test_user_code_that_says_what_a_peer_would_keeps_its_words(error: RuntimeError) -> None:
+    assert isinstance(raised(error), TaskError)
+
+
+def exchanged_by_user_code(rank: int, store: Path) -> str:
+    """What rank 0 meets in a collective of user code, as an optimizer of sharded parameters has some, when rank 1 is killed."""
+    with LocalMembership(World(rank, 2, 2), store).generation(0, False):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            with peers_to_blame(), own_code(lambda: "the update"):
+                dist.all_reduce(torch.ones(3))
+        except PeerLostError as error:
+            return str(error)
+    return ""
+
+
+def test_a_lost_peer_is_one_in_a_collective_of_user_code_too(pool: Pool) -> None:
+    first, second = pool.outcomes(2, exchanged_by_user_code)
+    assert isinstance(second.error, KilledError)
+    assert first.value.startswith("a peer was lost meanwhile: RuntimeError: "), first.trace
 
 
 def test_training_has_the_bits_of_gloo(pool: Pool, tmp_path: Path) -> None:
@@ -193,6 +303,83 @@ def test_a_group_that_is_given_up_while_it_forms_exchanges_nothing(pool: Pool, s
     assert pool.run(2, given_up, store.port) == [("the group was given up while it formed", False)] * 2
 
 
+def open_given_up(group: ProcessGroup, formed: Formed) -> None:
+    with pytest.raises(PeerLostError), collective():
+        group.open(formed, CPU, BACKEND_2)  # type: ignore[arg-type]
+
+
+def stuck(rank: int, store: Path, port: int) -> list[bool]:
+    """Whether a group is stuck that waits for a peer's connection, which no time-out bounds: before, in and after the wait."""
+    del store
+    group, listens, seen = SpinningGroup(), socket.create_server(("127.0.0.1", 0)), list[bool]()
+    DeviceGroup2.connects_to, process_group._STUCK_S = listens, 0.0
+
+    try:
+        seen.append(group.is_stuck)
+        opening = threading.Thread(target=open_given_up, args=(group, Formed(1, rank, 1, "127.0.0.1", port)))
+        opening.start()
+        until(lambda: group._forms, "it has not begun to form")
+        seen.append(group.is_stuck)
+        group.abort()
+        until(lambda: group.is_stuck, "it is not known to be stuck")
+        listens.shutdown(socket.SHUT_RDWR)  # what NCCL cannot do
+        opening.join()
+        seen.append(group.is_stuck)
+    finally:
+        DeviceGroup2.connects_to, process_group._STUCK_S = None, 60.0
+        group.close(broken=True)
+    return seen
+
+
+def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_known_to_be_stuck(pool: Pool, store: TCPStore) -> None:
+    """What `ncclCommInitRank` does; the error that ends it here is a lost peer."""
+    assert pool.run(1, stuck, store.port) == [[False, False, False]]
+
+
+def launched(rank: int, store: Path, port: int) -> list[str]:
+    """What happens when an abort is ordered in the middle of a launch: first the end of the launch, then the abort, then no launch."""
+    del store
+    group, happened = opened(rank, port), list[str]()
+    device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
+    world = World(rank, 2, 2, settle=group.settle)
+    abort, device.abort = device.abort, lambda: (happened.append("abort"), abort())[1]  # type: ignore[method-assign]
+    try:
+        with world.launching():
+            group.abort()
+            until(lambda: bool(group._aborts), "nobody has begun to abort")
+            happened.append("launch")
+        with pytest.raises(PeerLostError, match="given up"), world.launching():
+            happened.append("another launch")
+    finally:
+        group.close(broken=True)
+    return happened
+
+
+def test_an_abort_comes_between_launches_and_ends_them(pool: Pool, store: TCPStore) -> None:
+    assert pool.run(2, launched, store.port) == [["launch", "abort"]] * 2
+
+
+def blocked(rank: int, store: Path, port: int) -> list[str]:
+    """What a launch that waits for a lost peer is ended by."""
+    del store
+    group, happened = opened(rank, port), list[str]()
+    device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
+    world, process_group._LAUNCH_S = World(rank, 2, 2, settle=group.settle), 0.1
+    try:
+        with world.launching():
+            group.abort()
+            device.aborted.wait()
+            happened.append("abort")
+    finally:
+        process_group._LAUNCH_S = 2.0
+        group.close(broken=True)
+    return happened
+
+
+def test_an_abort_does_not_wait_for_ever_for_the_end_of_a_launch(pool: Pool, store: TCPStore) -> None:
+    assert pool.run(2, blocked, store.port) == [["abort"]] * 2
+
+
 @pytest.fixture(scope="module")
 def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, str]:
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -201,15 +388,16 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[J
     return job, pool.trained(job, 2, cached).commit.params_digest
 
 
+@pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 @pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP, 1)), ids=STEP)
 def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
-    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str
+    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
 ) -> None:
     """It is lost at every exchange of a step in turn. What the device has of it then is garbage, and not all others know."""
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, exchange)), backend=BACKEND)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, exchange)), backend=backend)
     assert isinstance(outcomes[2].error, KilledError)
     assert proof.read_text() == name
     assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
@@ -217,15 +405,29 @@ def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
     assert not read_events(job.paths, "states_differed"), "nobody had garbage, not for a step either"
 
 
+@pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
+def test_a_worker_that_is_lost_during_backward_is_met_there_by_the_others(pool: Pool, tmp_path: Path, backend: str) -> None:
+    """With a bucket for each parameter: the error is raised in a hook of backward, by the exchange after the one that broke."""
+    data = write_images(tmp_path / "data", [[20, 13]])
+    job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, train__bucket_mb=1e-5)
+    expected = pool.trained(job, 2, cached).commit.params_digest
+    proof = tmp_path / "proof"
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, 2)), backend=backend)
+    assert proof.read_text() == "all_to_all_single", "the second bucket"
+    assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
+    assert result_of(job).commit.params_digest == expected
+
+
+@pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 @pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP[:3], 1)), ids=STEP[:3])
 def test_what_is_broken_on_a_device_alone_is_in_no_step(
-    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str
+    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
 ) -> None:
     """The hosts lack nobody, and the garbage is finite."""
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, exchange)), backend=BACKEND)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, exchange)), backend=backend)
     assert proof.exists(), name
     assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected

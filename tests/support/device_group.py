@@ -5,6 +5,9 @@ broken leaves finite garbage, and the error surfaces with the next one, as with 
 kernel spins: who waits for the device waits for that, and so would who destroys the group. Floating point and what is broadcast stands
 for what is on a device; all else is the host's, which a real gloo group carries with its own manners.
 
+How the error surfaces is a class's own: `ProcessGroupNCCL` raises `DistBackendError` (`BACKEND`); `ProcessGroupNCCL2`, which is "nccl"
+since torch 2.15, a plain `RuntimeError`, and `DistBackendError` from `wait()` alone (`BACKEND_2`).
+
 `dist.init_process_group(BACKEND, ...)` makes one, also through `LocalMembership(..., backend=BACKEND)`; `SpinningGroup` is the
 `ProcessGroup` of one.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +32,7 @@ from torch._C._distributed_c10d import ErrorType
 from ray_app.errors import PeerLostError
 from ray_app.train.group.process_group import ProcessGroup
 
-BACKEND = "devicelike"
+BACKEND, BACKEND_2 = "devicelike", "devicelike2"
 GARBAGE = 0.125
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -49,6 +53,7 @@ class DeviceGroup(dist.ProcessGroup):
     """
 
     when_made: Callable[[], None] | None = None
+    name = BACKEND
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -68,7 +73,7 @@ class DeviceGroup(dist.ProcessGroup):
             DeviceGroup.when_made()
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return self.name
 
     def shutdown(self) -> None:
         """Closes the connections."""
@@ -99,6 +104,13 @@ class DeviceGroup(dist.ProcessGroup):
         del device
         return self
 
+    def _refusal(self, failed: str) -> RuntimeError:
+        """What an exchange that is given to it then raises."""
+        return dist.DistBackendError(f"the communicator was aborted: {failed}")
+
+    def has_waited(self) -> None:
+        """An exchange was waited for, at which time the error may be known."""
+
     def _call(self, name: str, outputs: Any, *args: Any, **options: Any) -> Any:
         """Calls what gloo has by the same name."""
         tensors = list(_tensors(outputs))
@@ -112,7 +124,7 @@ class DeviceGroup(dist.ProcessGroup):
         if self.exchanges == self.full_at:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         if self.failed is not None:
-            raise dist.DistBackendError(f"the communicator was aborted: {self.failed}")
+            raise self._refusal(self.failed)
         try:
             work = getattr(self._host, name)(outputs, *args, **options)
             if self.exchanges == self.fails_at:
@@ -138,6 +150,50 @@ for _name in (
 ):
     setattr(DeviceGroup, _name, lambda self, outputs, *args, _name=_name, **options: self._call(_name, outputs, *args, **options))
 DeviceGroup.barrier = lambda self, *args, **options: self._host.barrier(*args, **options)  # type: ignore[method-assign]
+
+
+class DeviceGroup2(DeviceGroup):
+    """With the words of `ProcessGroupNCCL2` of torch 2.15.
+
+    Attributes:
+        connects_to: Where it waits for a peer's connection before it is made, which no time-out bounds.
+    """
+
+    name = BACKEND_2
+    connects_to: socket.socket | None = None
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(store, rank, size, timeout)
+        if DeviceGroup2.connects_to is not None:
+            connect(DeviceGroup2.connects_to)
+
+    def abort(self) -> None:
+        """See `DeviceGroup.abort`."""
+        self.error = ErrorType.COMM_ERROR
+        super().abort()
+
+    def _refusal(self, failed: str) -> RuntimeError:
+        if self.aborted.is_set():
+            return RuntimeError("NCCL communicator was aborted after a previous error")
+        return RuntimeError("NCCL Async Error: remote process exited or there was a network error")
+
+    def has_waited(self) -> None:
+        """See `DeviceGroup.has_waited`."""
+        if self.error != ErrorType.SUCCESS:
+            raise dist.DistBackendError("NCCL operation failed")
+
+
+def connect(listens: socket.socket) -> None:
+    """Waits for a connection, as `ncclCommInitRank` does.
+
+    Raises:
+        RuntimeError: There is none; in NCCL's words.
+    """
+    listens.listen()
+    try:
+        listens.accept()[0].close()
+    except OSError as error:
+        raise RuntimeError("Failed to initialize NCCL communicator: unhandled system error (run with NCCL_DEBUG=INFO)") from error
 
 
 class SpinningGroup(ProcessGroup):
@@ -198,7 +254,7 @@ class _Work(dist.Work):
         self._group, self._work, self._outputs = group, work, outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Puts the streams in order; never raises."""
+        """Puts the streams in order; raises nothing of this exchange."""
         del timeout
         try:
             if isinstance(self._work, RuntimeError):
@@ -208,6 +264,7 @@ class _Work(dist.Work):
             self._group.failed = str(error)
             for tensor in self._outputs:
                 tensor.detach().fill_(GARBAGE if tensor.is_floating_point() else 1)
+        self._group.has_waited()
         return True
 
 
@@ -219,4 +276,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-dist.Backend.register_backend(BACKEND, DeviceGroup, devices=["cpu"])
+for _class in (DeviceGroup, DeviceGroup2):
+    dist.Backend.register_backend(_class.name, _class, devices=["cpu"])

@@ -50,10 +50,10 @@ class Streams:
         self.calls.append(f"{self.at[-1]}: {what}")
         return tensor
 
-    def Stream(self, device: torch.device) -> Any:
+    def Stream(self, device: torch.device, priority: int) -> Any:
         """See `torch.cuda.Stream`."""
         assert device == DEVICE
-        return _Stream(self, "side")
+        return _Stream(self, "side" if not priority else "side, first")
 
     def current_stream(self, device: torch.device) -> Any:
         """See `torch.cuda.current_stream`."""

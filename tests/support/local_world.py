@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import ErrorType
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.commit import Commit
@@ -37,6 +38,7 @@ from ray_app.data.feed.windows import CachedWindows, Windows
 from ray_app.data.read.first import probe
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.whole import load_all
+from ray_app.exchange import group_state
 from ray_app.exchange.exchange import World, collective
 from ray_app.plan.cursor import Cursor
 from ray_app.plan.order import Plan
@@ -222,8 +224,10 @@ class LocalMembership:
             groups = open_groups(self._world.rank, self._hosts, timeout, self._backend != "gloo")
             dist.barrier()  # nobody leaves while another still connects
         mine = set(_sockets()) - before
+        state = _DeviceState(dist.group.WORLD)
         try:
             settle = getattr(dist.group.WORLD, "settle", None)  # of a group with a device's manners
+            group_state.watch(state)
             yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups, settle=settle), formed
         except BaseException:
             dist.group.WORLD.abort()  # type: ignore[union-attr]
@@ -231,6 +235,7 @@ class LocalMembership:
                 _shut_down(*each)  # the error's frames may hold the group, for whose connections' end the others wait
             raise
         finally:
+            group_state.unwatch(state)
             dist.destroy_process_group()
 
     def flags(self) -> Flags:
@@ -254,6 +259,20 @@ class LocalMembership:
     def recorded(self) -> int:
         """See `Membership.recorded`."""
         return 0
+
+
+class _DeviceState:
+    """What a group knows of itself, see `group_state`; nobody here gives one up before it is left."""
+
+    is_aborted = False
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def has_failed(self) -> bool:
+        """See `Breakable`."""
+        error = getattr(self._group, "error", ErrorType.SUCCESS)  # gloo has none
+        return bool(error != ErrorType.SUCCESS)
 
 
 class KilledError(Exception):

@@ -268,6 +268,9 @@ class RayMembership:
         group, orders = self._group, self._orders
         if orders.abort and group is not None and orders.generation == self._generation:
             group.abort()
+            if group.is_stuck:
+                logger.error("This process ends: it waits in NCCL for a peer that was lost before it had connected")
+                os._exit(1)
 
 
 def _stacks() -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -18,16 +20,30 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError
+from ray_app.exchange import group_state
 from ray_app.plan.route import groups
 from ray_app.train.group.messages import Formed
 
+logger = logging.getLogger(__name__)
+
 _FORM_TIMEOUT = timedelta(seconds=30)
-"""For peers that are lost between their address and their connections: what waits for them then nobody can break."""
+"""For peers that are lost between their address and their connections: what waits for them then nobody can break. NCCL knows no such bound,
+see `ProcessGroup.is_stuck`."""
+_STUCK_S = 60.0
+"""After which a group that was given up while it formed forms no more: twice the time that gloo and the store may take to notice."""
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """The rendezvous ends what stands still, much earlier; a collective's own time-out would only add another opinion."""
-_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""0: torch's own thread neither ends the process nor aborts; the rendezvous says when, and `settle` looks at the error."""
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Unless the user has set them: torch's own threads neither end the process nor abort, and do not wait for dumps, which takes a recovery
+a minute and more. The rendezvous says when to abort, and `settle` looks at the error."""
 _NCCL = "cpu:gloo,cuda:nccl"
+_LAUNCH_S = 2.0
+"""After which an abort no longer waits for the end of a launch: one that waits for a lost peer ends by the abort alone."""
 
 
 class ProcessGroup:
@@ -38,7 +54,8 @@ class ProcessGroup:
         self._store: tuple[str, int] | None = None
         self._sockets: list[tuple[int, str]] | None = None
         self._asynchronous, self._device = False, torch.device("cpu")
-        self._broken, self._aborting, self._aborts = False, threading.Lock(), dict[Any, threading.Thread]()
+        self.is_aborted, self._aborting, self._aborts = False, threading.Lock(), dict[Any, threading.Thread]()
+        self._forms, self._aborted_s = False, 0.0
         self.groups: tuple[Any, ...] = (None,)
         """See `World.groups`."""
 
@@ -48,28 +65,28 @@ class ProcessGroup:
         Raises:
             PeerLostError: It was broken meanwhile.
         """
-        name = backend_of(device, backend)
+        self._forms = True
+        try:
+            self._open(formed, device, backend_of(device, backend))
+        finally:
+            self._forms = False
+
+    def _open(self, formed: Formed, device: torch.device, name: str) -> None:
         self._asynchronous, self._device = name != "gloo", device
-        if name == _NCCL:
-            os.environ.setdefault(_NCCL_ERRORS, "0")
         self._before, self._store = set(_sockets()), (formed.host, formed.port)
+        group_state.watch(self)
         # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number (torch 2.15)
         dist.distributed_c10d._world.group_count = 0
         store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
-        dist.init_process_group(
-            name,
-            store=PrefixStore(f"generation-{formed.number}", store),
-            rank=formed.rank,
-            world_size=formed.size,
-            timeout=_FORM_TIMEOUT,
-            device_id=device if name == _NCCL else None,  # connects now, not in the first backward
-        )
+        if self.is_aborted:  # before there was a connection that could be shut down
+            raise PeerLostError("the group was given up before it formed")
+        form_group(name, device, PrefixStore(f"generation-{formed.number}", store), formed.rank, formed.size)
         self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT, self._asynchronous or device.type != "cpu")
         for group in {None, *self.groups}:
             dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT, group)  # the public name came after torch 2.13
-        if not self._broken:
+        if not self.is_aborted:
             self._sockets = self._of_this_group(PrefixStore(f"generation-{formed.number}/listens", store), formed)
-        if self._broken:  # before there was what could be aborted
+        if self.is_aborted:  # before there was what could be aborted
             raise PeerLostError("the group was given up while it formed")
 
     def _of_this_group(self, store: PrefixStore, formed: Formed) -> list[tuple[int, str]]:
@@ -91,14 +108,26 @@ class ProcessGroup:
 
     def _settle(self) -> None:
         self._wait_for_device()
-        if self._broken:
+        if self.is_aborted:
             raise PeerLostError("the exchange was given up while the device was at it")
-        for group in self._all():
-            if (error := group._get_backend(self._device).get_error()) != ErrorType.SUCCESS:
-                raise PeerLostError(f"the exchange failed on the device: {error.name}")
+        if error := self._error():
+            raise PeerLostError(f"the exchange failed on the device: {error}")
 
     def _wait_for_device(self) -> None:
-        torch.cuda.synchronize(self._device)
+        """Waits for the stream that computes, which comes after all that a step needs: its exchanges, and what is done beside backward.
+
+        Uploads of later steps, which the device may be at, need not be over.
+        """
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _error(self) -> str | None:
+        """What a backend says of itself, if it has failed."""
+        found = (group._get_backend(self._device).get_error() for group in self._all())
+        return next((error.name for error in found if error != ErrorType.SUCCESS), None)
+
+    def has_failed(self) -> bool:
+        """See `Breakable`."""
+        return self._asynchronous and self._error() is not None
 
     def _all(self) -> list[Any]:
         """All that have been formed, those between hosts first."""
@@ -111,13 +140,14 @@ class ProcessGroup:
         abort of one may wait for what the device does for another.
 
         While the group forms, that is the connection to the store where they meet; what else this process connects to meanwhile is not
-        known to be the group's.
+        known to be the group's, and gloo ends a process whose listening socket is shut down. So NCCL may wait for ever, see `is_stuck`.
         """
-        self._broken = True  # before anybody is set free: what they find is garbage
+        self._aborted_s = self._aborted_s or time.monotonic()
+        self.is_aborted = True  # before anybody is set free: what they find is garbage
         with self._aborting:
             for group in self._all() if self._asynchronous else ():
                 if group not in self._aborts:
-                    self._aborts[group] = threading.Thread(target=group.abort, name="abort", daemon=True)
+                    self._aborts[group] = threading.Thread(target=_abort, args=(group,), name="abort", daemon=True)
                     self._aborts[group].start()
         found = self._sockets
         if found is None:
@@ -125,19 +155,65 @@ class ProcessGroup:
         for number, name in found:
             _shut_down(number, name)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether this process still waits in a group that was given up while it formed, which nothing but its end can change.
+
+        NCCL connects without a bound (torch 2.15): if a peer is lost before it has connected, the others wait for it in `open`.
+        """
+        return self._forms and self.is_aborted and time.monotonic() - self._aborted_s > _STUCK_S
+
     def _is_store(self, number: int) -> bool:
         return self._store is not None and _ends(number)[1] == self._store
 
     def close(self, broken: bool = False) -> None:
-        """Leaves the group; in one that is broken NCCL, and with gloo a thread beside backward, would wait for what never comes."""
+        """Leaves the group; in one that is broken NCCL, and with gloo a thread beside backward, would wait for what never comes.
+
+        Nothing of the group is at work on the device then: memory that a broken exchange would still write into is free from now on.
+        """
         if broken:
             self.abort()
         with self._aborting:
             aborts = list(self._aborts.values())
         for abort in aborts:
             abort.join()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if broken and self._device.type == "cuda":
+            with suppress(RuntimeError):  # an error of the device itself is met again by the next call that uses it
+                torch.cuda.synchronize(self._device)
+        with group_state.launches:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        group_state.unwatch(self)
+
+
+def form_group(name: str, device: torch.device, store: Any, rank: int, size: int) -> None:
+    """Makes torch's default process group; blocks until all are there.
+
+    Args:
+        name: See `backend_of`.
+        device: Of this rank. NCCL connects it now, not in the first backward; not told, it would take one by the number of the rank.
+        store: Where they meet.
+        rank: This one.
+        size: How many they are.
+    """
+    if name == _NCCL:
+        for variable, value in _NCCL_SETTINGS.items():
+            os.environ.setdefault(variable, value)
+    device_id = device if name == _NCCL else None
+    dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=_FORM_TIMEOUT, device_id=device_id)
+
+
+def _abort(group: Any) -> None:
+    """Aborts a group's communicator when no call is at it, so that NCCL frees nothing that the call uses (torch 2.15)."""
+    is_idle = group_state.launches.acquire(timeout=_LAUNCH_S)
+    try:
+        if group in dist.distributed_c10d._world.pg_map:  # or it was closed meanwhile
+            group.abort()
+    except RuntimeError as error:
+        logger.warning("A communicator could not be aborted: %s", error)
+    finally:
+        if is_idle:
+            group_state.launches.release()
 
 
 def backend_of(device: torch.device, backend: str) -> str:

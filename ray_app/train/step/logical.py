@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.errors import ConfigError
 from ray_app.exchange.bits import bits_of
-from ray_app.exchange.exchange import World, collective
+from ray_app.exchange.exchange import World
 
 _ALIGNED_BYTES = 16
 
@@ -83,14 +83,14 @@ class Buffers:
             self._buffers.copy(self._kept)
         if self._sends:
             self._sent.copy(self._buffers)
-            with collective():
+            with self._world.launching():
                 self._pending = dist.broadcast(self._sent.memory, 0, async_op=True)
 
     def finish(self) -> None:
         """Waits until this rank has logical worker 0's buffers."""
         if self._pending is None:
             return
-        with collective():
+        with self._world.launching():
             self._pending.wait()
         self._pending = None
         self._buffers.copy(self._sent)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
-from ray_app.exchange.exchange import collective
 from ray_app.task.base import Task
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.step.logical import Alike
@@ -106,7 +105,7 @@ class CentralState(SpreadState):
         if self._world.size > 1:
             sent = buffers.like()
             sent.copy(buffers)
-            with collective():
+            with self._world.launching():
                 for work in [dist.broadcast(p, 0, async_op=True) for p in (*parameters, sent.memory) if p.numel()]:
                     work.wait()  # type: ignore[union-attr]
             buffers.copy(sent)

@@ -7,6 +7,7 @@ that of any other strategy, and loads on any number of workers.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from ray_app.config.optimizers import OptimizerSpec
 from ray_app.exchange.exchange import World, collective
 from ray_app.exchange.fsdp import as_sharded, shard, shard_like, whole
 from ray_app.task.base import Task
+from ray_app.train.group.process_group import backend_of, form_group
 from ray_app.train.state.copies import copied
 from ray_app.train.state.state import TrainingState
 from ray_app.train.strategies.shards import BY_VALUE, StateShards
@@ -65,8 +67,7 @@ class ShardedState(SpreadState):
             with super().among(world):
                 yield world
             return
-        backend = "cpu:gloo,cuda:nccl" if self._mesh_device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        form_group(backend_of(self._mesh_device, self._config.train.backend), self._mesh_device, HashStore(), 0, 1)
         try:
             with super().among(world):
                 yield world
@@ -83,10 +84,20 @@ class ShardedState(SpreadState):
     def _collected(self) -> Snapshot:
         return Snapshot(**copied(vars(self._live()), whole=whole))
 
+    def _drop(self) -> None:
+        """Frees the shards of the last generation and what belongs to them, before those of the next are made: a device that has room for
+        a step need not have room for both. They are in circles (`fully_shard`, optimizers), so it takes the garbage collector.
+        """
+        self.model = self.master = nn.Module()
+        for name in ("optimizer", "schedule", "turns", "average", "_shards", "_frozen"):
+            vars(self).pop(name, None)
+        gc.collect()
+
     def _take(self, whole: Snapshot) -> None:
+        self._drop()
+        self.model = self.master = self._made()
         with collective():
-            self.model = shard(self._made(), self._units, self._config.train, self._mesh_device, self._world)
-        self.master = self.model
+            shard(self.model, self._units, self._config.train, self._mesh_device, self._world)
         self._equip()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         trained = self._shards.in_order(self.optimizer)

@@ -83,7 +83,7 @@ class ShardedStep(Step):
             norms = self._sharded.norms()
         else:
             norms = torch.stack(norms_of(self._gradients())).double().square().sum()
-            with collective():
+            with self._world.launching():
                 dist.all_reduce(norms)
             norms.sqrt_()
         return [norms.to(self._device, non_blocking=True)]
