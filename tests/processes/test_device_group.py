@@ -380,6 +380,17 @@ def test_an_abort_does_not_wait_for_ever_for_the_end_of_a_launch(pool: Pool, sto
     assert pool.run(2, blocked, store.port) == [["abort"]] * 2
 
 
+def test_a_group_that_was_given_up_before_it_forms_does_not_form(store: TCPStore) -> None:
+    """NCCL would wait for the peer that was lost."""
+    group = SpinningGroup()
+    group.abort()
+    try:
+        with pytest.raises(PeerLostError, match="before it formed"):
+            group.open(Formed(1, 0, 2, "127.0.0.1", store.port), CPU, BACKEND_2)  # type: ignore[arg-type]
+    finally:
+        group.close(broken=True)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, str]:
     folder = tmp_path_factory.mktemp("undisturbed")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,7 @@ from ray_app.record.progress.journal import MetricsReader, read_events
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state, build_step
+from ray_app.train.group import process_group
 from ray_app.train.group.messages import Flags
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
@@ -245,3 +247,21 @@ def sizes_by_step(job: Job) -> dict[int, set[int]]:
         found.setdefault(record.step, set()).add(record.workers)
         assert math.isfinite(record.loss)
     return found
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [(torch.device("cuda", 1), ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))), (CPU, ("gloo", None))]
+)
+def test_the_group_of_a_lone_worker_is_made_for_its_device(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path, device: torch.device, expected: tuple[Any, ...]
+) -> None:
+    """Without one, NCCL would take the first that it sees."""
+    job, made = fsdp_job(tmp_path / "run", data), list[tuple[Any, ...]]()
+    for name in process_group._NCCL_SETTINGS:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **options: made.append((name, options["device_id"])))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    state = build_state(job.config, job.task, device, job.total_steps)
+    with pytest.raises(KilledError), state.among(World(0, 1, 2)):
+        raise KilledError("made")
+    assert made == [expected]

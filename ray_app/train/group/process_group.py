@@ -78,7 +78,7 @@ class ProcessGroup:
         # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number (torch 2.15)
         dist.distributed_c10d._world.group_count = 0
         store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
-        if self.is_aborted:  # before there was a connection that could be shut down
+        if self.is_aborted and self._asynchronous:  # before there was a connection that could be shut down, and NCCL may wait for ever
             raise PeerLostError("the group was given up before it formed")
         form_group(name, device, PrefixStore(f"generation-{formed.number}", store), formed.rank, formed.size)
         self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT, self._asynchronous or device.type != "cpu")
