@@ -12,8 +12,14 @@ from ray_app.ingest.readers.base import Part
 from ray_app.ingest.shards import MAX_COUNTED_LABELS
 
 
-def merged(part: Part, made: list[dict[str, Any]], refused: int) -> dict[str, Any]:
+def merged(part: Part, made: list[dict[str, Any]], refused: int, notes: list[str]) -> dict[str, Any]:
     """The facts of one side of a part, of which `made` describes the shards, in their order.
+
+    Args:
+        part: The part.
+        made: What describes the shards.
+        refused: Rows that were left out.
+        notes: What is to be said about the part's columns.
 
     Raises:
         DataError: Shards have different columns.
@@ -29,6 +35,7 @@ def merged(part: Part, made: list[dict[str, Any]], refused: int) -> dict[str, An
         "columns": columns_of(made, "shards"),
         "shards": shards,
         "skipped_files": len(part.skipped_files),
+        "notes": [*part.notes, *notes],
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ray_app.errors import DataError
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
 
 
@@ -30,9 +31,29 @@ def ingest_arrays(folder: str, *, eval_fraction: float | None = None, seed: int 
         DataError: The arrays differ in rows, or hold no numbers.
     """
     with tempfile.TemporaryDirectory(prefix="ray_app-arrays-") as place:
-        for name, given in arrays.items():
+        for name, values in arrays.items():
             file = Path(place) / f"{name}.npy"
-            np.save(file, np.ascontiguousarray(given), allow_pickle=False)
+            np.save(file, _numbers(name, values), allow_pickle=False)
             same_s = int.from_bytes(hashlib.blake2b(file.read_bytes(), digest_size=7).digest(), "big")
             os.utime(file, ns=(same_s, same_s))  # by its time an ingest knows a file again
         return ingest(IngestOptions("numpy", folder, place, eval_fraction=eval_fraction, seed=seed))
+
+
+def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
+    """The values as an array of numbers, rows first.
+
+    Raises:
+        DataError: Some are missing, or they are no numbers.
+    """
+    try:
+        array = np.ma.asarray(values) if isinstance(values, np.ma.MaskedArray) else np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise DataError(f"{name}: {error}. Give an array with one entry for each row, all of one shape.") from error
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise DataError(f"{name}: {int(np.ma.count_masked(array))} values are masked. Fill them or leave their rows out.")
+    if array.dtype.kind not in "biuf":
+        raise DataError(
+            f"{name}: an array of {array.dtype}; allowed are bool, integers and floats without missing values. Convert it to numbers,"
+            " labels by numpy.unique(y, return_inverse=True)[1]."
+        )
+    return np.ascontiguousarray(array)

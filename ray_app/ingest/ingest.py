@@ -12,8 +12,9 @@ d. what the pieces say of themselves is put together (`described.py`), and the f
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ray_app.data.dataset.below import files_below
@@ -37,28 +38,39 @@ from ray_app.ingest.readers.json_lines import JsonLines
 from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
 from ray_app.ingest.runners import run_in_threads
+from ray_app.ingest.text_columns import Counts, notes_of
 from ray_app.ingest.texts import Texts
 from ray_app.record.files import Location, location, put_atomic, put_json
 
 __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"]
 
+logger = logging.getLogger(__name__)
+
 FORMAT_VERSION = 1
-LAYOUT = 4
+LAYOUT = 5
 """Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has begun."""
 
 READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
     "images": lambda path, options: Images(place_of(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)),
-    "csv": lambda path, options: Csv(place_of(path), options.label, options.on_bad_row == "skip", options.piece_bytes),
+    "csv": lambda path, options: Csv(
+        place_of(path), options.label, options.on_bad_row == "skip", options.piece_bytes, options.delimiter, options.column_names
+    ),
     "jsonl": lambda path, options: JsonLines(
         place_of(path), options.label, options.columns, options.ragged or [], options.on_bad_row == "skip", options.piece_bytes
     ),
     "numpy": lambda path, options: Numpy(place_of(path), options.shard_rows),
     "idx": lambda path, options: Idx(place_of(path), options.shard_rows),
     "cifar": lambda path, options: Cifar(place_of(path)),
-    "webdataset": lambda path, options: WebDataset(path, options.label, options.check, options.piece_bytes),
+    "webdataset": lambda path, options: WebDataset(path, options.label, options.columns, options.check, options.piece_bytes),
     "tfrecord": lambda path, options: TFRecord(path, options.label, options.columns, options.check, options.piece_bytes),
     "hf": lambda path, options: HuggingFace(
-        place_of(path), options.label, options.columns, options.ragged or [], options.check, options.piece_bytes
+        place_of(path),
+        options.label,
+        options.columns,
+        options.ragged or [],
+        options.check,
+        options.on_bad_row == "skip",
+        options.piece_bytes,
     ),
     "digits": lambda path, options: Digits(options.seed, options.held_out(["train", "eval"])),
 }
@@ -77,6 +89,7 @@ class PartSummary:
         shards: File name, rows, row groups and bytes of each shard.
         skipped_files: Files of the input that are not data and were left out, listed with reasons in `refused.jsonl`.
         refused: Rows that were left out, listed with reasons in `refused.jsonl`.
+        notes: What the user should know of how the source was understood, such as which value made a column text.
     """
 
     path: str
@@ -87,6 +100,7 @@ class PartSummary:
     shards: list[dict[str, Any]]
     skipped_files: int = 0
     refused: int = 0
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -147,12 +161,14 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
 
 
 def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> DatasetSummary:
-    """The content of each `dataset.json` as a summary, `train` before `eval`."""
+    """The content of each `dataset.json` as a summary, `train` before `eval`; logs the notes in it."""
     names = {f.name for f in fields(PartSummary)} - {"path"}
     parts = {}
     for side in sorted(described, reverse=True):
         facts = {name: value for name, value in described[side].items() if name in names}
         parts[side] = PartSummary(_path(out, side), **facts)
+    for note in dict.fromkeys(note for part in parts.values() for note in part.notes):
+        logger.warning("%s: %s", out, note)
     return DatasetSummary(out, parts, reused)
 
 
@@ -201,7 +217,7 @@ def _write_all(
     run: base.Run,
 ) -> None:
     """Writes the shards of all parts, then each `dataset.json`."""
-    made = _write_pieces(parts, sides, options, folder, run)
+    made, text_columns = _write_pieces(parts, sides, options, folder, run)
     part_of = {side: part for part in parts for side in sides[part.name]}
     refused = {side: [row for piece in made[side] for row in piece["refused"]] for side in made}
     for side, part in part_of.items():
@@ -214,7 +230,7 @@ def _write_all(
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
     mixed = _mix({side: made[side] for side, part in part_of.items() if not part.keeps_order}, options, folder, run)
     for side, part in part_of.items():
-        facts = merged(part, mixed.get(side, made[side]), len(refused[side]))
+        facts = merged(part, mixed.get(side, made[side]), len(refused[side]), notes_of(text_columns[part.name]))
         if options.pack:
             facts["rows_in"] = sum(piece["texts"] for piece in made[side]) + len(refused[side])
         place = side_folder(folder, side)
@@ -228,22 +244,24 @@ def _write_all(
 
 def _write_pieces(
     parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
-) -> dict[str, list[dict[str, Any]]]:
-    """Reads the source; returns what each side's pieces have written, in their order."""
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
+    """Reads the source; returns what each side's pieces have written, and what is in each part's columns of text, in their order."""
     tasks = [
         PieceTask(part.name, number, piece, sides[part.name], options, folder, part.keeps_order)
         for part in parts
         for number, piece in enumerate(part.pieces)
     ]
     made: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
+    text_columns: dict[str, list[dict[str, Counts]]] = {part.name: [] for part in parts}
     refused = 0
-    for record in run(write_piece, tasks):
+    for task, record in zip(tasks, run(write_piece, tasks), strict=True):
+        text_columns[task.part].append(record["text_columns"])
         for side, piece in record["sides"].items():
             made[side].append(piece)
             refused += len(piece["refused"])
             if piece["refused"]:
                 check_count(refused, options, *piece["refused"][-1])
-    return made
+    return made, text_columns
 
 
 def _mix(made: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run) -> dict[str, list[dict[str, Any]]]:

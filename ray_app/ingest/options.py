@@ -20,8 +20,8 @@ class IngestOptions:
     """What to read and how to write it; checked by `ingest`.
 
     Args:
-        source: Raw format. images: a folder with one sub-folder a class. csv: a .csv or .csv.gz file, or a folder of them. jsonl: the same
-            with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with x.npy and y.npy, or with x_train,
+        source: Raw format. images: a folder with one sub-folder a class. csv: a .csv, .tsv or .gz file, or a folder of them. jsonl: the
+            same with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with x.npy and y.npy, or with x_train,
             y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with MNIST-format files. cifar: the folder of CIFAR-10 or
             CIFAR-100, binary or python version. webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord:
             TFRecord files of `tf.train.Example`, likewise. hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or
@@ -29,10 +29,15 @@ class IngestOptions:
         out: Folder to create, on a disk or on s3://. One that was made with the same options from the same files is returned as it is;
             anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or on s3://; not for digits.
-        label: For csv and jsonl: the column that becomes `label`; strings become class indices in sorted order. For hf: the ClassLabel or
-            integer column, for tfrecord the feature of one integer, neither needed if it is called label. For webdataset: the key of an
-            integer in each .json; not needed with .cls.
-        columns: For jsonl, hf and tfrecord: the columns to keep; not given: all.
+        label: For csv, jsonl and hf: the column that becomes `label`; strings become class indices in sorted order. For tfrecord: the
+            feature of one integer. For hf and tfrecord not needed if it is called label. For webdataset: the key of an integer in each
+            .json; not needed with .cls.
+        delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Not given: a comma, or what of semicolon, tab
+            and vertical bar the first rows of the first file are separated by.
+        column_names: For csv: names of the columns of files without a header line. A first line that holds just these names is a header
+            line.
+        columns: For jsonl, hf, tfrecord and webdataset: the columns to keep, by their names before rename, the label besides; not given:
+            all.
         ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists of numbers, such as
             tokens, or of lists that have one size, that of the first that is not empty, such as boxes. Not given: lists have one shape in
             all rows.
@@ -63,6 +68,8 @@ class IngestOptions:
     out: str = ""
     input: str | None = None
     label: str | None = None
+    delimiter: str | None = None
+    column_names: list[str] | None = None
     columns: list[str] | None = None
     ragged: list[str] | None = None
     rename: dict[str, str] = field(default_factory=dict)
@@ -98,7 +105,9 @@ class IngestOptions:
 
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "label": ("csv", "jsonl", "hf", "webdataset", "tfrecord"),
-    "columns": ("jsonl", "hf", "tfrecord"),
+    "delimiter": ("csv",),
+    "column_names": ("csv",),
+    "columns": ("jsonl", "hf", "tfrecord", "webdataset"),
     "ragged": ("jsonl", "hf"),
     "check": ("images", "webdataset", "tfrecord", "hf"),
     "tokenizer": ("csv", "jsonl", "hf", "webdataset"),
@@ -112,6 +121,11 @@ _AT_LEAST_ONE: dict[str, int | None] = {
     "piece_bytes": None,
     "pack": 1 << 20,
 }
+
+
+def _is_delimiter(text: str) -> bool:
+    r"""Whether a text is one ASCII character that may stand between values, or `\t`, as a command line passes a tab on."""
+    return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
 
 
 def check(options: IngestOptions, sources: list[str]) -> None:
@@ -141,10 +155,7 @@ def check(options: IngestOptions, sources: list[str]) -> None:
                 f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it out for"
                 f" {options.source!r}{_INSTEAD.get(name, '')}."
             )
-    if options.tokenizer is None and (given := [name for name in _OF_TEXTS if getattr(options, name) != getattr(IngestOptions, name)]):
-        raise ConfigError(f"{given[0]} is {getattr(options, given[0])!r}, which is of texts that become tokens; give a tokenizer, too.")
-    if options.pack is not None and options.ragged:
-        raise ConfigError(f"ragged is {options.ragged!r}: with pack there are no columns but the tokens; leave ragged out.")
+    _check_text(options)
     if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
     if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:
@@ -154,3 +165,21 @@ def check(options: IngestOptions, sources: list[str]) -> None:
     for name, most in _AT_LEAST_ONE.items():
         if (value := getattr(options, name)) is not None and (value < 1 or (most and value > most)):
             raise ConfigError(f"{name} is {value}; allowed is 1 or more{f', up to {most}' if most else ''}.")
+
+
+def _check_text(options: IngestOptions) -> None:
+    """Refuses options of text files and of texts that cannot be meant."""
+    if options.tokenizer is None and (given := [name for name in _OF_TEXTS if getattr(options, name) != getattr(IngestOptions, name)]):
+        raise ConfigError(f"{given[0]} is {getattr(options, given[0])!r}, which is of texts that become tokens; give a tokenizer, too.")
+    if options.pack is not None and options.ragged:
+        raise ConfigError(f"ragged is {options.ragged!r}: with pack there are no columns but the tokens; leave ragged out.")
+    if options.delimiter is not None and not _is_delimiter(options.delimiter):
+        raise ConfigError(
+            rf"delimiter is {options.delimiter!r}; allowed is one ASCII character, such as ; or | or \t, but no quote and no line end."
+        )
+    if options.columns is not None and not options.columns:
+        raise ConfigError("columns is []; name at least one column to keep, or leave it out to keep all.")
+    if options.column_names is not None:
+        twice = [name for name in options.column_names if options.column_names.count(name) > 1]
+        if twice or not options.column_names:
+            raise ConfigError(f"column_names is {options.column_names}; allowed are one or more names, each once.")

@@ -21,11 +21,13 @@ from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.places import RECORDS, RUNS, scratch, side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards
+from ray_app.ingest.text_columns import TextColumns
 from ray_app.ingest.texts import Packed, Texts
 from ray_app.record.files import Location, put_json, read_json
 
 Record = dict[str, Any]
-"""Of a piece: `rows` (of the source), and by side of the split `refused` and what `Shards` or `Runs` describe; plain JSON."""
+"""Of a piece: `rows` (of the source), what `TextColumns` counted, and by side of the split `refused` and what `Shards` or `Runs` describe;
+plain JSON."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,14 @@ def write_piece(task: PieceTask) -> Record:
         return done
     options, refusals = task.options, Refusals(task.options)
     texts = Texts(options) if options.tokenizer else None
+    text_columns = TextColumns()
     with scratch(task.folder) as own:
         sinks = {side: _sink(task, side, Path(own) / f"side-{side}") for side in task.sides}
         for table in task.piece.tables(refusals):
             usable = _finished(table, options.rename, refusals)
             if texts:
                 usable = texts.encoded(usable, refusals)
+            text_columns.add(usable)
             for side, rows in _by_side(usable, task).items():
                 sinks[side].write(rows)
         for made in sinks.values():
@@ -125,7 +129,7 @@ def write_piece(task: PieceTask) -> Record:
     sides = {side: made.description() | {"refused": []} for side, made in sinks.items()}
     for row in refusals.rows:
         sides[_side_of(row[0], task)]["refused"].append(row)
-    record = {"rows": rows, "sides": sides}
+    record = {"rows": rows, "text_columns": text_columns.description(), "sides": sides}
     put_json(task.record, record)
     return record
 
@@ -168,6 +172,7 @@ def _finished(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> p
     table = pa.table(table.columns, pa.schema([f.with_name(n) for f, n in zip(table.schema, names, strict=True)]))
     if "label" not in names:
         return table
+    table = _with_whole_label(table, refuse)
     kind = table.schema.field("label").type
     if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         raise DataError(
@@ -186,6 +191,31 @@ def _finished(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> p
         table = table.filter(pc.invert(beyond))
     final = pa.field("label", pa.int64(), nullable=False)
     return table.set_column(names.index("label"), final, table["label"].cast(pa.int64()))
+
+
+def _with_whole_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
+    """A table whose label, if it is of floating type, holds whole numbers: these as int64, without the rows that have none.
+
+    Raises:
+        DataError: A label is not a whole number.
+    """
+    labels = table["label"]
+    if not pa.types.is_floating(labels.type):
+        return table
+    missing = pc.or_kleene(pc.is_null(labels), pc.fill_null(pc.is_nan(labels), True))
+    for row_id in table["row_id"].filter(missing).to_pylist():
+        refuse(row_id, "no label; every row needs an integer")
+    table = table.filter(pc.invert(missing))
+    labels = table["label"].cast(pa.float64())
+    # What is beyond 2**53 may have been another integer where the number was written.
+    odd = pc.index(pc.and_(pc.equal(pc.trunc(labels), labels), pc.less_equal(pc.abs(labels), 2.0**53)), False).as_py()
+    if odd >= 0:
+        raise DataError(
+            f"the column `label` is of type {table.schema.field('label').type}, and row {table['row_id'][odd].as_py()} has"
+            f" {labels[odd].as_py()!r}, which is not an integer; allowed are integers and strings. For regression leave the option label"
+            " out and rename the column to 'target'."
+        )
+    return table.set_column(table.column_names.index("label"), "label", labels.cast(pa.int64()))
 
 
 def _by_side(table: pa.Table, task: PieceTask) -> dict[str, pa.Table]:

@@ -233,7 +233,7 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
         ({"source": "csv", "input": "s3://b/c", "out": "s3://b/c/d"}, "lies in the input"),
         ({"source": "csv", "input": "a", "out": ""}, "needs a folder to create"),
         ({"source": "parquet", "input": "a"}, "trained on as it is"),
-        ({"source": "csv", "input": "a", "columns": ["b"]}, "only jsonl, hf, tfrecord have it"),
+        ({"source": "csv", "input": "a", "columns": ["b"]}, "only jsonl, hf, tfrecord, webdataset have it"),
         ({"source": "csv", "input": "a", "max_bad_rows": -1}, "max_bad_rows -1; allowed are fail or skip, and 0 or more"),
         ({"source": "csv", "input": "a", "out": "a/b"}, "lies in the input"),
         ({"source": "numpy", "input": "a", "label": "y"}, "only csv, jsonl, hf, webdataset, tfrecord have it"),

@@ -21,31 +21,16 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ray_app.errors import ConfigError, DataError, StorageError
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import json_lines as raw_jsonl
 from ray_app.ingest.readers import webdataset as raw_tar
 from ray_app.ingest.readers.patterns import expanded
 from ray_app.ingest.readers.unpickled import unpickled
-from tests.support.ingest_inputs import CIFAR_NAMES, RNG, read, write_cifar, write_tar
+from tests.support.ingest_inputs import CIFAR_NAMES, RNG, done, read, refusal, write_cifar, write_tar
 from tests.support.places import ROOT, SUPPORT
 
 HF = SUPPORT / "hf"
-
-
-def done(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> dict[str, Any]:
-    """Ingests and returns the columns."""
-    ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
-    return read(tmp_path / "out")
-
-
-def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> str:
-    """The message with which an input is refused; nothing was made."""
-    with pytest.raises((DataError, ConfigError)) as caught:
-        ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
-    assert not isinstance(caught.value, StorageError)
-    assert not list(tmp_path.glob("out*"))
-    return str(caught.value)
 
 
 DEEP = b"[" * 100_000
@@ -459,7 +444,7 @@ def test_braces_expand_as_the_shell_does() -> None:
         ({"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))}, {}, "row x.tar:1: .npy is float64 (3,), in the first row"),
         ({"0.npy": npy(np.array([{}], dtype=object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
         ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy cannot be read: No data left in file"),
-        ({"0.mp4": b"x"}, {}, "a member .mp4; allowed are"),
+        ({"0.mp4": b"x"}, {}, "the members ['.mp4'], of which no column is made; allowed are"),
         ({"0.png": png(0), "0.jpg": png(0)}, {}, "two would be the same column"),
         ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "row x.tar:0: label None; expected an integer of 64 bits"),
         ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "label='kind' is for rows with a .json"),
@@ -616,7 +601,7 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
     ("table", "options", "expected"),
     [
         ({"a": [1], "y": [-1]}, {"label": "y"}, "row data-00000-of-00001.arrow:0: no label"),
-        ({"a": [1], "y": ["u"]}, {"label": "y"}, "a label is a ClassLabel or an integer"),
+        ({"a": [1], "y": [b"u"]}, {"label": "y"}, "a label is a ClassLabel, an integer, text or a truth value"),
         ({"a": [{"b": 1}]}, {}, "column 'a' holds objects"),
         ({"a": [["x"]]}, {}, "holds lists that are not of numbers"),
         ({"a": [[1, 2], [3]]}, {}, "row data-00000-of-00001.arrow:1: 'a' is no list of shape [2]"),

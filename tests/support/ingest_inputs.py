@@ -14,11 +14,29 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
 from ray_app.data.dataset.arrays import from_column, spec_of
+from ray_app.errors import ConfigError, DataError, StorageError
+from ray_app.ingest.ingest import IngestOptions, ingest
 
 RNG = np.random.default_rng(0)
+
+
+def done(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> dict[str, Any]:
+    """Ingests and returns the columns."""
+    ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+    return read(tmp_path / "out")
+
+
+def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> str:
+    """The message with which an input is refused (exit code 2); nothing was made."""
+    with pytest.raises((DataError, ConfigError)) as caught:
+        ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+    assert not isinstance(caught.value, StorageError)
+    assert not list(tmp_path.glob("out*"))
+    return str(caught.value)
 
 
 def read(folder: Path | str, *, as_stored: bool = False) -> dict[str, Any]:

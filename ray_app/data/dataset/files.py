@@ -31,6 +31,8 @@ from ray_app.task.rows.file_kinds import HEAD_BYTES, LFS_POINTER_BYTES, name_for
 Place = Location | CloudPath
 """Where data may be read."""
 _AT_ONCE_BYTES = 1 << 20
+_MAX_SAID = 500
+"""Characters of a parser's message that are repeated."""
 CONNECTIONS = 64
 """Requests of a process to a bucket that are under way at once."""
 _OF_A_BUCKET = ("AWS Error", "google::cloud::Status", "Azure")
@@ -265,7 +267,9 @@ def unusable(file: File | Place | str, error: Exception, advice: str) -> DataErr
     own = (None, errno.EINVAL)  # a place in the file that there is not
     if isinstance(error, OSError) and (error.errno not in own or any(said in str(error) for said in _OF_A_BUCKET)):
         return StorageError(f"{file} cannot be read: {error}.")
-    return DataError(f"{file}: {without_addresses(str(error)) or type(error).__name__}. {advice}")
+    said = without_addresses(str(error)) or type(error).__name__
+    # Parsers quote what they could not read, which may be the rest of the file.
+    return DataError(f"{file}: {said if len(said) <= _MAX_SAID else said[:_MAX_SAID] + ' ...'}. {advice}")
 
 
 def _foreign_file_at(file: File | Place | str) -> str | None:

@@ -11,7 +11,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO
 
@@ -26,6 +26,10 @@ from ray_app.ingest.readers import base
 
 Header = tuple[np.dtype, tuple[int, ...]]
 
+_VECTORS = ("y", "label", "target")
+"""Arrays with one number for each row, which some programs store with the shape (rows, 1)."""
+_TO_NUMBERS = "make numbers of texts, for labels by numpy.unique(y, return_inverse=True)[1]"
+
 
 @dataclass(frozen=True)
 class _Stored:
@@ -36,17 +40,28 @@ class _Stored:
         file: The file.
         read_header: Reads dtype and shape (rows, ...) and leaves the opened file at the first row.
         member: Name in the file where that is a zip archive.
+        is_vector: Whether an array of shape (rows, 1), as Keras has labels, is one of shape (rows,).
     """
 
     where: str
     file: File
     read_header: Callable[[IO[bytes]], Header]
     member: str | None = None
+    is_vector: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the array is called."""
+        return self.member or self.file.name
 
     @property
     def is_packed(self) -> bool:
         """Whether reading can only begin at the first row."""
         return self.member is not None or self.file.place.name.endswith(".gz")
+
+    def as_vector(self) -> _Stored:
+        """The same array, of shape (rows,) where it is stored with the shape (rows, 1)."""
+        return replace(self, is_vector=True)
 
     def layout(self) -> Header:
         """Dtype and shape (rows, ...) of the array; the file is as long as they say, unless it is packed."""
@@ -58,7 +73,7 @@ class _Stored:
             whole_rows = shape[0] if self.is_packed else (self.file.size - file.tell()) // row_bytes
             if whole_rows < shape[0]:
                 raise EOFError(f"the file ends before row {whole_rows + 1} of {shape[0]}")
-            return dtype, shape
+            return dtype, self._row_shape(shape)
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
         """Rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the array's last row."""
@@ -72,9 +87,12 @@ class _Stored:
                 data = file.read(row_bytes * block)
                 if len(data) < row_bytes * block:
                     raise EOFError(f"the file ends before row {start + block} of {shape[0]}")
-                yield np.frombuffer(data, dtype).reshape(block, *shape[1:]).astype(dtype.newbyteorder("="), copy=False)
+                yield np.frombuffer(data, dtype).reshape(block, *self._row_shape(shape)[1:]).astype(dtype.newbyteorder("="), copy=False)
             if last == shape[0] and file.read(1):
                 raise ValueError(f"there is more data after the last of {shape[0]} rows")
+
+    def _row_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[:1] if self.is_vector and shape[1:] == (1,) else shape
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:
@@ -105,7 +123,10 @@ def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefi
     layouts = {column: array.layout() for column, array in arrays.items()}
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
     if len(set(counts.values())) != 1:
-        raise DataError(f"arrays of different numbers of rows: {counts}. Each row needs one entry in each; make them again.")
+        raise DataError(
+            f"arrays of different numbers of rows: {counts}. Each row needs one entry in each array; arrays to train on and to test on are"
+            " called x_train, y_train, x_test and y_test. Make them again."
+        )
     rows = next(iter(counts.values()))
     if any(array.is_packed for array in arrays.values()):
         piece_rows = max(rows, 1)
@@ -150,7 +171,7 @@ class Numpy:
         return found
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """x becomes `image` or `features`, y `label` or `target`, other arrays keep their names.
+        """x becomes `image` or `features`, y `label` or `target`, other arrays keep their names. Labels may have the shape (rows, 1).
 
         Where all names end in `_train` or `_test`, as in Keras' `mnist.npz`, these are two parts, otherwise there is one.
         """
@@ -158,18 +179,29 @@ class Numpy:
         arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
         ends = {name.rpartition("_")[2] for name in arrays}
         if ends != {"train", "test"}:
-            return [_array_part("", self._columns(arrays), self.piece_rows)]
+            return [self._part("", self._columns(arrays))]
         sides = {end: {name[: -len(end) - 1]: arrays[name] for name in arrays if name.endswith(f"_{end}")} for end in ("train", "test")}
         if sides["train"].keys() != sides["test"].keys():
             raise DataError(f"{self.path}: the arrays are {sorted(arrays)}; there must be a `_test` for each `_train`. Rename some.")
-        return [_array_part(end, self._columns(side), self.piece_rows, f"{end}:") for end, side in sides.items()]
+        columns = {end: self._columns(side) for end, side in sides.items()}
+        if columns["train"].keys() != columns["test"].keys():
+            said = "; ".join(f"{array.where}: {array.layout()}" for side in columns.values() for array in side.values())
+            raise DataError(f"{self.path}: the arrays to train on and to test on differ in type or in axes: {said}. Save both alike.")
+        return [self._part(end, side, f"{end}:") for end, side in columns.items()]
 
     def _columns(self, arrays: dict[str, _Stored]) -> dict[str, _Stored]:
         """The arrays by the names of their columns."""
-        columns = {_column_name(name, *array.layout()): array for name, array in arrays.items()}
+        stored = {name: array.as_vector() if name in _VECTORS else array for name, array in arrays.items()}
+        columns = {_column_name(name, *array.layout()): array for name, array in stored.items()}
         if len(columns) < len(arrays):
             raise DataError(f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one.")
         return columns
+
+    def _part(self, name: str, columns: dict[str, _Stored], id_prefix: str = "") -> base.Part:
+        # An array that is called `target` is meant as one, an array `y` may hold classes.
+        y = columns.get("target")
+        note = _note_on_classes(y) if y and y.name.startswith("y") else None
+        return replace(_array_part(name, columns, self.piece_rows, id_prefix), notes=(note,) if note else ())
 
 
 def _arrays_in(file: File) -> dict[str, _Stored]:
@@ -194,11 +226,39 @@ def _npy_header(file: IO[bytes]) -> Header:
     except Exception as error:  # of many kinds, as NumPy parses the header as Python
         raise ValueError(f"its header cannot be read: {error}") from error
     if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise ValueError(f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is unpickled)")
-    if not shape or columns_first:
-        wrong = "columns first (Fortran order)" if columns_first else "one single value"
-        raise ValueError(f"the array is stored as {wrong}; allowed are rows first: save numpy.ascontiguousarray(x)")
+        how = {"U": _TO_NUMBERS, "S": _TO_NUMBERS, "M": "convert times to numbers", "m": "convert durations to numbers"}.get(dtype.kind, "")
+        how = "save each field as an array of its own" if dtype.names else how
+        raise ValueError(
+            f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is unpickled){how and f': {how}'}"
+        )
+    if not shape:
+        raise ValueError("the array is stored as one single value; allowed are arrays with one entry for each row")
+    if columns_first:
+        raise ValueError(
+            "the array is stored as columns first (Fortran order, as pandas has its values); allowed are rows first: save"
+            " numpy.ascontiguousarray(x)"
+        )
     return dtype, shape
+
+
+def _note_on_classes(y: _Stored) -> str | None:
+    """What to say about a `y` that becomes `target`, though its first rows look like classes: whole numbers.
+
+    Raises:
+        DataError: They look like classes of which each row has one (one-hot), of which no task knows what they are.
+    """
+    dtype, shape = y.layout()
+    if not shape[0] or len(shape) > 2:
+        return None
+    first = next(y.blocks(0, shape[0], max(1, base.BLOCK_BYTES // (dtype.itemsize * math.prod(shape[1:])))))
+    if len(shape) == 2 and np.isin(first, (0, 1)).all() and (first.sum(axis=1, dtype=np.float64) == 1).all():
+        raise DataError(
+            f"{y.where}: y has the shape {shape} and one 1 in each row, so it seems to hold classes (one-hot). To classify save"
+            " y.argmax(axis=1) as y; to keep the rows as they are, call the array target."
+        )
+    if len(shape) == 1 and np.isfinite(first).all() and (first == np.trunc(first)).all() and len(np.unique(first)) <= len(first) // 2:
+        return f"{y.where} holds {dtype} and becomes `target`, although all its values are whole numbers. To classify save y.astype(int)."
+    return None
 
 
 def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:

@@ -49,6 +49,7 @@ class Part:
         classes: Name of each class by its index in `label`; None where labels have no names.
         skipped_files: Files of the input that are not data of this format and are left out: each by its name, and why.
         keeps_order: Whether the rows are mixed as they come, and so stay.
+        notes: What the user should know of how the source was understood, a sentence or two each.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Part:
     classes: tuple[str, ...] | None = None
     skipped_files: tuple[tuple[str, str], ...] = ()
     keeps_order: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,13 @@ def groups(items: Iterable[T], size: Callable[[T], int], most: Limits) -> list[l
         found[-1].append(item)
         num_bytes += size(item)
     return found
+
+
+def listed(items: Sequence[object], most: int = 10) -> str:
+    """Items for a message: the first ones, and how many there are where that is not all."""
+    if len(items) <= most:
+        return str(list(items))
+    return f"{str(list(items[:most]))[:-1]}, ...] ({len(items)} in all)"
 
 
 def file_groups(files: Iterable[File], most_bytes: int) -> list[list[File]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,13 +17,17 @@ import pyarrow as pa
 from ray_app.data.dataset.files import File, Place, files_in, find, is_folder, parquet, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
-from ray_app.ingest.readers.hugging_face_rows import Form, converted, unusable
+from ray_app.ingest.readers.class_names import sorted_classes
+from ray_app.ingest.readers.hugging_face_rows import Form, check_unique, converted, label_values, unusable
 from ray_app.record.files import read_json
 
 SUFFIXES = (".arrow", ".parquet")
 _SAVE_AGAIN = "It is not what save_to_disk writes; save it again."
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5}).*$")
-_BATCH_ROWS = 1000
+_NUMBER = re.compile(r"([-_.]\d+)+$")
+_SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|validation|valid|val|dev|eval)(?=[-_.]|$)", re.IGNORECASE)
+_BATCH_ROWS, _LABEL_ROWS = 1000, 100_000
+_NO_SPLITS = ("", "part", "data", "file", "shard", "chunk")
 _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 """What ends an Arrow stream; the second one until Arrow 0.15."""
 
@@ -37,6 +42,7 @@ class HuggingFace:
         columns: Columns to keep; None: all.
         ragged: Those of lists of any length.
         check: Whether to decode every image.
+        skip: Whether rows without a label may be left out.
         piece_bytes: Most bytes of files that one task reads.
     """
 
@@ -45,6 +51,7 @@ class HuggingFace:
     columns: list[str] | None
     ragged: list[str]
     check: bool
+    skip: bool
     piece_bytes: int
 
     def files(self) -> list[File]:
@@ -55,11 +62,10 @@ class HuggingFace:
         return rows + [file for file in about if file]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part a split, by the split's name; a single one has no name."""
-        del run
+        """One part a split, by the split's name; a single one has no name. Labels of text are classes, the same in all splits."""
         parts = []
-        for split, files in self._splits.items():
-            form = self._form(files)
+        for split, form in self._forms(run).items():
+            files = self._splits[split]
             pieces = [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)]
             parts.append(base.Part(split if len(self._splits) > 1 else "", pieces, form.classes))
         return parts
@@ -74,10 +80,7 @@ class HuggingFace:
             return {"": _saved(self.root)}
         one = find(self.root)
         there = [one] if one else files_in(self.root) if is_folder(self.root) else []
-        splits: dict[str, list[File]] = {}
-        for file in there:
-            if file.place.name.endswith(SUFFIXES):
-                splits.setdefault(_split_of(file), []).append(file)
+        splits = _by_split(self.root, [file for file in there if file.place.name.endswith(SUFFIXES)])
         if not splits:
             raise DataError(
                 f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or dataset_dict.json),"
@@ -86,6 +89,25 @@ class HuggingFace:
         if not one:
             need_all_numbers(self.root, there)
         return splits
+
+    def _forms(self, run: base.Run) -> dict[str, Form]:
+        """How the columns of each split become ours; where the label is text a pass over it finds the classes.
+
+        Raises:
+            DataError: A column cannot be kept, or a named one is not there, or the label is text in some splits only.
+        """
+        forms = {split: self._form(files) for split, files in self._splits.items()}
+        label = next(iter(forms.values())).label
+        with_text = [split for split, form in forms.items() if form.has_text_label]
+        if not label or not with_text:
+            return forms
+        if len(with_text) < len(forms):
+            others = sorted(forms.keys() - set(with_text))
+            raise DataError(f"{self.root}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type.")
+        groups = [some for files in self._splits.values() for some in base.file_groups(files, self.piece_bytes)]
+        found = set[str]().union(*run(partial(_label_values, label), groups))
+        classes = sorted_classes(f"{self.root}: label column {label!r}", found, self.skip)
+        return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:
         """How the columns of a split become ours, by its first file; the shapes of lists by the first that are not empty.
@@ -99,7 +121,7 @@ class HuggingFace:
         label = self.label or ("label" if "label" in schema.names else None)
         keep = [name for name in schema.names if self.columns is None or name in {*self.columns, label}]
         if missing := [name for name in [*(self.columns or []), *([label] if label else [])] if name not in schema.names]:
-            raise DataError(f"{file}: no column {missing[0]!r}; the columns are {schema.names}. Name one of them.")
+            raise DataError(f"{file}: no column {missing[0]!r}; the columns are {base.listed(schema.names, 50)}. Name one of them.")
         if label != "label" and "label" in keep:
             raise DataError(f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns.")
         for name in keep:
@@ -142,37 +164,95 @@ def need_all_numbers(folder: Place | str, files: list[File]) -> None:
             raise DataError(f"{folder}: {lost} is missing, {len(numbers)} of {total} are there. Copy it again.")
 
 
-def _split_of(file: File) -> str:
-    """The split that a file name tells: `train-00000-of-00002.parquet`, `mnist-train.arrow`."""
-    stem = file.name.rpartition(".")[0]
-    return _NUMBERED.sub("", stem).rpartition("-")[2]
+def _by_split(root: Place, files: list[File]) -> dict[str, list[File]]:
+    """The files by the splits that their names tell; all under "" where no name tells one that is usual.
+
+    Raises:
+        DataError: Some names tell a split and others nothing but a number.
+    """
+    stems = {file: _NUMBER.sub("", _NUMBERED.sub("", file.name.rpartition(".")[0])) for file in files}
+    if not any(_SPLIT.search(stem) for stem in stems.values()):
+        return {"": files} if files else {}
+    splits: dict[str, list[File]] = {}
+    for file, stem in stems.items():
+        split = _split_of(stem)
+        if split.isdecimal() or split.lower() in _NO_SPLITS:
+            raise DataError(
+                f"{root}: {file.name} does not say of which split it is, as the others do (train, test or the like in their names). Rename"
+                " it, or move it elsewhere."
+            )
+        splits.setdefault(split, []).append(file)
+    return splits
+
+
+def _split_of(stem: str) -> str:
+    """The split that a file name tells: `train` of `mnist-train`, `train_sft` of `chat-train_sft`, `other` of `mnist-other`."""
+    usual = list(_SPLIT.finditer(stem))
+    return stem[usual[-1].start(1) :] if usual else stem.rpartition("-")[2]
 
 
 def _schema(file: File) -> pa.Schema:
-    return next(_read(file)).schema
+    with _opened(file) as (schema, _):
+        return schema
 
 
-def _read(file: File) -> Iterator[pa.Table]:
-    """The file in tables of about `BLOCK_BYTES`; the first may have no rows.
+@contextmanager
+def _opened(file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
+    """The schema and the record batches of a file.
+
+    Args:
+        file: What to read.
+        columns: Those of its columns that are read, where it has them; None: all.
+        batch_rows: Rows of a batch of Parquet.
 
     Raises:
-        DataError: It is damaged or of another format.
+        DataError: It is damaged or of another format, or has two columns of one name.
     """
     with parsing(file, "The file is damaged or not of Arrow's stream format; save it again."):
         if file.place.name.endswith(".parquet"):
             opened = parquet(file.place)
-            yield opened.schema_arrow.empty_table()
-            batches = opened.iter_batches(_BATCH_ROWS, use_threads=False)
+            schema, names = _chosen(file, opened.schema_arrow, columns)
+            yield schema, opened.iter_batches(batch_rows, columns=names, use_threads=False)
         else:
             source = pa.memory_map(str(file.place)) if isinstance(file.place, Path) else pa.PythonFile(file.open(), "r")
             reader = pa.ipc.open_stream(source)
-            yield reader.schema.empty_table()
-            batches = _to_the_end(reader, source)
+            schema, names = _chosen(file, reader.schema, columns)
+            yield schema, (batch.select(names) for batch in _to_the_end(reader, source))
+
+
+def _chosen(file: File, schema: pa.Schema, columns: list[str] | None) -> tuple[pa.Schema, list[str]]:
+    """The part of a file's schema with some columns, and their names."""
+    check_unique(file, schema.names)
+    names = [name for name in schema.names if columns is None or name in columns]
+    return pa.schema([schema.field(name) for name in names], schema.metadata), names
+
+
+def _read(file: File, columns: list[str]) -> Iterator[pa.Table]:
+    """Some columns of the file, where it has them, in tables of about `BLOCK_BYTES`; the first has no rows.
+
+    Raises:
+        DataError: It is damaged or of another format.
+    """
+    with _opened(file, columns) as (schema, batches):
+        yield schema.empty_table()
         for batch in batches:
             batch.validate(full=True)  # unchecked, a damaged batch can refer to memory outside itself
             step = max(1, base.BLOCK_BYTES * len(batch) // max(1, batch.nbytes))
             for start in range(0, len(batch), step):
                 yield pa.Table.from_batches([batch.slice(start, step)])
+
+
+def _label_values(label: str, files: list[File]) -> set[str]:
+    """The different labels of files, of which they are text."""
+    found: set[str] = set()
+    for file in files:
+        with _opened(file, [label], _LABEL_ROWS) as (schema, batches):
+            if label not in schema.names:
+                continue  # refused when the rows are read
+            for batch in batches:
+                batch.validate(full=True)
+                found |= label_values(label, pa.Table.from_batches([batch]))
+    return found
 
 
 def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
@@ -202,7 +282,7 @@ def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
 def _shapes(files: list[File], lists: list[str], ragged: list[str]) -> dict[str, nested.Shape]:
     """Shape of the first value in each column of lists that is not empty."""
     shapes: dict[str, nested.Shape] = {}
-    for table in (table for file in files for table in _read(file)):
+    for table in (table for file in files for table in _read(file, lists)):
         for name in lists:
             shape_of = nested.ragged_shape if name in ragged else nested.first_shape
             if name not in shapes and name in table.column_names and (shape := shape_of(table[name])):
@@ -216,7 +296,7 @@ def _shapes(files: list[File], lists: list[str], ragged: list[str]) -> dict[str,
 def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     for file in files:
         row = 0
-        for table in _read(file):
+        for table in _read(file, form.schema.names):
             ids = np.array([f"{file.name}:{i}" for i in range(row, row + len(table))], dtype=object)
             row += len(table)
             if len(table):

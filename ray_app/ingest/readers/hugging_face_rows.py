@@ -9,16 +9,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ray_app.data.dataset.arrays import is_text
 from ray_app.data.dataset.files import File
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
 
+_UNWRAPPED = (pa.UuidType, pa.JsonType)
+"""Extension types whose values are those of their storage: bytes and text."""
+
 
 @dataclass(frozen=True)
 class Form:
-    """Columns to keep, in the first file's types, shapes of those with lists, the label's column, its classes, and whether images are
-    decoded.
+    """What every row of a split is converted to.
+
+    Args:
+        schema: Columns to keep, in the first file's types.
+        shapes: Of the columns of lists.
+        label: The label's column.
+        classes: Names of the classes, which are the values themselves where the label's column holds text.
+        check: Whether images are decoded.
     """
 
     schema: pa.Schema
@@ -27,25 +37,61 @@ class Form:
     classes: tuple[str, ...] | None
     check: bool
 
+    @property
+    def has_text_label(self) -> bool:
+        """Whether the label's column holds text, or categories that are text."""
+        return self.label is not None and is_text(value_type(self.schema.field(self.label).type))
+
 
 def _is_image(kind: pa.DataType) -> bool:
     """Whether this is how `datasets` stores images (and sounds): bytes and the path that they came from."""
     return bool(pa.types.is_struct(kind)) and {field.name for field in kind} == {"bytes", "path"}
 
 
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the values of a column, which a dictionary (pandas' categories) or an extension type may stand around."""
+    if pa.types.is_dictionary(kind):
+        return value_type(kind.value_type)
+    return value_type(kind.storage_type) if isinstance(kind, _UNWRAPPED) else kind
+
+
 def unusable(kind: pa.DataType, is_label: bool) -> str | None:
     """Why a column of this type cannot be kept."""
-    if is_label and not pa.types.is_integer(kind):
-        return f"is to be the label, but holds {kind}; a label is a ClassLabel or an integer (cast_column and save again, or give no label)"
+    value = value_type(kind)
+    if is_label and not (_is_number(value) or is_text(value)):
+        return f"is to be the label, but holds {kind}; a label is a ClassLabel, an integer, text or a truth value"
+    if nested.is_list(kind):
+        return f"holds lists that are not of numbers ({kind})" if nested.number_type(kind) is None else None
     if pa.types.is_struct(kind) and not _is_image(kind):
         return "holds objects; allowed are numbers, text, bytes, images and lists of numbers"
-    if pa.types.is_null(kind):
+    if pa.types.is_null(value):
         return "has no value at all"
-    if nested.is_list(kind) and nested.number_type(kind) is None:
-        return f"holds lists that are not of numbers ({kind})"
-    if pa.types.is_decimal(kind) or pa.types.is_map(kind) or pa.types.is_union(kind):
-        return f"holds {kind}"
-    return None
+    is_bytes = pa.types.is_binary(value) or pa.types.is_large_binary(value) or pa.types.is_binary_view(value)
+    is_bytes = is_bytes or pa.types.is_fixed_size_binary(value)
+    is_time = pa.types.is_temporal(value) and not pa.types.is_interval(value)
+    if _is_image(kind) or _is_number(value) or is_text(value) or is_bytes or is_time:
+        return None
+    return f"holds {kind}; allowed are numbers, text, bytes, times, images and lists of numbers"
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def check_unique(file: File, names: list[str]) -> None:
+    """Refuses a file with two columns of one name.
+
+    Raises:
+        DataError: With these names.
+    """
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{file}: two columns of one name: {base.listed(twice)}. Give each column its own name and save the file again.")
+
+
+def label_values(label: str, table: pa.Table) -> set[str]:
+    """The different values of a label's column of text; "" for rows without one."""
+    values = nested.plain(table[label].combine_chunks())
+    return {value or "" for value in values.unique().to_pylist()} if is_text(values.type) else set()
 
 
 def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
@@ -65,7 +111,13 @@ def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Re
             fits = nested.of_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
             reason = nested.misfit(name, form.shapes[name])
             faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
-        elif name == form.label:
+        elif form.has_text_label and name == form.label:
+            if not is_text(column.type):
+                raise DataError(f"{file}: column {name!r} holds {column.type}, and text in the first file. Save it again.")
+            columns[name] = pc.index_in(column, pa.array(form.classes, pa.string())).cast(pa.int64())
+        elif name == form.label and form.classes:
+            if not pa.types.is_integer(column.type):
+                raise DataError(f"{file}: column {name!r} holds {column.type}, but its classes have names. Save it again.")
             columns[name] = pc.if_else(pc.less(column, 0), None, column)  # -1 is how `datasets` writes that there is none
             faults |= {i: reason for i, reason in _beyond(columns[name], len(form.classes or ())).items() if i not in faults}
     for i, reason in sorted(faults.items()):

@@ -6,6 +6,7 @@ import codecs
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -21,11 +22,15 @@ from ray_app.data.dataset.files import File, Place, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.class_names import sorted_classes
-from ray_app.ingest.readers.csv_files import text_files
+from ray_app.ingest.readers.text_files import open_text, text_files
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
 """Of lists and objects in each other, the line's own object counted; more dimensions no array has, and thousands end pyarrow's process."""
+_ONE_TYPE = "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by columns."
+_MAKE_LINES = "Make it with `jq -c '{}' {}`, or in Python with pandas' to_json(orient='records', lines=True)."
+_WORDS = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object"}
+_IN_ROW = re.compile(r"in row (\d+)")
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
@@ -72,10 +77,10 @@ class JsonLines:
         """
         try:
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{self.path}: {error}. Each key needs values of one type; correct them.") from error
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise _mixed(self.path, [f.places for f in facts], error) from error
         if missing := [name for name in [*(self.columns or []), *([self.label] if self.label else [])] if name not in schema.names]:
-            raise DataError(f"{self.path}: no {missing[0]!r} in any line; the keys are {schema.names}. Name one of them.")
+            raise DataError(f"{self.path}: no {missing[0]!r} in any line; the keys are {base.listed(schema.names, 50)}. Name one of them.")
         if self.label and self.label != "label" and "label" in schema.names:
             raise DataError(f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by columns.")
         nested.check_ragged(self.path, self.ragged, schema)
@@ -89,6 +94,10 @@ class JsonLines:
         return _Form(schema, shapes, self.label, classes)
 
 
+_Place = tuple[str, pa.DataType]
+"""File and line of the first value of a key, and its type."""
+
+
 @dataclass
 class _Facts:
     """What the first pass learned of a piece."""
@@ -97,6 +106,8 @@ class _Facts:
     schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     shapes: dict[str, nested.Shape] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
+    places: dict[str, _Place] = field(default_factory=dict)
+    """Of each key: file and line of the first value that is not null, and its type."""
 
 
 @dataclass(frozen=True)
@@ -124,23 +135,47 @@ def _learn(label: str | None, columns: list[str] | None, ragged: list[str], file
     facts = _Facts()
     for block in _blocks(files):
         facts.rows += len(block.lines)
-        table, _ = _parsed(block, None)
-        table = table.select([name for name in table.column_names if columns is None or name in {*columns, label}])
+        table, bad = _parsed(block, None, None if columns is None else {*columns, *([label] if label else [])})
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
+        places = _first_places(block, table, {index for index, _ in bad})
         try:
             facts.schema = pa.unify_schemas([facts.schema, schema], promote_options="permissive")
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{block.file}: {error}. Each key needs values of one type; correct them.") from error
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise _mixed(block.file, [facts.places, places], error) from error
+        facts.places = places | facts.places
         for name in table.column_names:
             shape_of = nested.ragged_shape if name in ragged else nested.first_shape
             if nested.is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
             if pa.types.is_temporal(table.schema.field(label).type):
-                table, _ = _parsed(block, pa.schema([schema.field(label)]))  # each as it was written
+                table, _ = _parsed(block, pa.schema([schema.field(label)]), None)  # each as it was written
             values = pc.unique(table[label]).to_pylist()
             facts.labels.update("" if value is None else value for value in values)
     return facts
+
+
+def _first_places(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, _Place]:
+    """Of each key with a value: file and line of its first value that is not null, and its type."""
+    lines = [number for index, number in enumerate(block.numbers) if index not in wrong]
+    places = {}
+    for column in table.schema:
+        row = pc.index(pc.is_valid(table[column.name]), True).as_py()
+        if row >= 0:
+            places[column.name] = (f"{block.file}, line {lines[row]}", _as_text(column.type))
+    return places
+
+
+def _mixed(where: object, places: list[dict[str, _Place]], error: Exception) -> DataError:
+    """What to raise where blocks or files give a key values of different types; says where each type first is."""
+    for name in dict.fromkeys(name for some in places for name in some):
+        kinds = {some[name][1]: some[name][0] for some in reversed(places) if name in some}
+        try:
+            pa.unify_schemas([pa.schema({name: kind}) for kind in kinds], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            said = "; ".join(f"{kind} in {place}" for kind, place in kinds.items())
+            return DataError(f"{where}: the values of {name!r} have several types: {said}. {_ONE_TYPE}")
+    return DataError(f"{where}: {error}. {_ONE_TYPE}")
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
@@ -150,7 +185,7 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 
 def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     for block in _blocks(files):
-        table, bad = _parsed(block, form.schema)
+        table, bad = _parsed(block, form.schema, None)
         for number, reason in bad:
             refuse(block.row_id(number), reason)
         wrong = {number for number, _ in bad}
@@ -228,45 +263,111 @@ def _blocks(files: list[File]) -> Iterator[_Block]:
 
 
 def _lines(file: File) -> Iterator[tuple[int, bytes]]:
-    with parsing(file, "The file is damaged; make it again."), file.open_unpacked() as stream:
+    with parsing(file, "The file is damaged; make it again."), open_text(file) as stream:
         buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
+        is_first = True
         for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?")
-            if line.strip():
+            if bare := line.removeprefix(codecs.BOM_UTF8).strip():
+                if is_first and (form := _other_json(bare)):
+                    advice = _MAKE_LINES.format(".[]" if "list" in form else ".", file.name)
+                    raise DataError(f"{file}: it is {form}, and not JSON lines: one object a line. {advice}")
+                is_first = False
                 yield number, line
 
 
-def _parsed(block: _Block, schema: pa.Schema | None) -> tuple[pa.Table, list[tuple[int, str]]]:
+def _other_json(first: bytes) -> str | None:
+    """What a file is that begins with this line and is JSON, but not JSON lines."""
+    if first == b"{":
+        return "one object over several lines"
+    if not first.startswith(b"["):
+        return None
+    try:
+        value = json.loads(first)
+    except (ValueError, RecursionError):
+        is_cut_off = not first.endswith(b"]")
+        return "one list over several lines" if is_cut_off and not _is_deep(first) else None
+    return "one list" if value and isinstance(value[0], dict) else None
+
+
+def _parsed(block: _Block, schema: pa.Schema | None, keep: set[str] | None) -> tuple[pa.Table, list[tuple[int, str]]]:
     """The lines as a table, and the index and fault of those that are not in it.
 
     Args:
         block: The lines.
         schema: Types to hold them to; None: to be found out, line by line only for what is no JSON object.
+        keep: Without a schema the keys to keep; None: all.
     """
     try:
-        return _read(block.lines, schema), []
+        return _read(block.lines, schema, keep), []
     except (pa.ArrowException, UnicodeDecodeError):
-        bad = [(i, reason) for i, line in enumerate(block.lines) if (reason := _fault(line, schema))]
+        bad = [(i, reason) for i, line in enumerate(block.lines) if (reason := _fault(line, schema, keep))]
     wrong = {i for i, _ in bad}
+    good = [i for i in range(len(block.lines)) if i not in wrong]
+    lines = [block.lines[i] for i in good]
     try:
-        return _read([line for i, line in enumerate(block.lines) if i not in wrong], schema), bad
+        # Without the keys that are not kept, since values of several types in one of these are no fault.
+        return _read(lines if keep is None else [_narrowed(line, keep) for line in lines], schema, keep), bad
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{block.file}: {error}. Each key needs values of one type; correct them.") from error
+        said = _IN_ROW.sub(lambda row: f"in line {block.numbers[good[int(row[1])]]}", str(error))
+        raise DataError(f"{block.file}: {_several_types(block, good, keep) or f'{said}. {_ONE_TYPE}'}") from error
 
 
-def _read(lines: list[bytes], schema: pa.Schema | None) -> pa.Table:
+def _narrowed(line: bytes, keep: set[str]) -> bytes:
+    """A line with the keys to keep alone."""
+    value = json.loads(line.decode("utf-8-sig"))
+    return json.dumps({name: item for name, item in value.items() if name in keep}).encode()
+
+
+def _several_types(block: _Block, good: list[int], keep: set[str] | None) -> str | None:
+    """Which key has values of several types in these lines, and where the first value of each type is."""
+    places: dict[str, dict[str, str]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for index in good:
+        for name, value in json.loads(block.lines[index].decode("utf-8-sig")).items():
+            if (keep is None or name in keep) and (kind := _kind_of(value)) is not None:
+                counts[name, kind] += 1
+                places.setdefault(name, {}).setdefault(kind, f"{json.dumps(value)[:40]} in line {block.numbers[index]}")
+    for name, kinds in places.items():
+        if len(kinds) > 1:
+            said = "; ".join(f"{kind} {counts[name, kind]} times, first {place}" for kind, place in kinds.items())
+            return f"the values of {name!r} have several types: {said}. {_ONE_TYPE}"
+    return None
+
+
+def _kind_of(value: Any) -> str | None:
+    """The type of a JSON value in words; None for null and for lists without values."""
+    if isinstance(value, list):
+        kinds = sorted({kind for item in value if (kind := _kind_of(item))})
+        return f"lists of {' and '.join(kinds)}" if kinds else None
+    return next((word for kind, word in _WORDS.items() if isinstance(value, kind)), None)
+
+
+def _read(lines: list[bytes], schema: pa.Schema | None, keep: set[str] | None) -> pa.Table:
     if not lines:
         return (schema or pa.schema([])).empty_table()
     if not all(map(_is_safe, lines)):
         raise pa.ArrowInvalid("a line is no JSON object or nested too deeply")
     data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
+    data.decode()  # pyarrow does not look whether values are UTF-8
     options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer")
     table = pj.read_json(io.BytesIO(data), pj.ReadOptions(use_threads=False, block_size=len(data) + 1), options)
-    table.column_names  # noqa: B018 - a key that is no text is found here, where the lines are known
+    names = table.column_names  # a key that is no text is found here, where the lines are known
     if len(table) != len(lines):
         raise pa.ArrowInvalid("a line holds more than one value")
-    return table.select(schema.names) if schema else table
+    table = table.select(schema.names if schema else [name for name in names if keep is None or name in keep])
+    # Integers that are too large for float64 are infinite, too; these are named by `_check_exact`.
+    if (b"NaN" in data or b"Inf" in data) and not all(map(_is_finite, table.columns)):
+        raise pa.ArrowInvalid("a line has NaN or Infinity, which JSON has not, but pyarrow takes for numbers")
+    return table
+
+
+def _is_finite(values: pa.ChunkedArray) -> bool:
+    """Whether no value, also none in lists, is NaN or infinite."""
+    while nested.is_list(values.type):
+        values = pc.list_flatten(values)
+    return not pa.types.is_floating(values.type) or pc.all(pc.is_finite(values)).as_py() is not False
 
 
 def _is_safe(line: bytes) -> bool:
@@ -283,18 +384,68 @@ def _is_deep(line: bytes) -> bool:
     return bool(steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH)
 
 
-def _fault(line: bytes, schema: pa.Schema | None) -> str | None:
+def _fault(line: bytes, schema: pa.Schema | None, keep: set[str] | None) -> str | None:
     """What is wrong with a line."""
-    if _is_deep(line):
-        return f"nested more than {MAX_DEPTH} deep"
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return f"not JSON: {error}"
-    if not isinstance(value, dict):
-        return f"a JSON {type(value).__name__} where an object is expected"
-    try:
-        _read([line], schema)
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        return str(error).splitlines()[0]
+        value = _object(line)
+        for name, item in value.items():
+            if (schema is None or name in schema.names) and (keep is None or name in keep):
+                if constant := _not_finite(item):
+                    return f"not JSON: {name!r} holds {constant}; write null where a value is missing"
+                if " and " in (kind := _kind_of(item) or ""):
+                    return f"{name!r} holds {kind}; the values of a list need one type"
+        _read([line], schema, keep)
+    except (_LineError, pa.ArrowException, UnicodeDecodeError) as error:
+        return str(error).splitlines()[0].removesuffix(" in row 0")
     return None
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """The object in a line.
+
+    Raises:
+        _LineError: There is none.
+    """
+    if _is_deep(line):
+        raise _LineError(f"nested more than {MAX_DEPTH} deep")
+    try:
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_doubles, parse_constant=_Constant)
+    except UnicodeDecodeError as error:
+        raise _LineError(f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}; save the file as UTF-8") from error
+    except _LineError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _LineError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise _LineError(f"a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+class _LineError(ValueError):
+    """A line is no JSON object."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, which must have each key once.
+
+    Raises:
+        _LineError: One is there twice.
+    """
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise _LineError(f"the key {twice!r} is there twice; write each key once")
+    return value
+
+
+class _Constant(str):
+    """NaN, Infinity or -Infinity, which Python writes and reads, but JSON has not."""
+
+    __slots__ = ()
+
+
+def _not_finite(value: Any) -> str | None:
+    """The first such constant in a value or in lists of them; None where there is none."""
+    if isinstance(value, list):
+        return next((word for item in value if (word := _not_finite(item))), None)
+    return str(value) if isinstance(value, _Constant) else None

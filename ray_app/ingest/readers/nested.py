@@ -119,12 +119,14 @@ def of_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """A column without dictionaries, with text and bytes in their usual types."""
+    """A column without dictionaries and extension types, with text and bytes in their usual types."""
     kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain(column.storage)
     if pa.types.is_dictionary(kind):
         return plain(column.dictionary_decode())
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return column.cast(pa.string())
-    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
         return column.cast(pa.binary())
     return column

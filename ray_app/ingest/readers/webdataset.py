@@ -42,12 +42,14 @@ class WebDataset:
     Args:
         pattern: A folder with them, one of them, or a pattern with `*` in its last part, or with `{000..012}` or `{a,b}`.
         label: Key in each row's .json of the integer that becomes `label`; None: the member .cls does, if there is one.
+        columns: Columns to keep, `label` besides; None: those of all members.
         check: Whether to decode every image.
         piece_bytes: Most bytes of files that one task reads.
     """
 
     pattern: str
     label: str | None
+    columns: list[str] | None
     check: bool
     piece_bytes: int
 
@@ -58,18 +60,30 @@ class WebDataset:
     def parts(self, run: base.Run) -> list[base.Part]:
         """One part; its columns are what the members of the first row give."""
         del run
-        first = next((row for file in self._files for _, row in _rows(file)), None)
+        first = self._first(self._is_kept)
         if first is None:
             raise DataError(f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls.")
-        form = _Form(self._like(first), self.label, self.check)
+        keeps_json = not self.label or self.columns is None or "json" in self.columns
+        form = _Form(self._like(first), self.columns is None, self.label, keeps_json, self.check)
         return [base.Part("", [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(self._files, self.piece_bytes)])]
 
     def _like(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
         """What each member's extension gives, by the first row: dtype and shape of a .npy."""
         where = f"{self.pattern}: the first row"
-        unknown = [name for name in first if _column(name) is None]
+        there = {column for name in first if (column := _column(name))}
+        if missing := [name for name in self.columns or [] if name not in there and not (self.label and name == "label")]:
+            usable = sorted({column for name in self._first(lambda _: True) or first if (column := _column(name))})
+            raise DataError(
+                f"{where} has no member for the column {missing[0]!r}; its columns are {usable}. Name some of these in columns."
+            )
+        unknown = sorted(f".{name}" for name in first if _column(name) is None)
         if unknown:
-            raise DataError(f"{where} has a member .{unknown[0]}; allowed are .{', .'.join(IMAGES)}, .cls, .json, .txt and .npy.")
+            usable = sorted(there)
+            advice = f"Leave them out by naming the columns to keep: columns={usable}." if usable else "Make the files with some of these."
+            raise DataError(
+                f"{where} has the members {base.listed(unknown)}, of which no column is made; allowed are .{', .'.join(IMAGES)}, .cls,"
+                f" .json, .txt and .npy. {advice}"
+            )
         columns = [_column(name) for name in first]
         if len(set(columns)) < len(columns):
             raise DataError(f"{where} has the members {sorted(first)}, of which two would be the same column. Write each thing once.")
@@ -81,6 +95,19 @@ class WebDataset:
             raise DataError(f"{where}: {error}. Save arrays of numbers.") from error
         return {name: (arrays[name].dtype, arrays[name].shape) if name in arrays else None for name in first}
 
+    def _first(self, is_kept: Callable[[str], bool]) -> Members | None:
+        """The members of the first row; None where there is no row."""
+        return next((row for file in self._files for _, row in _rows(file, is_kept)), None)
+
+    def _is_kept(self, extension: str) -> bool:
+        """Whether a member is needed: for a column to keep, or for the label."""
+        column = _column(extension)
+        if self.columns is None:
+            return True
+        if self.label and column in ("json", "label"):
+            return column == "json"
+        return column == "label" or column in self.columns
+
     @cached_property
     def _files(self) -> list[File]:
         return matching(self.pattern, lambda name: name.endswith(SUFFIXES), "tar file")
@@ -88,11 +115,30 @@ class WebDataset:
 
 @dataclass(frozen=True)
 class _Form:
-    """What every row is held against: its members' extensions with dtype and shape of arrays; see `WebDataset`."""
+    """What every row is compared with; see `WebDataset`.
+
+    Args:
+        members: Extensions of the members that are needed, with dtype and shape of arrays.
+        keeps_all: Whether a row with other members is refused.
+        label: Key of the label in a .json.
+        keeps_json: Whether the .json itself is a column.
+        check: Whether to decode every image.
+    """
 
     members: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
+    keeps_all: bool
     label: str | None
+    keeps_json: bool
     check: bool
+
+    @property
+    def columns(self) -> set[str | None]:
+        """Names of the columns of these members."""
+        return {_column(name) for name in self.members}
+
+    def is_kept(self, extension: str) -> bool:
+        """Whether a member is compared with those of the first row."""
+        return self.keeps_all or _column(extension) in self.columns
 
 
 def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
@@ -107,7 +153,7 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
 
 def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Id, values by column, and bytes of every row that can be used."""
-    for key, members in _rows(file):
+    for key, members in _rows(file, form.is_kept):
         row_id = f"{file.name}:{key}"
         try:
             values = _values(form, members)
@@ -123,8 +169,8 @@ def _values(form: _Form, members: Members) -> dict[str, Any]:
     Raises:
         ValueError, RecursionError: It cannot be used.
     """
-    if kinds := {_column(name) for name in members} ^ {_column(name) for name in form.members}:
-        raise ValueError(f"the members are {sorted(members)}, of the first row {sorted(form.members)} ({sorted(map(str, kinds))} differ)")
+    if {_column(name) for name in members} != form.columns or len(members) > len(form.members):
+        raise ValueError(f"the members are {sorted(members)}, of the first row {sorted(form.members)}; all rows need the same")
     by_column = {_column(name): (name, data) for name, data in members.items()}
     values = {}
     for name, expected in form.members.items():
@@ -135,6 +181,8 @@ def _values(form: _Form, members: Members) -> dict[str, Any]:
     label = values.get("label", 0)
     if type(label) is not int or not -(2**63) <= label < 2**63:
         raise ValueError(f"label {label!r}; expected an integer of 64 bits")
+    if not form.keeps_json:
+        values.pop("json", None)
     return values
 
 
@@ -187,8 +235,8 @@ def _column(extension: str) -> str | None:
     return {"cls": "label", "json": "json", "txt": "text"}.get(extension)
 
 
-def _rows(file: File) -> Iterator[tuple[str, Members]]:
-    """The rows of a file: name up to the first dot of its last part, and members.
+def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -> Iterator[tuple[str, Members]]:
+    """The rows of a file: name up to the first dot of its last part, and members; the content of those that are not kept is not read.
 
     Raises:
         DataError: The file is damaged, or has members that no WebDataset has.
@@ -203,6 +251,8 @@ def _rows(file: File) -> Iterator[tuple[str, Members]]:
             row: Members = {}
             room = MAX_ROW_BYTES
             for _, extension, size, read in group:
+                if not is_kept(extension):
+                    continue
                 room -= size
                 if room < 0:
                     raise DataError(f"{file}: the row {key!r} has more than {MAX_ROW_BYTES} bytes, which are allowed. Make it smaller.")
