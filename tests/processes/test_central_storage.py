@@ -25,7 +25,8 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.group.messages import Flags
 from ray_app.train.hooks import Hooks
 from ray_app.train.job import Job
-from ray_app.train.strategies import spread
+from ray_app.train.strategies import central, spread
+from ray_app.train.strategies.central import CentralState
 from tests.support.injector import KillSaving
 from tests.support.local_world import (
     CPU,
@@ -256,3 +257,24 @@ def test_a_parameter_without_a_gradient_does_not_move_by_the_one_before(pool: Po
     central = pool.trained(make_job(tmp_path / "run", data, train__strategy="central_storage", **make), 1, cached)
     plain = pool.trained(make_job(tmp_path / "plain", data, **make), 1, cached)
     assert central.bits == plain.bits
+
+
+def test_only_the_memory_of_the_rank_that_moves_the_parameters_is_page_locked(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
+    """Once in the life of a worker, however often generations form."""
+    job = central_job(tmp_path / "run", data)
+    state, pieces = build_state(job.config, job.task, CPU, job.total_steps), list[int]()
+    assert isinstance(state, CentralState)
+    monkeypatch.setattr(central, "views_like", lambda tensors: [pieces.append(t.numel()) or torch.empty_like(t) for t in tensors])
+    before = params_digest(state.master.state_dict())
+    state._lock_pages()
+    state._device, state._holds = torch.device("cuda", 0), False
+    state._lock_pages()
+    assert not pieces, "neither on a CPU nor on a rank that computes alone"
+    state._holds = True
+    for _ in range(2):
+        state._lock_pages()
+    numbers = [p.numel() for p in state.master.parameters()]
+    assert pieces == [*numbers, *numbers], "parameters and gradients"
+    assert params_digest(state.master.state_dict()) == before

@@ -31,7 +31,7 @@ def test_a_copy_has_memory_of_its_own_or_that_of_another_that_is_alike() -> None
 def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     monkeypatch.setattr(copies, "cuda", streams)
-    monkeypatch.setattr(copies, "_pinned_like", lambda value: streams.note("pinned memory", torch.empty(value.shape)))
+    monkeypatch.setattr(copies, "views_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values])
     monkeypatch.setattr(
         Tensor, "copy_", lambda into, value, non_blocking=False: streams.note(f"copy{'' if non_blocking else ' and wait'}", into)
     )
@@ -42,4 +42,4 @@ def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pyte
     assert waits == streams.calls[-1:], "a copy is handed out that may not be there yet"
     assert found["a"] is old["a"]
     assert found["b"][0].device == CPU
-    assert streams.calls == [f"computing: {what}" for what in ("copy", "pinned memory", "copy", "wait for all")]
+    assert streams.calls == [f"computing: {what}" for what in ("page-locked", "copy", "copy", "wait for all")]

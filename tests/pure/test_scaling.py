@@ -1,11 +1,14 @@
 """How many workers there should be."""
 
+from typing import Any
+
 import pytest
 from torch import nn
 
 from ray_app.cluster.control.scaling import sizing
+from ray_app.config.training import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.train.keep.snapshots import refuse_if_too_big
+from ray_app.train.keep.snapshots import copies_doubts, refuse_if_too_big
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,18 @@ def test_growing_where_it_pays(
     decided = sizing(now, possible, logical, least, most, since_s, dwell_s=10.0)
     assert decided.workers == workers
     assert reason in decided.reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "copies"), [({}, 2), ({"strategy": "fsdp"}, 3), ({"strategy": "central_storage"}, 3), ({"ema_decay": 0.9}, 2)]
+)
+def test_copies_of_the_state_that_do_not_fit_beside_each_other_are_told(fields: dict[str, Any], copies: int) -> None:
+    model, train = nn.Linear(999, 1000), TrainSection(**fields)
+    needed = 4 * copies * 1_000_000 * 4 * (3 + ("ema_decay" in fields))
+    assert copies_doubts(model, train, 4, needed) == []
+    [said] = copies_doubts(model, train, 4, needed - 1)
+    assert f"{copies} copies of the state" in said
+    assert f"4 of them on a machine like this {needed / 1e9:.1f} GB" in said
 
 
 def test_snapshots_that_do_not_fit_are_refused() -> None:

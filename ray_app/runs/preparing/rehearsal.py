@@ -39,7 +39,7 @@ from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, to_batch, twice
 from ray_app.task.score.scoring import Chunk, combine, score
 from ray_app.train.job import Job
-from ray_app.train.keep.snapshots import refuse_if_too_big
+from ray_app.train.keep.snapshots import copies_doubts, refuse_if_too_big
 from ray_app.train.state.copies import copied
 from ray_app.train.state.state import TrainingState
 from ray_app.train.state.turns import TurnSchedules
@@ -99,6 +99,9 @@ def rehearse(
             _try_optimizer(config, spec, state.model)
     if config.checkpoint.snapshot_every_steps is not None:
         refuse_if_too_big(state.model, psutil.virtual_memory().available)
+    if (gpus := config.scaling.gpus_per_worker) and config.train.strategy != "parameter_server":
+        workers = max(1, min(config.scaling.most_workers, int(torch.cuda.device_count() / gpus)))
+        doubts = doubts + copies_doubts(state.model, config.train, workers, psutil.virtual_memory().total)
     if config.train.strategy == "parameter_server":
         Layout(state.model, state.optimizer, config.train)
         if type(task).apply_gradients is not Task.apply_gradients:

@@ -13,6 +13,7 @@ import ray
 from torch import nn
 
 from ray_app.checkpoint.format import Snapshot, pack, unpack
+from ray_app.config.training import TrainSection
 from ray_app.errors import ConfigError
 from ray_app.record.progress.segments import StepRecord
 
@@ -70,13 +71,38 @@ def refuse_if_too_big(model: nn.Module, free_bytes: int) -> None:
     Raises:
         ConfigError: It is not.
     """
-    values = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
-    needed = 2 * sum(value.numel() * value.element_size() for value in values)
+    needed = 2 * _state_bytes(model)
     if needed > free_bytes:
         raise ConfigError(
             f"checkpoint.snapshot_every_steps needs about {needed / 1e9:.1f} GB of memory on the driver's node, and on one other"
             f" node; {free_bytes / 1e9:.1f} GB are free here. Leave it out, or start the driver where there is more memory."
         )
+
+
+def copies_doubts(model: nn.Module, train: TrainSection, workers: int, total_bytes: int) -> list[str]:
+    """What is to be said if the copies of the state that workers with GPUs keep for checkpoints, page-locked, do not fit into a machine.
+
+    Args:
+        model: What is trained; the optimizer is taken to keep two values per parameter.
+        train: The strategy, and whether there are averages.
+        workers: How many are on the machine.
+        total_bytes: Its memory.
+    """
+    averages = sum(p.numel() * p.element_size() for p in model.parameters()) if train.ema_decay is not None else 0
+    copies = 3 if train.strategy in ("fsdp", "central_storage") else 2  # those of two checkpoints, and the one that is being made
+    each = copies * (_state_bytes(model) + averages)
+    if workers * each <= total_bytes:
+        return []
+    return [
+        f"Each worker keeps {copies} copies of the state for checkpoints in page-locked host memory, about {each / 1e9:.1f} GB, and"
+        f" {workers} of them on a machine like this {workers * each / 1e9:.1f} GB; it has {total_bytes / 1e9:.1f} GB. Use machines with"
+        " more memory, or fewer workers on each (scaling.max_workers), or the kernel may end them."
+    ]
+
+
+def _state_bytes(model: nn.Module) -> int:
+    values = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
+    return sum(value.numel() * value.element_size() for value in values)
 
 
 def start_keepers() -> list[Any]:

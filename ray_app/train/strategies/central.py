@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.task.base import Task
+from ray_app.train.state.groups import in_order
+from ray_app.train.state.page_locked import views_like
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.step.logical import Alike
 from ray_app.train.strategies.spread import SpreadState
@@ -37,7 +39,7 @@ class CentralState(SpreadState):
         self._refreshed = NOTHING
         self._moves_buffers = type(task).apply_gradients is not Task.apply_gradients
         """Whether an update may write buffers (averages), which all then have to have."""
-        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
         super().__init__(config, task, device, total_steps)
 
     def _master_of(self, model: nn.Module) -> nn.Module:
@@ -51,9 +53,6 @@ class CentralState(SpreadState):
                     mine.copy_(computed)
         for m, p in zip(master.parameters(), model.parameters(), strict=True):
             vars(m).update(vars(p))  # which a copy does not have
-        if self._device.type == "cuda":
-            for p in master.parameters():
-                p.data = p.data.pin_memory()  # so that copies need not wait for each other
         return master
 
     def advance(self) -> None:
@@ -70,17 +69,25 @@ class CentralState(SpreadState):
             self.pass_over()
 
     def _fetch_gradients(self) -> None:
-        """Gives the master the gradients of the model, or none where there is none; on a GPU through pinned memory."""
+        """Gives the master the gradients of the model, or none where there is none; on a GPU through page-locked memory."""
         on_gpu = self._device.type == "cuda"
         for m, p in zip(self.master.parameters(), self.model.parameters(), strict=True):
             if not on_gpu or p.grad is None:
                 m.grad = p.grad
                 continue
-            if m not in self._gradients:
-                self._gradients[m] = torch.empty_like(m, pin_memory=True)
-            m.grad = self._gradients[m].copy_(p.grad, non_blocking=True)
+            m.grad = self._gradients[m].copy_(p.grad, non_blocking=True) if m in self._gradients else p.grad.cpu()
         if on_gpu:
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _lock_pages(self) -> None:
+        """Lets copies of parameters and gradients not wait for each other; only rank 0 makes some, so only its memory is page-locked."""
+        parameters = list(self.master.parameters())
+        if self._device.type == "cpu" or self._gradients or not self._holds:
+            return
+        for p, memory in zip(parameters, views_like(parameters), strict=True):
+            p.data = memory.copy_(p.data)
+        trained = in_order(self.optimizer)
+        self._gradients = dict(zip(trained, views_like(trained), strict=True))
 
     def refresh(self) -> None:
         """See `TrainingState.refresh`.
@@ -157,6 +164,7 @@ class CentralState(SpreadState):
 
     def _take(self, whole: Snapshot) -> None:
         self._holds, self._has_moved = self._world.rank == 0, False
+        self._lock_pages()
         state = whole.optimizer["state"] if self._holds else {}
         optimizer = copy.deepcopy({**whole.optimizer, "state": state})
         TrainingState.load(self, replace(whole, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule)))

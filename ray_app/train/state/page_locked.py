@@ -1,0 +1,93 @@
+"""Page-locked host memory, from and to which a device copies by itself while the host goes on.
+
+PyTorch's own (`pin_memory=True`) rounds each tensor up to a power of two and never gives memory back: what a snapshot of a big model takes
+would be up to twice the model for each copy, and grow with each kind of copy. Here a copy is one piece of exactly its size, which is
+unlocked when no tensor uses it any more. One spare piece is kept, since to lock memory takes a second for some gigabytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+from torch import Tensor, cuda
+
+logger = logging.getLogger(__name__)
+
+_ALIGNED_BYTES = 64
+_lock = threading.RLock()  # the collector may drop another piece while this thread is in here
+_spare: list[mmap.mmap] = []
+_is_refused = False
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """What a tensor takes of a piece, a multiple of the alignment."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def views_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous tensors of the shapes and dtypes of others, in one new piece of page-locked memory; their values are not set.
+
+    Where the driver locks no more memory it is pageable, which makes copies slower, and no others.
+    """
+    return list(_views(tensors, _piece(sum(map(bytes_of, tensors)))))
+
+
+def _views(tensors: Sequence[Tensor], piece: Tensor) -> Iterator[Tensor]:
+    start = 0
+    for tensor in tensors:
+        part = piece[start : start + tensor.numel() * tensor.element_size()]
+        yield part.view(tensor.dtype).view(tensor.shape)
+        start += bytes_of(tensor)
+
+
+def _piece(size: int) -> Tensor:
+    """Memory of so many bytes, shape (size,), dtype uint8; it is freed with the last tensor that uses it."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    with _lock:
+        memory = next((spare for spare in _spare if len(spare) == size), None)
+        if memory is None:
+            _release_spare()
+            memory = mmap.mmap(-1, size)
+            if not _locked(memory):
+                return torch.from_numpy(np.frombuffer(memory, np.uint8))
+        else:
+            _spare.remove(memory)
+    array = np.frombuffer(memory, np.uint8)
+    weakref.finalize(array, _keep_or_release, memory).atexit = False
+    return torch.from_numpy(array)
+
+
+def _keep_or_release(memory: mmap.mmap) -> None:
+    with _lock:
+        _release_spare()
+        _spare.append(memory)
+
+
+def _release_spare() -> None:
+    while _spare:
+        cuda.cudart().cudaHostUnregister(_address(_spare.pop()))
+
+
+def _locked(memory: mmap.mmap) -> bool:
+    global _is_refused
+    if not _is_refused:
+        error = int(cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0))
+        if not error:
+            return True
+        _is_refused = True
+        logger.warning("The driver locks no %d bytes of host memory (CUDA error %d); copies of the state take longer", len(memory), error)
+        with suppress(RuntimeError):  # the runtime reports the error once more, at the next kernel
+            torch.ones(1, device="cuda")
+    return False
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
