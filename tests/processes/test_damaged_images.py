@@ -6,8 +6,18 @@ import re
 import resource
 import subprocess
 import sys
+import zlib
+from pathlib import Path
 
-from tests.support.encoded_images import damaged_files
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from ray_app import run_training
+from ray_app.config.config import Config
+from ray_app.errors import BadRowError, DataError
+from tests.support.encoded_images import damaged_files, encode, png, smooth
 from tests.support.places import ROOT
 
 MEMORY_BYTES = 8 << 30
@@ -36,3 +46,31 @@ def test_no_damaged_image_ends_the_process_and_each_has_a_reason_the_same_each_t
     assert all(re.search(r": \(\d+, \d+(, \d+)*\)$", line) for line in lines if line not in refused)
     assert len(refused) > len(lines) / 2
     assert printed == decode_all(), "addresses, or files that are other ones each time"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A short run with `single`, whose process decodes; the image data of the PNG file in row 3 ends too early."""
+    images = [encode(Image.fromarray(smooth(8, 8, seed=row)), "png") for row in range(8)]
+    images[3] = png((8, 8, 8, 0, 0, 0, 0), zlib.compress(bytes(9) * 3))
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"image": pa.array(images, pa.binary()), "label": [0, 1] * 4}), tmp_path / "data" / "part-0.parquet")
+    return Config().replace(
+        task={"class_path": "ray_app.task.image.ImageClassification", "init_args": {"size": 8, "model_args": {"channels": 2}}},
+        run__storage_path=str(tmp_path / "runs"),
+        run__name="short",
+        scaling__max_workers=1,
+        scaling__logical_workers=1,
+        data__path=str(tmp_path / "data"),
+        data__global_batch_size=4,
+        train__strategy="single",
+        train__epochs=1,
+        tracking__enabled=False,
+    )
+
+
+def test_a_png_with_too_little_image_data_is_a_bad_row_of_training(config: Config, tmp_path: Path) -> None:
+    with pytest.raises((BadRowError, DataError), match=r"part-0.parquet, row group 0, row 3: its image data ends 45 bytes too early"):
+        run_training(config)
+    summary = run_training(config.replace(run__name="skipped", data__on_bad_row="skip")).summary
+    assert (summary["status"], summary["rows"], summary["bad_rows"]) == ("finished", 7, {"skipped": 1, "distinct": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from ray_app import run_training
 from ray_app.config.config import Config
 from ray_app.errors import BadRowError
 from tests.support.cluster import record_of
+from tests.support.encoded_images import png
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 DAMAGED = [0, 21]
-"""A file that is cut off, and one that is no image."""
+"""A file whose image data ends too early, which ends the process in some decoders, and one that is no image."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = io.BytesIO()
         Image.fromarray(random.integers(0, 255, (10, 12, 3), dtype=np.uint8)).save(file, "png")
         files.append(file.getvalue())
-    files[DAMAGED[0]], files[DAMAGED[1]] = files[0][:60], b"no image"
+    short = png((12, 10, 8, 2, 0, 0, 0), zlib.compress(bytes(range(37)) * 4))
+    files[DAMAGED[0]], files[DAMAGED[1]] = short, b"no image"
     table = pa.table({"image": pa.array(files, pa.binary()), "label": [int(i % 4 == 0) for i in range(40)]})
     for part in range(2):
         pq.write_table(table.slice(20 * part, 20), folder / f"part-{part}.parquet", row_group_size=10)
