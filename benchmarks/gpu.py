@@ -4,7 +4,8 @@ make gpu                     # or: python benchmarks/gpu.py
 make gpu DEVICE=cpu          # that it runs: small sizes, a few minutes; the figures say nothing
 
 Needs what the application needs, but no network and no MLflow. Prints a table in Markdown, for docs/gpu.md, and writes it as JSON. A line
-that fails says what failed, and the others go on; lines for which no time was left are named. The exit code is 1 if a check failed.
+that fails says what failed, with the end of its traceback on stderr, and the others go on, unless it is the line "start": all others would
+fail for the same reason. Lines for which no time was left are named. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,14 +29,48 @@ import psutil
 import ray
 import torch
 
-from benchmarks import gpu_cluster, gpu_digests, gpu_speed
+from benchmarks import gpu_cluster, gpu_digests, gpu_speed, gpu_start
 from benchmarks.gpu_lines import HEAD, Line, Result, as_json, look_at
 from benchmarks.gpu_workers import Bench
 from benchmarks.harness import ROOT
-from ray_app.task.environment import driver_version
+from ray_app.task import environment
 
 TOTAL_S, GRACE_S = 500.0, 25.0
-LINES: list[Line] = [*gpu_digests.LINES, *gpu_cluster.LINES, *gpu_speed.LINES]
+ORDER = (
+    # what says most if it fails comes first, what is slow when nothing is cached comes last
+    "names of libraries",
+    "start: two steps, a checkpoint between them",
+    "NCCL, a group of one",
+    "bits: ResNet-18, batch-norm",
+    "bits: transformer, dropout",
+    "bits: checkpoint, resume at another W",
+    "bits: capture",
+    "bits: NCCL, a GPU each",
+    "SIGKILL of a worker, in place",
+    "Ray: SIGKILL to the next step",
+    "NCCL: overlap of the exchange in a profile",
+    "bits: fsdp",
+    "bits: fsdp, cpu_offload",
+    "bits: central_storage",
+    "bits: local_sgd, 2 local steps",
+    "bits: parameter_server",
+    "bits: ResNet-18, bf16, channels last",
+    "bits: transformer, bf16",
+    "bits: ResNet-18, fp16",
+    "bits: detection, RoIAlign",
+    "memory: exact at W = L / torch's DDP",
+    "ResNet-50, bf16, channels last, batch 256, in memory: images/s / bare loop as a CUDA graph",
+    "small step: captured / eager",
+    "step on 2 workers: exact, overlapped / plain DDP",
+    "stall of a checkpoint with 1 GB of state",
+    "profile of a step: kernels, gaps",
+    "memory of each strategy",
+    "recipe of CIFAR-10's size: s per epoch",
+    "bits: transformer, compile",
+    "the same, fed from Parquet",
+)
+_ALL = [*gpu_start.LINES, *gpu_digests.LINES, *gpu_cluster.LINES, *gpu_speed.LINES]
+LINES: list[Line] = sorted(_ALL, key=lambda line: ORDER.index(line.name))
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -42,8 +78,19 @@ def describe(device: str) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else f"no GPU, {os.cpu_count()} cores {platform.machine()}"
     found = {"device": name, "torch": torch.__version__, "ray": ray.__version__, "date": time.strftime("%Y-%m-%d")}
     if device == "cuda":
-        found |= {"cuda": f"{torch.version.cuda}, driver for {driver_version()}", "gpus": torch.cuda.device_count()}
+        described = environment.describe(torch.device("cuda", 0))
+        found |= {"gpus": torch.cuda.device_count(), "driver": _smi(), **{name: described[name] for name in ("cuda", "cudnn", "nccl")}}
     return found
+
+
+def _smi() -> str:
+    """What nvidia-smi says of the GPUs, or why it says nothing."""
+    command = ["nvidia-smi", "--query-gpu=driver_version,memory.total,memory.used,clocks.max.sm", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"
+    return "; ".join(done.stdout.split("\n")).strip("; ")
 
 
 class Table:
@@ -54,9 +101,11 @@ class Table:
         print(", ".join(f"{name}: {value}" for name, value in machine.items()) + f"\n\n{HEAD}", flush=True)
 
     def tell(self, result: Result) -> None:
-        """Adds a line."""
+        """Adds a line; where it broke goes to stderr, beside the table."""
         self.results.append(result)
         print(result.row(), flush=True)
+        if result.trace:
+            print("\n".join(f"    {line}" for line in result.trace.splitlines()), file=sys.stderr, flush=True)
 
     def end(self) -> int:
         """Writes the file; returns the exit code."""

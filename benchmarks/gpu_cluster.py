@@ -25,15 +25,18 @@ Spans = list[tuple[float, float]]
 
 
 def killed_on_ray(bench: Bench) -> Found:
-    """SIGKILL of one of two workers of a run on Ray to the next step of the other one; on a GPU each through NCCL, else through gloo."""
+    """SIGKILL of one of two workers of a run on Ray to the next step of the other one; on a GPU each through NCCL, else through gloo.
+
+    An evaluator has a share of the only GPU, or the third one.
+    """
     folder, own = bench.new("ray"), bench.gpus >= 2
     folder.mkdir()
     (folder / "ready").touch()
-    gpus = (1.0 if own else 0.5) if bench.device == "cuda" else 0.0
+    gpus, evaluator = (1.0, float(bench.gpus > 2)) if own else (0.4, 0.2) if bench.device == "cuda" else (0.0, 0.0)
     config = load_config(
         task__class_path="ray_app.task.image.ImageClassification",
         data__path=str(bench.small),
-        data__eval_path=None,
+        data__eval_path=str(bench.few),
         data__global_batch_size=bench.sizes.digest_batch,
         data__cache="memory",
         run__storage_path=str(folder),
@@ -43,9 +46,11 @@ def killed_on_ray(bench: Bench) -> Found:
         train__backend="nccl" if own else "gloo",
         scaling__max_workers=2,
         scaling__gpus_per_worker=gpus,
+        evaluate__num_gpus=evaluator,
         tracking__enabled=False,
     )
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init(address="local", num_cpus=4, num_gpus=bench.gpus, **quiet)  # Ray's own count of GPUs fails where NVML does
     try:
         result = run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=Dies(str(folder), (1,)))))
     finally:
@@ -55,7 +60,10 @@ def killed_on_ray(bench: Bench) -> Found:
     reader.poll()
     seconds = min(record.time_s for record in reader.records.values() if record.time_s > died) - died
     redone = result.summary["redone_steps"]
-    said = f"{seconds:.2f} s through {config.train.backend}, {redone} steps redone"
+    evaluated = result.summary["evaluation"]["done"]
+    if not evaluated:
+        raise RuntimeError(f"the evaluator with {evaluator:g} GPU evaluated no checkpoint")
+    said = f"{seconds:.2f} s through {config.train.backend}, {redone} steps redone, {evaluated} evaluations"
     return Found(said, seconds <= 2 and not redone if bench.device == "cuda" else None, {"s": seconds, "redone": redone})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +12,18 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.gpu_lines import Found, Line, NotYetError
 from benchmarks.gpu_models import Transformer, resnet
 from benchmarks.gpu_workers import Bench
+from benchmarks.harness import ROOT
+from ray_app import load_config
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.record.evaluations import read_evaluations
 from ray_app.task import environment
 from ray_app.task.base import Task
+from ray_app.task.detection import ObjectDetection
 from ray_app.train.hooks import Hooks
 from tests.support.campaign import Campaign
 from tests.support.local_world import DieAfter, KilledError
 from tests.support.server_world import World as ServedWorld
+from tests.support.shipped_data import write_shipped_data
 
 L, STEPS, DEATHS = 4, 4, 3
 WORKERS = (1, 2, 4)
@@ -35,16 +41,16 @@ def network(bench: Bench) -> Task:
 
 
 def digests(
-    bench: Bench, task: Task, workers: tuple[int, ...] = WORKERS, own_gpus: bool = False, logical_workers: int = L, **fields: Any
+    bench: Bench, task: Task, workers: tuple[int, ...] = WORKERS, own_gpus: bool = False, data: Path | None = None, **fields: Any
 ) -> Found:
     """Whether runs on different numbers of workers end with the same parameters and recorded the same losses and norms of gradients."""
     options = {"train__max_steps": STEPS, "data__global_batch_size": bench.sizes.digest_batch} | fields
     batch = options.pop("data__global_batch_size")
     workers = workers if bench.device == "cuda" else workers[:2]
+    rows = data or bench.small
     with bench.pool(max(workers)) as pool:
         found = {
-            size: bench.trained(pool, bench.job(task, bench.small, logical_workers=logical_workers, batch=batch, **options), size, own_gpus)
-            for size in workers
+            size: bench.trained(pool, bench.job(task, rows, logical_workers=L, batch=batch, **options), size, own_gpus) for size in workers
         }
     said = {size: run.commit.params_digest for size, run in found.items()}
     same = len(set(said.values())) == 1
@@ -63,9 +69,15 @@ def of(make: Callable[[Bench], Task], **fields: Any) -> Callable[[Bench], Found]
     return lambda bench: digests(bench, make(bench), **fields)
 
 
+def shown(losses: list[float]) -> str:
+    """Losses for people, who see whether they are plausible; their bits are compared elsewhere."""
+    return " and ".join(f"{loss:.4f}" for loss in losses)
+
+
 def resumed(bench: Bench) -> Found:
     """A run on one worker that breaks after its checkpoint and goes on with two, against one that is not disturbed."""
-    fields = {"train__max_steps": STEPS, "checkpoint__every_steps": 2}
+    fields: dict[str, Any] = {"train__max_steps": STEPS, "checkpoint__every_steps": 2}
+    fields |= {"data__eval_path": str(bench.few), "evaluate__where": "workers"}
     jobs = [bench.job(network(bench), bench.small, logical_workers=L, batch=bench.sizes.digest_batch, **fields) for _ in range(2)]
     with bench.pool(2) as pool:
         whole = bench.trained(pool, jobs[0], 1)
@@ -77,8 +89,11 @@ def resumed(bench: Bench) -> Found:
     digests = [whole.commit.params_digest, rest.commit.params_digest]
     if step != 2 or rest.workers[-1] != [2]:
         raise RuntimeError(f"the run was to go on from step 2 on 2 workers; it did from {step} on {rest.workers[-1]}")
-    same = digests[0] == digests[1] and whole.steps == rest.steps
-    return Found(f"W = 1 to step {step}, then 2: {digests[1][:12]}, undisturbed {digests[0][:12]}", same, {"digests": digests})
+    losses = [[each.metrics["loss"] for each in read_evaluations(job.paths)] for job in jobs]
+    same = digests[0] == digests[1] and whole.steps == rest.steps and losses[0] == losses[1] and len(losses[0]) == STEPS // 2
+    said = f"W = 1 to step {step}, then 2: {digests[1][:12]}, undisturbed {digests[0][:12]}"
+    said += f"; losses of evaluations {shown(losses[1])}, {shown(losses[0])}"
+    return Found(said, same, {"digests": digests})
 
 
 def killed(bench: Bench) -> Found:
@@ -137,6 +152,14 @@ def captured(bench: Bench) -> Found:
     return Found("; ".join(said), same, {"digests": told})
 
 
+def detected(bench: Bench) -> Found:
+    """A detector, whose RoIAlign PyTorch would compile by the shapes that come first; each number of workers sees other ones first."""
+    detector = load_config(ROOT / "conf" / "detection.yaml").task.init_args["detector"]
+    data = write_shipped_data("detection", bench.new("shapes"))
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.0005}}
+    return digests(bench, ObjectDetection(detector), data=data, data__global_batch_size=8, optimizer=optimizer, train__epochs=10)
+
+
 def nccl(bench: Bench) -> Found:
     """As many workers as there are GPUs, and fewer."""
     return digests(bench, network(bench), tuple(size for size in WORKERS if size <= bench.gpus), own_gpus=True)
@@ -148,6 +171,7 @@ LINES = [
     Line("bits: ResNet-18, bf16, channels last", of(network, **BF16), 40, "equal"),
     Line("bits: transformer, bf16", of(transformer, train__precision="bf16"), 40, "equal"),
     Line("bits: ResNet-18, fp16", of(network, train__precision="fp16"), 40, "equal"),
+    Line("bits: detection, RoIAlign", detected, 60, "equal"),
     Line("bits: transformer, compile", of(transformer, train__compile=True), 90, "equal"),
     Line("bits: capture", captured, 60, "equal"),
     Line("bits: checkpoint, resume at another W", resumed, 40, "equal"),

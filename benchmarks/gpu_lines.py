@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from benchmarks.gpu_workers import Bench
+
+_LINES_OF_TRACEBACK = 10
 
 Status = Literal["passed", "failed", "measured", "not yet", "left out"]
 
@@ -48,6 +51,7 @@ class Line:
         limit_s: Seconds after which it is ended.
         bar: What is asked of the figure, in words.
         gpus: How many it needs; 1 needs none in a dry run.
+        stops: Whether all that follows would fail for the same reason, and is left out if it fails.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Line:
     limit_s: float
     bar: str = ""
     gpus: int = 1
+    stops: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Result:
         said: What was found, or why nothing was.
         seconds: How long it took.
         figures: See `Found`.
+        trace: The last lines of the traceback of a line that raised.
     """
 
     name: str
@@ -75,6 +81,7 @@ class Result:
     said: str
     seconds: float
     figures: dict[str, Any]
+    trace: str = ""
 
     def row(self) -> str:
         """A row of the table, in Markdown."""
@@ -93,28 +100,39 @@ def look_at(lines: Sequence[Line], bench: Bench, total_s: float, tell: Callable[
         total_s: Seconds for all of them; lines for which nothing is left are left out.
         tell: Called after each.
     """
-    end_s = time.monotonic() + total_s
+    end_s, stopped_by = time.monotonic() + total_s, ""
     for line in lines:
         began_s = time.monotonic()
-        status, said, figures = _outcome(line, bench, min(line.limit_s, end_s - began_s))
-        tell(Result(line.name, line.bar, status, " ".join(said.split()).replace("|", "/"), time.monotonic() - began_s, figures))
+        if stopped_by:
+            tell(Result(line.name, line.bar, "left out", f"{stopped_by} failed", 0.0, {}))
+            continue
+        status, said, figures, trace = _outcome(line, bench, min(line.limit_s, end_s - began_s))
+        tell(Result(line.name, line.bar, status, " ".join(said.split()).replace("|", "/"), time.monotonic() - began_s, figures, trace))
+        if line.stops and status == "failed":
+            stopped_by = line.name
 
 
-def _outcome(line: Line, bench: Bench, limit_s: float) -> tuple[Status, str, dict[str, Any]]:
+def _outcome(line: Line, bench: Bench, limit_s: float) -> tuple[Status, str, dict[str, Any], str]:
     if limit_s <= 0:
-        return "left out", "no time was left", {}
+        return "left out", "no time was left", {}, ""
     if line.gpus > max(1, bench.gpus):
-        return "left out", f"needs {line.gpus} GPUs, there {'is' if bench.gpus == 1 else 'are'} {bench.gpus}", {}
+        return "left out", f"needs {line.gpus} GPUs, there {'is' if bench.gpus == 1 else 'are'} {bench.gpus}", {}, ""
     try:
         with limited(limit_s):
             found = line.look(bench)
     except NotYetError as error:
-        return "not yet", str(error), {}
+        return "not yet", str(error), {}, ""
     except OverTimeError as error:
-        return ("failed", str(error), {}) if limit_s >= line.limit_s else ("left out", "no time was left to finish it", {})
+        is_own = limit_s >= line.limit_s
+        return ("failed", str(error), {}, _traceback()) if is_own else ("left out", "no time was left to finish it", {}, "")
     except Exception as error:
-        return "failed", f"{type(error).__name__}: {_last(str(error))}", {}
-    return "measured" if found.passed is None else "passed" if found.passed else "failed", found.said, found.figures
+        return "failed", f"{type(error).__name__}: {_last(str(error))}", {}, _traceback()
+    return "measured" if found.passed is None else "passed" if found.passed else "failed", found.said, found.figures, ""
+
+
+def _traceback() -> str:
+    """The last lines of the traceback that is handled; that of a worker stands at the end, as the message."""
+    return "\n".join(traceback.format_exc().rstrip().splitlines()[-_LINES_OF_TRACEBACK:])
 
 
 def _last(text: str) -> str:

@@ -21,6 +21,7 @@ from ray_app.data.read.threads import by_threads
 from ray_app.data.read.whole import load_all
 from ray_app.exchange.exchange import World, collective
 from ray_app.plan.cursor import Cursor
+from ray_app.runs.preparing.prepare import evaluation_source
 from ray_app.task.base import Task
 from ray_app.train.group.alone import Alone
 from ray_app.train.group.messages import Formed
@@ -67,6 +68,11 @@ class Bench:
         return write_rows(self.folder / "small", self.sizes.small_rows, 32)
 
     @functools.cached_property
+    def few(self) -> Path:
+        """A few hundred images of 32 x 32."""
+        return write_rows(self.folder / "few", min(512, self.sizes.small_rows), 32)
+
+    @functools.cached_property
     def large(self) -> Path:
         """Images of the size of ImageNet's."""
         return write_rows(self.folder / "large", self.sizes.large_rows, self.sizes.large_pixels)
@@ -87,10 +93,13 @@ class Bench:
         return self.folder / f"{name}-{time.time_ns()}"
 
     def job(self, task: Task, data: Path, *, logical_workers: int, batch: int, **fields: Any) -> Job:
-        """A run in a folder of its own; `fields` as for `Config.replace`."""
+        """A run in a folder of its own, which its workers evaluate if they are to; `fields` as for `Config.replace`."""
         gpus = float(self.device == "cuda")
         settings = {"scaling__gpus_per_worker": gpus, "checkpoint__every_epochs": None, "data__cache": "memory"} | fields
-        return make_job(self.new("run"), data, logical_workers=logical_workers, batch=batch, task=task, **settings)
+        job = make_job(self.new("run"), data, logical_workers=logical_workers, batch=batch, task=task, **settings)
+        if not job.workers_evaluate:
+            return job
+        return replace(job, evaluation=evaluation_source(job.task, str(job.config.data.eval_path), job.config.data.read_task_mb))
 
     def outcomes(self, pool: Pool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()) -> list[Outcome]:
         """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns what became of each."""
@@ -142,7 +151,9 @@ def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, ow
     del store
     place = place_of(device, rank if own_gpus else 0)
     membership = Group(World(rank, size, job.plan.logical_workers), port, place, "nccl" if own_gpus and device == "cuda" else "gloo")
-    train(job, membership, open_windows, place, hooks)
+    evaluation = job.evaluation
+    load = (lambda: load_all(fetch_here, evaluation).arrays) if evaluation is not None else None
+    train(job, membership, open_windows, place, hooks, load_evaluation=load)
 
 
 def place_of(device: str, number: int) -> torch.device:

@@ -1,10 +1,18 @@
-"""What the GPU's table reads from a trace, on traces that are made here."""
+"""The lines of the GPU's table: their order, what one that fails leaves of the others, and what they read from a trace."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from benchmarks.gpu import LINES, ORDER
 from benchmarks.gpu_cluster import hidden
+from benchmarks.gpu_lines import Found, Line, Result, look_at
+from benchmarks.gpu_workers import Bench
+from tests.support.places import ROOT
 
 
 @pytest.mark.parametrize(
@@ -21,3 +29,40 @@ def test_the_part_of_an_exchange_that_computing_hides(
     exchange: list[tuple[float, float]], computing: list[tuple[float, float]], part: float
 ) -> None:
     assert hidden(exchange, computing) == pytest.approx(part)
+
+
+def broken(bench: Bench) -> Found:
+    raise RuntimeError("a worker said:\n" + "\n".join(f"line {number}" for number in range(20)))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("cpu", tmp_path)
+
+
+def test_a_line_that_raises_shows_the_end_of_its_traceback_and_the_others_go_on(bench: Bench) -> None:
+    results: list[Result] = []
+    look_at([Line("first", broken, 60), Line("second", lambda _: Found("seen", True), 60)], bench, 100, results.append)
+    assert [(result.name, result.status) for result in results] == [("first", "failed"), ("second", "passed")]
+    assert results[0].trace.splitlines() == [f"line {number}" for number in range(10, 20)]
+    assert results[1].trace == ""
+
+
+@pytest.mark.parametrize("look", [broken, lambda _: Found("other bits", False)])
+def test_nothing_follows_a_failed_start(bench: Bench, look: Callable[[Bench], Found]) -> None:
+    results: list[Result] = []
+    lines = [Line("start", look, 60, stops=True), Line("second", lambda _: Found("seen", True), 60)]
+    look_at(lines, bench, 100, results.append)
+    assert [(result.name, result.status) for result in results] == [("start", "failed"), ("second", "left out")]
+    assert results[1].said == "start failed"
+
+
+def test_the_start_comes_before_all_that_computes_and_alone_stops_the_rest() -> None:
+    assert [line.name for line in LINES] == list(ORDER)
+    assert [line.name for line in LINES if line.stops] == ["start: two steps, a checkpoint between them"]
+    assert [line.name for line in LINES].index("start: two steps, a checkpoint between them") == 1
+
+
+def test_the_page_about_gpus_has_the_lines_in_their_order() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.*?) \| .+ \|$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+    assert [tuple(map(str.strip, row)) for row in rows if row[0] != "line"] == [(line.name, line.bar) for line in LINES]

@@ -1,0 +1,124 @@
+"""Lines that come first: what must be right before anything else can be, in seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from benchmarks.gpu_digests import L, network, shown
+from benchmarks.gpu_lines import Found, Line
+from benchmarks.gpu_workers import HERE, Bench, place_of
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.errors import PeerLostError
+from ray_app.exchange.exchange import collective
+from ray_app.record.evaluations import read_evaluations
+from ray_app.task import environment
+from ray_app.train.group.alone import Alone
+from ray_app.train.group.messages import Formed
+from ray_app.train.group.process_group import ProcessGroup
+from ray_app.train.hooks import Hooks
+from ray_app.train.single import train_here
+from tests.support.library_names import LIBRARIES, missing, names
+from tests.support.local_world import DieAfter, KilledError
+
+CLASSES: dict[str, dict[str, str]] = {
+    "as torch chooses": {},
+    "older class": {"TORCH_DIST_USE_NCCL2": "0"},
+    "newer class": {"TORCH_DIST_USE_NCCL2": "1"},
+}
+"""Environments of the backend "nccl": PyTorch 2.15 has two classes for it."""
+
+
+def library_names(bench: Bench) -> Found:
+    """Whether every name of a library that the code uses exists in what is installed here."""
+    del bench
+    libraries = [library for library in LIBRARIES if importlib.util.find_spec(library) is not None]
+    used = {name: place for name, place in names().items() if name.split(".")[0] in libraries}
+    absent = missing(used)
+    said = f"{len(used)} names of {', '.join(libraries)}" + "".join(f"; {place} uses {name}" for name, place in absent.items())
+    return Found(said, not absent, {"missing": absent})
+
+
+def started(bench: Bench) -> Found:
+    """A run in this process, as `train.strategy: single` has it: two steps, and again with its checkpoint loaded between them."""
+    described = environment.describe(bench.first)
+    unknown = [name for name, value in described.items() if "unknown" in value]
+    fields: dict[str, Any] = {"train__max_steps": 2, "checkpoint__every_steps": 1, "train__strategy": "single"}
+    fields |= {"data__eval_path": str(bench.few), "evaluate__where": "workers"}
+    digests, losses = [], []
+    for hooks in (Hooks(), Hooks(after_step=DieAfter(1))):
+        job = bench.job(network(bench), bench.few, logical_workers=L, batch=bench.sizes.digest_batch, **fields)
+        try:
+            train_here(job, Alone(L, lambda: False), hooks)
+        except KilledError:
+            train_here(job, Alone(L, lambda: False), Hooks())
+        digests.append(CheckpointStore(job.paths).commits()[-1].params_digest)
+        losses.append([each.metrics["loss"] for each in read_evaluations(job.paths)])
+    said = f"{digests[0][:12]}, resumed {digests[1][:12]}; losses of evaluations {shown(losses[0])}, {shown(losses[1])}"
+    said += f"; nobody says {', '.join(unknown)}" if unknown else ""
+    same = digests[0] == digests[1] and losses[0] == losses[1] and len(losses[0]) == 2
+    return Found(said, same and not unknown, {"digests": digests, "environment": described})
+
+
+def group_of_one(bench: Bench) -> Found:
+    """A process group of one: opened, used, aborted, used again, closed, and opened anew, with each class that PyTorch has for NCCL."""
+    newer = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
+    classes = CLASSES if newer and bench.device == "cuda" else {"as torch chooses": CLASSES["as torch chooses"]}
+    said = {}
+    for name, variables in classes.items():
+        with bench.pool(1) as pool:
+            store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+            [said[name]] = pool.run(1, opened_twice, store.port, bench.device, variables)
+    wrong = [name for name, raised in said.items() if raised is None and bench.device == "cuda"]
+    nothing = "an exchange after the abort raises nothing" if bench.device == "cuda" else "gloo, which has no peer to lose in such a group"
+    text = "; ".join(f"{name}: {raised or nothing}" for name, raised in said.items())
+    return Found(text, not wrong, {"raised": said})
+
+
+def opened_twice(rank: int, store: Path, port: int, device: str, variables: dict[str, str]) -> str | None:
+    """Opens a group of one process twice, aborting the first; returns what an exchange after the abort raised.
+
+    Raises:
+        RuntimeError: The exchange gave a wrong value.
+        Exception: What was raised and is not taken for the loss of a peer.
+    """
+    del store
+    os.environ |= variables
+    place, raised = place_of(device, 0), None
+    environment.use_device(place)
+    for number in (1, 2):
+        group = ProcessGroup()
+        with collective():
+            group.open(Formed(number, rank, 1, HERE, port), place, "auto")
+        _exchange(group, place)
+        if number == 1:
+            group.abort()
+            try:
+                _exchange(group, place)
+            except PeerLostError as error:
+                raised = f"{type(error.__cause__ or error).__name__}: {str(error)[:80]}"
+        group.close(broken=number == 1)
+    return raised
+
+
+def _exchange(group: ProcessGroup, place: torch.device) -> None:
+    values = torch.full((1024,), 3.0, device=place)
+    with collective():
+        dist.all_reduce(values)
+    if group.settle is not None:
+        group.settle()
+    if not torch.equal(values.cpu(), torch.full((1024,), 3.0)):
+        raise RuntimeError(f"the sum over one process of 3 is {values[0].item()}")
+
+
+LINES = [
+    Line("names of libraries", library_names, 30, "all exist"),
+    Line("start: two steps, a checkpoint between them", started, 30, "equal", stops=True),
+    Line("NCCL, a group of one", group_of_one, 45, "an abort is the loss of a peer"),
+]
