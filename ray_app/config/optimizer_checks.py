@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OWN_OPTIMIZER
+
+_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
 
 
 def check_optimizers(config: Config) -> list[str]:
@@ -14,6 +18,9 @@ def check_optimizers(config: Config) -> list[str]:
             f"The task makes the optimizer (configure_optimizers, or Task.own_optimizer), and train.strategy {config.train.strategy} makes"
             " several. Name it in optimizer, or use ddp, single or central_storage."
         )
+    problems += _check_groups("optimizer.groups", config.optimizer.groups)
+    for name, spec in (config.optimizers or {}).items():
+        problems += _check_groups(f"optimizers.{name}.groups", spec.groups)
     if not config.optimizers:
         return problems if config.optimizers is None else ["optimizers is empty; name an optimizer, or leave it out."]
     if config.optimizer != Config.optimizer:
@@ -31,3 +38,13 @@ def check_optimizers(config: Config) -> list[str]:
         if not spec.parameters:
             problems.append(f"optimizers.{name}.parameters is missing; name the parameters that it moves, with * for any text.")
     return problems
+
+
+def _check_groups(field: str, groups: list[dict[str, Any]] | None) -> list[str]:
+    """What is no number among the options of groups that are numbers, of which an optimizer takes true for 1."""
+    return [
+        f"{field} has {option} = {group[option]!r}; it must be a number."
+        for group in groups or []
+        for option in _NUMBERS
+        if option in group and (isinstance(group[option], bool) or not isinstance(group[option], int | float))
+    ]

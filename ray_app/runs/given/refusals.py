@@ -32,6 +32,9 @@ _NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
 _VALUE = re.compile(r"""Parser key "(?!task"|optimizer"|schedule")([\w.]+)".*?Given value: ([^\n]*)""", re.DOTALL)
 _IN_A_FILE = re.compile(r"^\s*(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?\s*$")
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)")
+_SECTION_VALUE = re.compile(r"""Parser key "([\w.]+)":.*?(?:Got value: ([^\n]*)|Given value: ([^\n]*))""", re.DOTALL)
+_EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[([^\]]*)\])")
+_CALLED = {"str": "text", "int": "an integer", "float": "a number", "bool": "true or false", "NoneType": "null", "dict": "a mapping"}
 _MOST_NAMED = 12
 
 
@@ -56,7 +59,25 @@ def explained(message: str, fields: Iterable[str]) -> str:
             " init_args, groups, steps and schedule; look at its shape."
         )
     field = _FIELD.search(message)
+    if field is None and (value := _SECTION_VALUE.search(message)):
+        return _of_section(value[1], value[3] or value[2], _EXPECTED.findall(message))
     return (_of_class(field[1], message) if field is not None else None) or message
+
+
+def _of_section(name: str, given: str, expected: list[tuple[str, str]]) -> str | None:
+    """What is wrong with the value of a field; None if it is not known what the field holds."""
+    allowed = list(
+        dict.fromkeys(f"one of {choices.replace(chr(39), '')}" if choices else _CALLED.get(kind, kind) for kind, choices in expected)
+    )
+    if not allowed:
+        return None
+    quotes = ""
+    if "text" in allowed and given[:1] not in ("'", "[", "{"):
+        quotes = (
+            " YAML takes what is not in quotes, as 007, 1e3, 12:30 and on, for a number, a time or true; write it in quotes:"
+            f" {name.rpartition('.')[2]}: '...'."
+        )
+    return f"{name} is {given}; it must be {' or '.join(allowed)}.{quotes}"
 
 
 def _of_class(field: str, message: str) -> str | None:
@@ -67,7 +88,7 @@ def _of_class(field: str, message: str) -> str | None:
         told = _of_argument(field, named[-1], option[1])
     elif found := _NO_SUBCLASS.search(message):
         told = f"{field}.class_path is {found[1]!r}, which is no subclass of {wanted}. Derive it from that, or name one."
-    elif "Not a valid subclass of" in message:
+    elif f"Not a valid subclass of {_BASES[field].__name__}\n" in message:
         keys = "class_path, init_args and groups" if field == "optimizer" else "class_path and init_args"
         told = f"{field} has {keys}, and nothing else; look at the names of its keys."
     elif named and (why := missing(named[-1], _BASES[field])):
@@ -88,7 +109,7 @@ def _of_value(class_path: str, name: str, given: str) -> str | None:
         wanted = inspect.signature(_get(class_path)).parameters[name].annotation
     except Exception:  # it cannot be looked into
         return None
-    told = wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)
+    told = (wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)).replace(" | torch.Tensor", "")
     where = ", where Spec is {class_path: IMPORT.PATH, init_args: {NAME: VALUE}}" if "Spec" in told else ""
     return f"{class_path} got {name} = {_own(given, name)!r}; it must be {told}{where}."
 
@@ -96,9 +117,10 @@ def _of_value(class_path: str, name: str, given: str) -> str | None:
 def _own(given: str, name: str) -> Any:
     """What an argument was given, where jsonargparse says what its whole class was given."""
     try:
-        return ast.literal_eval(given)["init_args"][name]
-    except (ValueError, SyntaxError, TypeError, KeyError):
+        value = ast.literal_eval(given)
+    except (ValueError, SyntaxError):
         return given
+    return value["init_args"].get(name, value) if isinstance(value, dict) and "init_args" in value else value
 
 
 def _of_field(shown: str, given: str, fields: list[str]) -> str:
