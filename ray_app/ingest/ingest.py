@@ -238,7 +238,7 @@ def _write_all(
             put_atomic(place / "refused.jsonl", refused_lines([*refused[side], *part.skipped_files]))
         about = {"format_version": FORMAT_VERSION, "source": options.source, **facts, "parts": sorted(part_of), "made_from": made_from}
         shards = {shard["path"] for shard in facts["shards"]}
-        read_footers(place, [file for file in files_below(place, ".parquet") if relative(file, place) in shards]).put(place)
+        read_footers(place, [file for file in files_below(place, ".parquet") if relative(file, place) in shards], trusted=True).put(place)
         put_json(place / "dataset.json", about)
 
 

@@ -174,8 +174,8 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
     if targets:
         task.prepare(dataset.facts)
     fields = probe(dataset, columns, decode)
-    source = RowSource(Reader(dataset.root, columns, decode, fields), dataset.manifest, rows_per_task(fields, _READ_MB))
-    return load_all(fetch_here, source).arrays
+    reader = Reader(dataset.root, columns, decode, fields, partitions=dataset.manifest.partitions)
+    return load_all(fetch_here, RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))).arrays
 
 
 def checked(folder: Path) -> tuple[Path, dict[str, Any]]:

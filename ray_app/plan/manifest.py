@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_app.errors import DataError
+from ray_app.plan.partitions import PartitionType, partition_types
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -79,6 +80,15 @@ class Manifest:
         places = [f"{path}, row group {group}, row{'s' * (len(rows) > 1)} {', '.join(rows)}" for (path, group), rows in groups.items()]
         more = f"; and {len(positions) - most} more" if len(positions) > most else ""
         return f"{len(positions)} row{'s' * (len(positions) != 1)}: {'; '.join(places)}{more}"
+
+    @cached_property
+    def partitions(self) -> dict[str, PartitionType]:
+        """The columns that are in the names of folders (`key=value`), with their types.
+
+        Raises:
+            DataError: The files have different keys.
+        """
+        return partition_types(self.paths)
 
     @cached_property
     def path_hash(self) -> UInt64:

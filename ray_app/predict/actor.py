@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
 from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, lists_of, to_column
-from ray_app.data.dataset.files import parquet, place_of
-from ray_app.data.read.reader import POSITION, ReadSpec, check_positions
+from ray_app.data.dataset.data_file import DataFile, Partitions
+from ray_app.data.read.reader import POSITION, ReadSpec, check_positions, stored
 from ray_app.errors import ConfigError, DataError
 from ray_app.models import loader
 from ray_app.models.on_device import module_on
@@ -102,6 +102,7 @@ class PredictJob:
         root: Folder that the data set's paths are relative to.
         fields: What a decoded row looks like.
         columns: Columns of the data set that are carried through.
+        partitions: Those of the data set that are in the names of folders.
         parts: For each part, by the position of its first row: its file's name, and what it is made of.
         out: Folder of the parts.
         made_from: Digest of everything that decides their content.
@@ -114,6 +115,7 @@ class PredictJob:
     root: str
     fields: dict[str, ArraySpec]
     columns: list[str]
+    partitions: Partitions
     parts: dict[int, tuple[str, ReadSpec]]
     out: str
     made_from: str
@@ -151,7 +153,7 @@ class PredictActor:
         check_positions(table, np.arange(position, position + rows))
         outputs = self._outputs(table, position)
         positions = pa.table({"position": np.arange(position, position + rows)})
-        carried = _columns(self._job.root, spec, self._job.columns)
+        carried = _columns(self._job, spec)
         start = positions if carried is None else carried.append_column("position", positions.column(0))
         data = part_file(start, outputs, self._job.made_from)
         put_atomic(location(self._job.out) / name, data)
@@ -196,13 +198,13 @@ def _on_cpu(outputs: Any) -> Any:
     return type(outputs)(map(_on_cpu, outputs)) if isinstance(outputs, list | tuple) else outputs
 
 
-def _columns(root: str, spec: ReadSpec, names: list[str]) -> pa.Table | None:
-    """Columns of a part as they are in the data set; None if none is asked for."""
+def _columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
+    """The columns that are carried through of a part, as they are in the data set; None if none is asked for."""
     parts = []
-    for span in spec if names else ():
-        with parquet(place_of(root) / span.path) as file:
-            parts.append(file.read_row_group(span.row_group, columns=names, use_threads=False).slice(span.first, span.rows))
-    return pa.concat_tables(parts).select(names) if parts else None
+    for span in spec if job.columns else ():
+        with DataFile(job.root, span.path, job.partitions) as file:
+            parts.append(stored(file, span, job.columns))
+    return pa.concat_tables(parts).select(job.columns) if parts else None
 
 
 def part_file(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:

@@ -143,7 +143,8 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     out = str(location(section.out))
-    job = PredictJob(model, dataset.root, reader.fields, carried, parts, out, digest, section.batch_size, section.threads, device)
+    counts = section.batch_size, section.threads
+    job = PredictJob(model, dataset.root, reader.fields, carried, manifest.partitions, parts, out, digest, *counts, device)
     prepared = PreparedPrediction(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows)
     refuse_other(prepared)
     return prepared
@@ -180,7 +181,7 @@ def _reader(dataset: Dataset, task: Task) -> Reader:
             f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs; its columns are"
             f" {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
         )
-    return Reader(dataset.root, columns, decode, probe(dataset, columns, decode))
+    return Reader(dataset.root, columns, decode, probe(dataset, columns, decode), partitions=dataset.manifest.partitions)
 
 
 def _carried(dataset: Dataset, columns: str | None) -> list[str]:

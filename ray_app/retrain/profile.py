@@ -20,8 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.dataset.arrays import fixed, spec_of
+from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import Dataset
-from ray_app.data.dataset.files import parquet, place_of, unusable
+from ray_app.data.dataset.files import place_of, unusable
 from ray_app.plan.keyed import hash_array, key
 
 _BINS = 10
@@ -154,9 +155,9 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
     manifest, root = dataset.manifest, place_of(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
-            with parquet(root / path) as file:
+            with DataFile(root, path, manifest.partitions) as file:
                 for group in np.flatnonzero(manifest.file_of == index).tolist():
-                    yield int(manifest.first_row[group]), file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
+                    yield int(manifest.first_row[group]), file.read_row_group(int(manifest.index_in_file[group]), columns)
         except (pa.ArrowException, OSError) as error:
             raise unusable(root / path, error, "It cannot be read; deliver it again.") from error
 

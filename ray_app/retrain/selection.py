@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import Dataset
-from ray_app.data.dataset.files import parquet, place_of
 from ray_app.ingest.shards import Shards
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
@@ -104,9 +104,9 @@ def _rows(dataset: Dataset, columns: list[str], delivery: dict[str, str], old: s
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
         first = 0
-        with parquet(place_of(dataset.root) / path) as file:
+        with DataFile(dataset.root, path, manifest.partitions) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
-                table = file.read_row_group(int(manifest.index_in_file[group]), columns=columns)
+                table = file.read_row_group(int(manifest.index_in_file[group]), columns)
                 kept = table.filter(pa.array(in_share(delivery[path], first, table.num_rows, fraction))) if path in old else table
                 first += table.num_rows
                 if kept.num_rows:

@@ -83,8 +83,9 @@ class Job:
         """The training data."""
         skips = self.config.data.on_bad_row == "skip"
         keyed = self.task.decodes_by_epoch
-        reader = Reader(self.data_root, self.task.columns(), WithKeys(self.task) if keyed else self.task.decode, self.fields, skips, keyed)
-        return RowSource(reader, self.plan.manifest, rows_per_task(self.fields, self.config.data.read_task_mb))
+        decode, manifest = WithKeys(self.task) if keyed else self.task.decode, self.plan.manifest
+        reader = Reader(self.data_root, self.task.columns(), decode, self.fields, skips, keyed, manifest.partitions)
+        return RowSource(reader, manifest, rows_per_task(self.fields, self.config.data.read_task_mb))
 
     def through_cache(self, fetch: Fetch) -> Fetch:
         """`fetch`, with the disk cache of this node around it if there is to be one."""

@@ -27,12 +27,12 @@ def write(file: Path, **columns: object) -> None:
 
 
 def test_what_spark_has_not_finished_is_no_data(tmp_path: Path) -> None:
-    for name in ("part-0.parquet", "_day=1/part-0.parquet"):
+    for name in ("_day=2/part-0.parquet", "_day=1/part-0.parquet"):
         write(tmp_path / name)
     for name in ("_temporary/0/part-1.parquet", "_started.parquet", ".hidden/part-2.parquet", "a/_temporary/part-3.parquet"):
         write(tmp_path / name)
     (tmp_path / "_SUCCESS").touch()
-    assert open_dataset(str(tmp_path)).manifest.paths == ("_day=1/part-0.parquet", "part-0.parquet")
+    assert open_dataset(str(tmp_path)).manifest.paths == ("_day=1/part-0.parquet", "_day=2/part-0.parquet")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def keep(folder: Path) -> None:
 
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Dataset]:
     """The files whose footers are read, and the data set."""
-    read, footer = list[str](), footers._footer
+    read, tail = list[str](), footers._tail
     with monkeypatch.context() as patched:
-        patched.setattr(footers, "_footer", lambda file: (read.append(file.name), footer(file))[1])
+        patched.setattr(footers, "_tail", lambda file: (read.append(file.name), tail(file))[1])
         dataset = open_dataset(str(folder))
     return sorted(set(read)), replace(dataset, facts=replace(dataset.facts, count=None))
 
@@ -153,16 +153,15 @@ def test_what_is_kept_of_footers_may_be_damaged(tmp_path: Path, monkeypatch: pyt
 def test_footers_are_let_go_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, 100)
     seen, most = list[weakref.ref[object]](), 0
-    footer, one_at_a_time = footers._footer, threading.Lock()
+    keep_of, one_at_a_time = footers._kept_of, threading.Lock()
 
-    def counted(file: Path) -> tuple[object, object]:
+    def counted(footer: pq.FileMetaData, places: list[int | None]) -> object:
         nonlocal most
-        found = footer(file)
         with one_at_a_time:
-            seen.append(weakref.ref(found[0]))
+            seen.append(weakref.ref(footer))
             most = max(most, sum(there() is not None for there in seen))
-        return found
+        return keep_of(footer, places)
 
-    monkeypatch.setattr(footers, "_footer", counted)
+    monkeypatch.setattr(footers, "_kept_of", counted)
     assert open_dataset(str(tmp_path)).manifest.num_rows == 400
     assert 1 <= most <= 2 * footers._DISK_THREADS + 2

@@ -175,7 +175,7 @@ def test_a_storage_that_is_away_refuses_no_data(
     def away(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    for module, reading in ((footers, "_footer"), (profile, "parquet")):
+    for module, reading in ((footers, "_tail"), (profile, "DataFile")):
         with monkeypatch.context() as broken:
             broken.setattr(module, reading, away)
             assert main(arguments) == 1

@@ -229,7 +229,7 @@ def test_a_damaged_file_and_one_that_came_twice_are_found(tmp_path: Path) -> Non
     assert delivered(config).twice() == ["training file b.parquet has the content of training file a.parquet"]
     whole = (tmp_path / "train" / "b.parquet").read_bytes()
     (tmp_path / "train" / "b.parquet").write_bytes(b"PAR1" + b"\0" * 500 + whole[504:])  # the footer is intact
-    with pytest.raises(DataError, match=r"(?s)b.parquet: .* cannot be read; deliver it again"):
+    with pytest.raises(DataError, match=r"(?s)b.parquet, row group 0, column .*: .* restore it or ingest the data again"):
         profiled(tmp_path / "train")
 
 

@@ -80,6 +80,11 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
+def is_bytes(kind: pa.DataType) -> bool:
+    """Whether values are bytes of any length, in any of Arrow's layouts."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+
+
 def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
     """The rows of an encoded column as one array of shape (rows, ...), or ragged; a view of the column where it is one chunk."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]

@@ -6,11 +6,12 @@ import json
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import is_numbers, is_text, list_spec, spec_of
+from ray_app.data.dataset.arrays import is_bytes, is_numbers, is_text, list_spec, spec_of
 from ray_app.data.dataset.below import files_below
 from ray_app.data.dataset.files import Place, find, folders_in, is_folder, place_of
 from ray_app.data.dataset.footers import Footers, Range, kept_footers, read_footers
@@ -18,6 +19,7 @@ from ray_app.data.dataset.labels import count_labels
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts
 from ray_app.plan.manifest import Manifest
+from ray_app.plan.partitions import partition_texts, partition_value
 from ray_app.record.files import read_json
 
 UNFINISHED = "_ingest.json"
@@ -77,6 +79,7 @@ def _refuse_unfinished(path: str, root: Place) -> None:
 
 def _facts(path: str, root: Place, footers: Footers, manifest: Manifest) -> DataFacts:
     columns = {field.name: _column_facts(field, footers.range_of(field)) for field in footers.schema}
+    columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
     described: dict[str, Any] = read_json(root / "dataset.json") or {}
     classes = described.get("classes")
     count = partial(count_labels, str(root), manifest)
@@ -96,6 +99,25 @@ def index_columns(schema: pa.Schema) -> tuple[str, ...]:
     return tuple(name for name in schema.names if name in named or _INDEX.fullmatch(name))
 
 
+def _partition_facts(manifest: Manifest) -> dict[str, ColumnFacts]:
+    """The facts of the columns that are in the names of folders."""
+    texts = [partition_texts(path) for path in manifest.paths] if manifest.partitions else []
+    rows = np.bincount(manifest.file_of, manifest.rows, len(manifest.paths))
+    found = {}
+    for name, kind in manifest.partitions.items():
+        values = [partition_value(text[name], kind) for text in texts]
+        known = [value for value in values if value is not None]
+        nulls = int(sum(count for value, count in zip(values, rows, strict=True) if value is None))
+        if kind == "string":
+            found[name] = ColumnFacts("text", nulls=nulls)
+        else:
+            span = 1.0 if kind == "int64" else None
+            dtype: tuple[Literal["integer", "number"], str] = ("integer", "int64") if kind == "int64" else ("number", "float64")
+            low, high = (float(min(known)), float(max(known))) if known else (None, None)
+            found[name] = ColumnFacts(*dtype, (), low, high, nulls, span)
+    return found
+
+
 def _column_facts(field: pa.Field, found: Range) -> ColumnFacts:
     spec = spec_of(field) or list_spec(field.type)
     if spec is not None:
@@ -105,7 +127,7 @@ def _column_facts(field: pa.Field, found: Range) -> ColumnFacts:
         dtype = str(kind.to_pandas_dtype().__name__)
         is_float = pa.types.is_floating(kind)
         return ColumnFacts("number" if is_float else "integer", dtype, (), found.least, found.most, found.nulls, found.group_span)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    if is_bytes(kind):
         return ColumnFacts("bytes")
     if is_text(kind):
         return ColumnFacts("text")

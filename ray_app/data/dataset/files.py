@@ -10,6 +10,7 @@ import functools
 import gzip
 import io
 import os
+import resource
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -224,10 +225,13 @@ def opened(place: Place) -> IO[bytes]:
 
 
 def parquet(place: Place, buffer_bytes: int = 0) -> pq.ParquetFile:
-    """Opens a Parquet file, whose row groups are read as a whole (in a bucket their pieces together), or in buffers of a size."""
-    if isinstance(place, Path):
-        return pq.ParquetFile(place, buffer_size=buffer_bytes, pre_buffer=False)
-    return pq.ParquetFile(opened(place), buffer_size=buffer_bytes, pre_buffer=not buffer_bytes)
+    """Opens a Parquet file, whose row groups are read as a whole (in a bucket their pieces together), or in buffers of a size.
+
+    Pages that have a checksum are compared with it.
+    """
+    pre_buffer = not buffer_bytes and not isinstance(place, Path)
+    source = str(place) if isinstance(place, Path) else opened(place)
+    return pq.ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=pre_buffer, page_checksum_verification=True)
 
 
 def fragment_of(place: ObjectPath) -> Any:
@@ -265,6 +269,12 @@ def unusable(file: File | Place | str, error: Exception, advice: str) -> DataErr
     if foreign := _foreign_file_at(file):
         return DataError(f"{file}: it is {foreign}.")
     own = (None, errno.EINVAL)  # a place in the file that there is not
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return StorageError(
+            f"{file} cannot be opened: {error}. A process may have {limit} files open here (ulimit -n). Raise that; on a cluster of"
+            " `ray start` raise it where that is called."
+        )
     if isinstance(error, OSError) and (error.errno not in own or any(said in str(error) for said in _OF_A_BUCKET)):
         return StorageError(f"{file} cannot be read: {error}.")
     said = without_addresses(str(error)) or type(error).__name__

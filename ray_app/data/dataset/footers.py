@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 
 from ray_app.data.dataset.arrays import is_numbers, spec_of
 from ray_app.data.dataset.files import CONNECTIONS, Place, fragment_of, parsing, reading, relative
+from ray_app.data.dataset.footer_check import check_footers
 from ray_app.errors import DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.record.files import Location, put_atomic
@@ -109,13 +111,14 @@ def kept_footers(root: Place) -> Footers | None:
     return Footers(schema, table.replace_schema_metadata()) if table.schema.equals(_kept_schema(schema)) else None
 
 
-def read_footers(root: Place, files: Sequence[Place], kept: Footers | None = None) -> Footers:
+def read_footers(root: Place, files: Sequence[Place], kept: Footers | None = None, trusted: bool = False) -> Footers:
     """What is to be kept of the footers of files, many of which are read at a time.
 
     Args:
         root: The folder that they are in.
         files: The files, as they were listed; at least one.
         kept: What is known already: footers of files that were not changed since are not read.
+        trusted: Whether the application itself has just written the files.
 
     Raises:
         DataError: One is not Parquet, or they have different columns.
@@ -131,12 +134,17 @@ def read_footers(root: Place, files: Sequence[Place], kept: Footers | None = Non
         columns = _Columns(kept.schema, next(file for file, path in zip(files, paths, strict=True) if path in place))
     else:
         columns, kept = _Columns(_schema_of(files[0]), files[0]), None
+    if repeated := sorted(name for name, times in Counter(columns.schema.names).items() if times > 1):
+        raise DataError(
+            f"{files[0]} has several columns of the name {repeated[0]!r}; a name stands for one column. Rename or drop one, and write the"
+            " file again."
+        )
     unread = [i for i, path in enumerate(paths) if path not in place]
     threads = _DISK_THREADS if isinstance(root, Path) else CONNECTIONS
     size = min(_FILES_AT_ONCE, max(1, len(unread) // (4 * threads)))
     some = [[files[i] for i in unread[low : low + size]] for low in range(0, len(unread), size)]
     with ThreadPoolExecutor(threads) as pool:
-        read = [one for found in pool.map(partial(_read, columns), some) for one in found]
+        read = [one for found in pool.map(partial(_read, columns, trusted), some) for one in found]
     table = _table(columns, [paths[i] for i in unread], [versions[i] for i in unread], read)
     if kept is None:
         return Footers(columns.schema, table)
@@ -193,43 +201,50 @@ def _leaf(field: pa.Field) -> str | None:
     return f"{field.name}.list.element" if is_numbers(kind) else None
 
 
-def _read(columns: _Columns, files: list[Place]) -> list[_Kept]:
-    found = []
+def _read(columns: _Columns, trusted: bool, files: list[Place]) -> list[_Kept]:
+    found, tails = [], list[bytes]()
     for file in files:
         with _as_parquet(file):
-            footer, schema = _footer(file)
-            found.append(_kept_of(footer, columns.places(file, footer, schema)))
+            tails.append(_tail(file))
+    if not trusted:
+        check_footers(files, tails)
+    for file, tail in zip(files, tails, strict=True):
+        with _as_parquet(file):
+            opened = pq.ParquetFile(pa.BufferReader(tail))
+            footer = opened.metadata
+            # A footer that is asked for its schema itself refers to itself from then on, and stays in memory.
+            found.append(_kept_of(footer, columns.places(file, footer, partial(getattr, opened, "schema_arrow"))))
     return found
 
 
 def _schema_of(file: Place) -> pa.Schema:
     with _as_parquet(file):
-        return _footer(file)[1]()
+        return pq.ParquetFile(pa.BufferReader(_tail(file))).schema_arrow
 
 
 def _as_parquet(file: Place) -> Any:
     return parsing(file, "It cannot be read as Parquet; remove it or ingest the data again.")
 
 
-def _footer(file: Place) -> tuple[pq.FileMetaData, Callable[[], pa.Schema]]:
-    """The footer, and what gives its columns: a footer that is asked itself refers to itself from then on, and stays in memory."""
+def _tail(file: Place) -> bytes:
+    """The end of a Parquet file, from its footer on or before; in a bucket one request fetches it, where the file was listed."""
     if not isinstance(file, Path):
-        fragment = fragment_of(file)
-        return fragment.metadata, lambda: fragment.physical_schema
-    opened = pq.ParquetFile(pa.BufferReader(_tail(file)))
-    return opened.metadata, lambda: opened.schema_arrow
-
-
-def _tail(file: Path) -> bytes:
-    """The end of a Parquet file, from its footer on or before."""
+        with fragment_of(file).open() as stream:
+            return _tail_of(stream.size(), stream.read_at)
     opened = os.open(file, os.O_RDONLY)
     try:
-        size = os.fstat(opened).st_size
-        tail = os.pread(opened, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
-        footer = 8 + int.from_bytes(tail[-8:-4], "little")
-        return tail if footer <= len(tail) or footer > size else os.pread(opened, footer, size - footer)
+        return _tail_of(os.fstat(opened).st_size, lambda count, at: os.pread(opened, count, at))
     finally:
         os.close(opened)
+
+
+def _tail_of(size: int, read: Callable[[int, int], bytes]) -> bytes:
+    begin = max(0, size - _TAIL_BYTES)
+    tail = read(size - begin, begin)
+    footer = 8 + int.from_bytes(tail[-8:-4], "little")
+    if footer > size:
+        return tail
+    return tail[-footer:] if footer <= len(tail) else read(footer, size - footer)
 
 
 def _version(file: Place) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ray_app.data.dataset.arrays import is_text
-from ray_app.data.dataset.files import parquet, place_of
+from ray_app.data.dataset.data_file import DataFile
 from ray_app.errors import DataError
 from ray_app.plan.manifest import Manifest
 
@@ -34,16 +33,16 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
     """
 
     def read(path: str) -> npt.NDArray:
-        with parquet(place_of(root) / path) as file:
+        with DataFile(root, path, manifest.partitions) as file:
             return classes(file)
 
-    def classes(file: pq.ParquetFile) -> npt.NDArray:
-        if column not in file.schema_arrow.names:
+    def classes(file: DataFile) -> npt.NDArray:
+        if column not in file.schema.names:
             raise DataError(
-                f"{root} has no column {column!r} of classes; its columns are {', '.join(sorted(file.schema_arrow.names))}. Name another"
+                f"{root} has no column {column!r} of classes; its columns are {', '.join(sorted(file.schema.names))}. Name another"
                 " one (data.balance_by, or task.init_args.label)."
             )
-        values = file.read([column], use_threads=False).column(0)
+        values = file.read([column]).column(0)
         kind = values.type
         if values.null_count or not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind)):
             raise DataError(

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("numpy", "torch", "torchvision", "Pillow", "simplejpeg")
 _DIGITS = 32
-_OURS = ("data/dataset/*.py", "data/read/*.py", "task/**/*.py")
+_OURS = ("data/dataset/*.py", "data/read/*.py", "plan/partitions.py", "task/**/*.py")
 """Code of the application, below `_APPLICATION`, that has a part in what a decoded row is."""
 _APPLICATION = Path(__file__).parents[2]
 _NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")

@@ -57,6 +57,8 @@ def decode_around(
     Raises:
         ImportError: This process cannot decode any row.
     """
+    if not count:
+        return {name: _empty(spec)[:0] for name, spec in fields.items()}, []
     reasons: list[str | None] = [None] * count
     good: dict[int, dict[str, Field]] = {}
     todo = [(0, count)]
@@ -82,6 +84,30 @@ def decode_around(
         elif low in good:
             parts.append(good[low])
     return {name: joined([part[name] for part in parts]) for name in fields}, reasons
+
+
+def with_bad_rows(
+    decoded: dict[str, Field], reasons: list[str | None], bad: dict[int, str], fields: dict[str, ArraySpec]
+) -> tuple[dict[str, Field], list[str | None]]:
+    """Puts rows that were left out of decoding back into their places, as zeros.
+
+    Args:
+        decoded: The fields of the other rows, in their order.
+        reasons: For each of these, why it is bad, or None.
+        bad: The reasons of the rows to put back, by their place.
+        fields: What a decoded row looks like.
+
+    Returns:
+        As `decode_around`.
+    """
+    parts, whole, low = list[dict[str, Field]](), list(reasons), 0
+    for before, place in enumerate(sorted(bad)):
+        whole.insert(place, bad[place][:_LONGEST])
+        high = place - before
+        parts += [{name: values[low:high] for name, values in decoded.items()}, {name: _empty(spec) for name, spec in fields.items()}]
+        low = high
+    parts.append({name: values[low:] for name, values in decoded.items()})
+    return {name: joined([part[name] for part in parts]) for name in fields}, whole
 
 
 def _empty(spec: ArraySpec) -> Field:

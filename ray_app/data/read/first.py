@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
+from functools import partial
 from itertools import islice
 
 import numpy as np
 import pyarrow as pa
 
 from ray_app.data.dataset.arrays import ArraySpec, spec_like
+from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import Dataset
-from ray_app.data.dataset.files import parquet, place_of
+from ray_app.data.dataset.files import place_of
 from ray_app.data.read.bad_rows import REASON, Decode
-from ray_app.data.read.reader import POSITION, Reader, rows_of, span_of, stored
+from ray_app.data.read.missing import missing_reasons
+from ray_app.data.read.patience import patiently
+from ray_app.data.read.reader import POSITION, Reader, Span, rows_of, span_of, stored
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.task.own_code import refusal
@@ -35,11 +39,20 @@ def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_ba
     refused: list[BadRowError] = []
     for group, row in islice(places, most_bad + 1):
         span = span_of(manifest, group, row, 1)
+        table = patiently(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
+        if missing := missing_reasons(table):
+            refused.append(BadRowError(span.path, span.row_group, row, missing[0]))
+            continue
         try:
-            return decode_rows(rows_of(stored(parquet(place_of(dataset.root) / span.path), span, columns)))
+            return decode_rows(rows_of(table))
         except Exception as error:
             refused.append(BadRowError(span.path, span.row_group, row, refusal(error)))
     raise refused[-1]
+
+
+def _stored(dataset: Dataset, span: Span, columns: list[str]) -> pa.Table:
+    with DataFile(dataset.root, span.path, dataset.manifest.partitions) as file:
+        return stored(file, span, columns)
 
 
 def _need_columns(dataset: Dataset, columns: list[str]) -> None:
@@ -94,7 +107,8 @@ def rows_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: De
     fields = {name: spec_like(values) for name, values in row.items()}
     if all(spec.padding is None for spec in fields.values()):
         return row
-    rows = first_rows(Reader(dataset.root, columns, decode_rows, fields, skips), dataset.manifest, _MEASURED)
+    reader = Reader(dataset.root, columns, decode_rows, fields, skips, partitions=dataset.manifest.partitions)
+    rows = first_rows(reader, dataset.manifest, _MEASURED)
     return {name: rows[name] for name in fields}
 
 

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import Dataset
-from ray_app.data.dataset.files import parquet, parsing, place_of
+from ray_app.data.dataset.files import parsing, place_of
 from ray_app.data.read.reader import Span, span_of
 from ray_app.errors import DataError
 from ray_app.plan.keyed import key, permutation
@@ -46,9 +47,13 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
         place = place_of(dataset.root) / manifest.paths[int(manifest.file_of[group])]
         first = 0
         try:
-            with parsing(place, "It cannot be read as Parquet."), parquet(place, _BUFFER_BYTES) as file:
+            path = manifest.paths[int(manifest.file_of[group])]
+            with (
+                parsing(place, "It cannot be read as Parquet."),
+                DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
+            ):
                 at = int(manifest.index_in_file[group])
-                for rows in file.iter_batches(_rows_at_once(file.metadata.row_group(at), columns), [at], columns):
+                for rows in file.iter_batches(at, columns, _rows_at_once(file.metadata.row_group(at), columns)):
                     lengths = _lengths(rows)
                     if not told and lengths.max() > most:
                         told = True
@@ -77,10 +82,10 @@ def _rows_at_once(group: pq.RowGroupMetaData, columns: list[str]) -> int:
     return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(1, size)))
 
 
-def _lengths(rows: pa.RecordBatch) -> npt.NDArray[np.int64]:
+def _lengths(rows: pa.Table) -> npt.NDArray[np.int64]:
     """Numbers in the lists of each row, shape (rows,); lists of lists, such as boxes, are no longer texts."""
     total = np.zeros(rows.num_rows, np.int64)
     for values in rows.columns:
         if not pa.types.is_nested(values.type.value_type):
-            total += pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+            total += pc.fill_null(pc.list_value_length(values), 0).to_numpy()
     return total

@@ -121,7 +121,7 @@ def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) ->
     task = ray.remote(_decoded).options(num_cpus=1, **_ONCE)
     waiting: deque[tuple[Attempts, int]] = deque()
     try:
-        with closing(Slices(reader.root, reader.columns)) as slices:
+        with closing(Slices.of(reader)) as slices:
             for spec in specs:
                 rows = sum(span.rows for span in spec)
                 skipped, done = min(rows, done), max(0, done - rows)

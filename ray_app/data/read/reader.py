@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ray_app.data.dataset.arrays import ArraySpec, fixed, fixed_lists, from_column, is_text, ragged_lists, spec_of, to_column
-from ray_app.data.dataset.files import parquet, place_of
-from ray_app.data.read.bad_rows import KEYS, REASON, Decode, decode_all, decode_around
+from ray_app.data.dataset.arrays import ArraySpec, fixed, fixed_lists, from_column, is_bytes, is_text, ragged_lists, spec_of, to_column
+from ray_app.data.dataset.data_file import DataFile, OpenFiles, Partitions
+from ray_app.data.dataset.files import place_of
+from ray_app.data.read.bad_rows import KEYS, REASON, Decode, decode_all, decode_around, with_bad_rows
+from ray_app.data.read.missing import missing_reasons, usable_rows
 from ray_app.data.read.patience import patiently
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.keyed import hash_array
@@ -83,6 +85,7 @@ class Reader:
         skips: Whether rows that cannot be decoded are put as zeros, with the reason in a column of its own; otherwise such a row is an
             error.
         keyed: Whether `decode` takes keys of the rows, too, in `rows[KEYS]`: it makes something else of a row in every epoch.
+        partitions: The columns that are in the names of folders, see `Manifest.partitions`.
     """
 
     root: str
@@ -91,6 +94,7 @@ class Reader:
     fields: dict[str, ArraySpec]
     skips: bool = False
     keyed: bool = False
+    partitions: Partitions = field(default_factory=dict)
 
     def read(self, spec: ReadSpec, sliced: Sliced | None = None) -> Iterator[pa.Table]:
         """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh memory costs more.
@@ -105,30 +109,51 @@ class Reader:
         Raises:
             BadRowError: A row cannot be decoded, without `skips`.
         """
-        files: dict[str, pq.ParquetFile] = {}
         step = rows_per_task(self.fields, AT_ONCE / 1e6)
-        for span in spec:
-            if span.of and sliced is not None:
-                rows = rows_of(sliced(span))
-            else:
-                rows = rows_of(patiently(place_of(self.root) / span.path, partial(self._stored, files, span)))
-            for low in range(0, span.rows, step):
-                few = replace(span, first=span.first + low, rows=min(step, span.rows - low), position=span.position + low)
-                yield self._decoded(few, {name: values[low : low + step] for name, values in rows.items()})
+        with closing(OpenFiles(self.root, self.partitions)) as files:
+            for span in spec:
+                if span.of and sliced is not None:
+                    table = sliced(span)
+                else:
+                    table = patiently(place_of(self.root) / span.path, partial(self._stored, files, span))
+                yield from self._decoded_span(span, table, step)
 
-    def _stored(self, files: dict[str, pq.ParquetFile], span: Span) -> pa.Table:
-        """The rows of a span as they are stored; files are opened once."""
-        if span.path not in files:
-            files[span.path] = parquet(place_of(self.root) / span.path)
-        return stored(files[span.path], span, self.columns)
+    def _stored(self, files: OpenFiles, span: Span) -> pa.Table:
+        return stored(files.get(span.path), span, self.columns)
 
-    def _decoded(self, span: Span, rows: dict[str, Any]) -> pa.Table:
+    def _decoded_span(self, span: Span, table: pa.Table, step: int) -> Iterator[pa.Table]:
+        """Decodes the rows of a span, `step` at a time; a missing value makes its row a bad one before `decode` sees any."""
+        bad = missing_reasons(table)
+        if bad and not self.skips:
+            first = min(bad)
+            raise BadRowError(span.path, span.row_group, span.first + first, bad[first])
+        usable = usable_rows(span.rows, bad)
+        rows = self._rows(span, table.filter(pa.array(usable)) if bad else table)
         if span.key is not None:
-            hashed = hash_array(span.key, np.arange(span.position, span.position + span.rows))
+            hashed = hash_array(span.key, np.arange(span.position, span.position + span.rows)[usable])
             rows = rows | {KEYS: (hashed >> np.uint64(1)).astype(np.int64)}
+        done = 0
+        for low in range(0, span.rows, step):
+            few = replace(span, first=span.first + low, rows=min(step, span.rows - low), position=span.position + low)
+            some = {row - low: reason for row, reason in bad.items() if low <= row < low + few.rows}
+            count = few.rows - len(some)
+            yield self._decoded(few, {name: values[done : done + count] for name, values in rows.items()}, some)
+            done += count
+
+    @staticmethod
+    def _rows(span: Span, table: pa.Table) -> dict[str, Any]:
+        try:
+            return rows_of(table)
+        except DataError as error:
+            raise DataError(f"{span.path}, row group {span.row_group}, {error}") from error
+
+    def _decoded(self, span: Span, rows: dict[str, Any], bad: dict[int, str]) -> pa.Table:
+        """Decodes rows; `bad` has the reasons of those that `rows` lacks, by their place in the span."""
         reasons: list[str | None] = []
         if self.skips:
-            decoded, reasons = decode_around(self.decode, rows, span.rows, self.fields)
+            decoded, reasons = decode_around(self.decode, rows, span.rows - len(bad), self.fields)
+            if bad:
+                decoded, reasons = with_bad_rows(decoded, reasons, bad, self.fields)
         else:
             try:
                 decoded = decode_all(self.decode, rows, span.rows, self.fields)
@@ -149,29 +174,41 @@ class Reader:
         return DataError(f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {refusal(error)}")
 
 
-def stored(file: pq.ParquetFile, span: Span, columns: list[str]) -> pa.Table:
+def stored(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
     """The rows of a span as they are stored."""
-    return file.read_row_group(span.row_group, columns=columns, use_threads=False).slice(span.first, span.rows)
+    return file.read_row_group(span.row_group, columns).slice(span.first, span.rows)
 
 
 def rows_of(table: pa.Table) -> dict[str, Any]:
     """A table as rows for `Task.decode`: arrays where the column has numbers, arrays or lists of one size, `Ragged` where it has
     other lists of numbers, lists of bytes or text otherwise.
+
+    Raises:
+        DataError: The values of a column cannot be read in Python.
     """
     rows: dict[str, Any] = {}
-    for field, column in zip(table.schema, table.columns, strict=True):
-        spec = spec_of(field)
-        if spec is not None:
-            rows[field.name] = from_column(column, spec)
-        elif is_text(field.type) or pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
-            rows[field.name] = column.to_pylist()
-        elif (array := fixed_lists(column)) is not None:
-            rows[field.name] = array
-        elif (lists := ragged_lists(column)) is not None:
-            rows[field.name] = lists
-        else:
-            rows[field.name] = column.to_numpy()
+    for item, column in zip(table.schema, table.columns, strict=True):
+        try:
+            rows[item.name] = _values(item, column)
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            raise DataError(
+                f"column {item.name!r} of type {item.type} cannot be read: {error}. Convert it to numbers, text, bytes or lists of numbers."
+            ) from error
     return rows
+
+
+def _values(item: pa.Field, column: pa.ChunkedArray) -> Any:
+    """The values of a column, see `rows_of`."""
+    spec = spec_of(item)
+    if spec is not None:
+        return from_column(column, spec)
+    if is_text(item.type) or is_bytes(item.type):
+        return column.to_pylist()
+    if (array := fixed_lists(column)) is not None:
+        return array
+    if (lists := ragged_lists(column)) is not None:
+        return lists
+    return column.to_numpy()
 
 
 def specs_of(manifest: Manifest, segments: list[Segment], max_rows: int, window_rows: int | None = None) -> list[ReadSpec]:

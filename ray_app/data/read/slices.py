@@ -5,14 +5,15 @@ Parquet has no way into the middle of a row group: a task of its own for each sl
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ray_app.data.dataset.files import parquet, place_of
+from ray_app.data.dataset.data_file import DataFile, Partitions
+from ray_app.data.dataset.files import place_of
 from ray_app.data.read.cutting import Cut
 from ray_app.data.read.patience import patiently
 from ray_app.data.read.reader import Reader, ReadSpec, Span
@@ -20,14 +21,15 @@ from ray_app.data.read.reader import Reader, ReadSpec, Span
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 4 << 20
 """Bytes of a column that are fetched at once."""
-_MOST_OPEN = 256
+_MAX_OPEN = 256
+"""A tenth of the usual limit of open files is left for the rest of the process; fewer are open where that is lower."""
 
 
 @dataclass
 class _Open:
     """A row group that is being read, and the row that comes next."""
 
-    file: pq.ParquetFile
+    file: DataFile
     rows: Cut
     at: int
 
@@ -40,11 +42,18 @@ class Slices:
     Args:
         root: Folder (path or URI) that paths are relative to.
         columns: Columns to read.
+        partitions: The columns that are in the names of folders.
     """
 
-    def __init__(self, root: str, columns: list[str]) -> None:
-        self._root, self._columns = place_of(root), columns
+    def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
+        self._root, self._columns, self._partitions = place_of(root), columns, partitions
+        self._max_open = min(_MAX_OPEN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._open: dict[tuple[str, int, int], _Open] = {}
+
+    @classmethod
+    def of(cls, reader: Reader) -> Slices:
+        """The slices that a reader decodes."""
+        return cls(reader.root, reader.columns, reader.partitions)
 
     def take(self, span: Span) -> pa.Table:
         """The rows of a span; what lies before them in the row group is skipped, unless they continue what was taken before.
@@ -71,8 +80,8 @@ class Slices:
         return found, pa.concat_tables(found.rows.take(span.rows))
 
     def _begun(self, span: Span) -> _Open:
-        file = parquet(self._root / span.path, buffer_bytes=_BUFFER_BYTES)
-        rows = Cut(batches(file, span.row_group, self._columns))
+        file = DataFile(self._root, span.path, self._partitions, _BUFFER_BYTES)
+        rows = Cut(file.iter_batches(span.row_group, self._columns, _BATCH_ROWS))
         skipped = 0
         while skipped < span.first:
             skipped += rows.next(span.first - skipped).num_rows
@@ -82,18 +91,12 @@ class Slices:
         if key in self._open:  # two that go on at the same row; the second one begins anew
             self._open.pop(key).file.close()
         self._open[key] = opened
-        if len(self._open) > _MOST_OPEN:
+        if len(self._open) > self._max_open:
             self._open.pop(next(iter(self._open))).file.close()
-
-
-def batches(file: pq.ParquetFile, row_group: int, columns: list[str]) -> Iterator[pa.Table]:
-    """The rows of a row group from its beginning."""
-    for batch in file.iter_batches(_BATCH_ROWS, row_groups=[row_group], columns=columns, use_threads=False):
-        yield pa.Table.from_batches([batch])
 
 
 def fetch_here(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     """Reads in this process, one task after the other."""
-    with closing(Slices(reader.root, reader.columns)) as slices:
+    with closing(Slices.of(reader)) as slices:
         for spec in specs:
             yield from reader.read(spec, slices.take)

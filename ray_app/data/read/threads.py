@@ -30,7 +30,7 @@ def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) ->
     """
     waiting: deque[Future[list[pa.Table]]] = deque()
     over = threading.Event()
-    with closing(Slices(reader.root, reader.columns)) as slices, ThreadPoolExecutor(threads, "reader") as pool:
+    with closing(Slices.of(reader)) as slices, ThreadPoolExecutor(threads, "reader") as pool:
         try:
             for spec in specs:
                 waiting.append(pool.submit(_read, reader, spec, [slices.take(span) for span in spec if span.of], over))

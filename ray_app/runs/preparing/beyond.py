@@ -53,7 +53,7 @@ class Beyond:
         """Looks for the longest row of a data set; `seen` is one that may be it."""
         row = None
         if any(spec.padding is not None for spec in fields.values()):
-            row = _decoded(Reader(dataset.root, task.columns(), task.decode, fields), dataset)
+            row = _decoded(Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions), dataset)
         if seen is not None and (row is None or numbers_of(row) < numbers_of(seen)):
             row = seen
         return cls(name, task, row, evaluated)

@@ -281,7 +281,8 @@ def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
 
 def _source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
     fields = probe(dataset, task.columns(), task.decode)
-    return RowSource(Reader(dataset.root, task.columns(), task.decode, fields), dataset.manifest, rows_per_task(fields, read_task_mb))
+    reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
+    return RowSource(reader, dataset.manifest, rows_per_task(fields, read_task_mb))
 
 
 def claim(prepared: Prepared, fence: int) -> Prepared:
