@@ -24,7 +24,7 @@ from ray_app.data.feed.memory_cache import fetch_at_once
 from ray_app.data.read.attempts import MAX_DEATHS, died
 from ray_app.data.read.reader import Fetch
 from ray_app.data.read.whole import load_all
-from ray_app.errors import DamagedError, RunHeldError
+from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, own_error
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
 from ray_app.process import keep_freed_memory
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
@@ -70,7 +70,7 @@ class Evaluator:
         self._store = CheckpointStore(job.paths)
         self._stopped, self._hurry = threading.Event(), threading.Event()
         self._driver = "held"
-        self._error: str | None = None
+        self._error: DataError | str | None = None
         self._is_noted = False
         self._itself, name = _this_actor(), job.name or "evaluator"
         self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
@@ -88,8 +88,8 @@ class Evaluator:
         for thread in self._threads:
             thread.start()
 
-    def error(self) -> str | None:
-        """Why the evaluator gave up, if it did."""
+    def error(self) -> DataError | str | None:
+        """Why the evaluator gave up, if it did; an error where the data is to blame."""
         return self._error
 
     def hurry(self) -> None:
@@ -146,7 +146,8 @@ class Evaluator:
                 wait_s = min(_LONGEST_PAUSE_S, 2 * max(wait_s, look_s))
             except Exception as error:  # only the end of the driver is waited for now
                 logger.exception("The evaluator gives up")
-                self._error, wait_s = f"{type(error).__name__}: {error}", look_s
+                found, wait_s = own_error(error), look_s
+                self._error = found if isinstance(found, DataError) and is_refusal(found) else f"{type(found).__name__}: {found}"
             self._stopped.wait(wait_s)
         return None
 
@@ -231,7 +232,8 @@ class Evaluator:
             return  # retention removed it meanwhile
         if self._arrays is None:
             self._arrays = load_all(self._fetch, job.data).arrays
-        scores = combine(job.task, score(job.task, self._model, self._arrays, job.section.batch_size, self._device))
+        manifest = job.data.manifest
+        scores = combine(job.task, score(job.task, self._model, self._arrays, job.section.batch_size, self._device, manifest=manifest))
         if self._output is not None:
             self._output.copy()  # who waits for this evaluation may end this process
         now_s = time.time()
@@ -239,10 +241,10 @@ class Evaluator:
             step=commit.step,
             epoch=commit.epoch,
             params_digest=commit.params_digest,
-            rows=job.data.manifest.num_rows,
+            rows=manifest.num_rows,
             duration_s=time.perf_counter() - began,
             time_s=now_s,
-            data_digest=job.data.manifest.digest,
+            data_digest=manifest.digest,
             behind=behind,
             lag_s=now_s - commit.time_s,
             **scores.record(job.task.classes),

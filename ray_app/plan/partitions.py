@@ -75,8 +75,9 @@ def partition_value(text: str | None, kind: PartitionType) -> Value:
 
 def _type_of(values: Iterable[str | None]) -> PartitionType:
     known = [value for value in values if value is not None]
-    if known and all(_INTEGER.fullmatch(value) and -(2**63) <= int(value) < 2**63 for value in known):
-        return "int64"
+    if known and all(map(_INTEGER.fullmatch, known)):
+        # Digits beyond 64 bits are names: as a fraction two of them could become one.
+        return "int64" if all(-(2**63) <= int(value) < 2**63 for value in known) else "string"
     if known and all(_NUMBER.fullmatch(value) and math.isfinite(float(value)) for value in known):
         return "double"
     return "string"

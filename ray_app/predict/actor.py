@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
 from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, lists_of, to_column
 from ray_app.data.dataset.data_file import DataFile, Partitions
 from ray_app.data.read.reader import POSITION, ReadSpec, check_positions, stored
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
 from ray_app.models.on_device import module_on
 from ray_app.process import keep_freed_memory
@@ -151,7 +151,7 @@ class PredictActor:
         name, spec = self._job.parts[position]
         rows = sum(span.rows for span in spec)
         check_positions(table, np.arange(position, position + rows))
-        outputs = self._outputs(table, position)
+        outputs = self._outputs(table, spec)
         positions = pa.table({"position": np.arange(position, position + rows)})
         carried = _columns(self._job, spec)
         start = positions if carried is None else carried.append_column("position", positions.column(0))
@@ -159,8 +159,12 @@ class PredictActor:
         put_atomic(location(self._job.out) / name, data)
         return pa.table({"name": [name], "facts": [json.dumps(facts_of(data))]})
 
-    def _outputs(self, table: pa.Table, position: int) -> dict[str, Field]:
-        """What the task makes of the rows, by column."""
+    def _outputs(self, table: pa.Table, spec: ReadSpec) -> dict[str, Field]:
+        """What the task makes of the rows of a part, by column.
+
+        Raises:
+            DataError: A row, or what is predicted of it, is NaN or infinite.
+        """
         arrays = {name: from_column(table.column(name), spec) for name, spec in self._job.fields.items()}
         found = []
         for low in range(0, table.num_rows, self._job.batch_size):
@@ -168,16 +172,48 @@ class PredictActor:
             batch = {name: values.to(self._device) for name, values in some.items()}
             with torch.inference_mode():
                 outputs = self._predict(batch)
-            found.append(self._job.model.task.predicted(_on_cpu(outputs), batch))
+            on_cpu = _on_cpu(outputs)
+            rows = {name: values[low : low + self._job.batch_size] for name, values in arrays.items()}
+            if (row := _bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
+                raise _bad_row(spec, low + row, "a number in it is NaN or infinite, and so is what the model gives")
+            found.append(self._job.model.task.predicted(on_cpu, batch))
         whole = {name: joined([one[name] for one in found]) for name in found[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:
                 raise DataError(f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs one each.")
             if (row := _not_finite(values)) is not None:
-                raise DataError(
-                    f"{name!r} of row {position + row} of the data is NaN or infinite; correct the row: a value may be missing."
-                )
+                raise _bad_row(spec, row, f"its prediction {name!r} is NaN or infinite")
         return whole
+
+
+def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
+    """The error that names a row of a part by its file."""
+    for span in spec:
+        if row < span.rows:
+            return BadRowError(span.path, span.row_group, span.first + row, f"{reason}; correct the row or drop it")
+        row -= span.rows
+    raise AssertionError("the part has fewer rows")
+
+
+def _bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> int | None:
+    """The first row that has a number that is NaN or infinite, in the decoded row and in what the model gives for it."""
+    bad = np.zeros(count, np.bool_)
+    for values in _tensors(outputs):
+        if values.is_floating_point() and values.shape[:1] == (count,):
+            bad |= ~values.reshape(count, -1).isfinite().all(1).numpy()
+    for row in np.flatnonzero(bad).tolist():
+        if any(_not_finite(values[row : row + 1]) is not None for values in rows.values()):
+            return int(row)
+    return None
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """All tensors in a task's outputs."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, dict | list | tuple):
+        for part in outputs.values() if isinstance(outputs, dict) else outputs:
+            yield from _tensors(part)
 
 
 def _not_finite(values: Field) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from ray_app.checkpoint.commit import Commit
-from ray_app.errors import EvaluationError
+from ray_app.errors import DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.record.redact import redact
 from ray_app.runs.outcome.closing import close_orphan
@@ -88,7 +88,7 @@ class Following:
                 return False
             why = self._gave_up()
             if why is not None:
-                self._tell(f"The evaluator gave up: {why}", console)
+                self._tell(why, console)
                 return True
             time.sleep(_LOOK_S)
         try:
@@ -96,16 +96,18 @@ class Following:
         except OSError:
             return False
 
-    def _tell(self, why: str, console: SafeConsole) -> None:
+    def _tell(self, why: DataError | str, console: SafeConsole) -> None:
         assert self._job is not None
+        message = f"The evaluator gave up: {why}"
         if self._job.section.on_error == "fail":
-            raise EvaluationError(
-                f"{why}\nAll checkpoints are there. Mend the cause, then start the run again, which evaluates them, or use ray-app evaluate"
-                f" --run {self._job.run_root}. With evaluate.on_error: warn the run would count as finished."
+            kind = DataError if isinstance(why, DataError) else EvaluationError
+            raise kind(
+                f"{message}\nAll checkpoints are there. Fix the cause, then start the run again, which evaluates them, or use ray-app"
+                f" evaluate --run {self._job.run_root}. With evaluate.on_error: warn the run would count as finished."
             )
-        console.print(redact(why))
+        console.print(redact(message))
 
-    def _gave_up(self) -> str | None:
+    def _gave_up(self) -> DataError | str | None:
         """Why, or None while it works or is being started again."""
         try:
             return ray.get(self._actor.error.remote(), timeout=_LOOK_S)

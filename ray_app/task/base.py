@@ -19,7 +19,7 @@ from ray_app.task.losses import Losses
 from ray_app.task.rows.columns import class_names, count_classes, need_column
 from ray_app.task.rows.drawing import uniform
 from ray_app.task.rows.mistake import Mistake
-from ray_app.task.rows.plain import plain
+from ray_app.task.rows.plain import need_finite, plain
 from ray_app.task.rows.ragged import LENGTHS, Arrays
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Task(ABC):
         """Turns rows as read into an array of one fixed shape for each name, (rows, ...), or into a `Ragged`, on any CPU of the cluster.
 
         Not overridden: the columns by their names; fractions as float32, integers as int64, lists of these as `Ragged`, arrays of integers
-        as they are.
+        as they are; a value that is NaN or infinite as float32 is refused.
 
         The arrays are used as they are, and must not change afterwards. A ragged field `x` is in a batch as `x`, padded to the longest of
         its rows, and `x_lengths`.
@@ -100,7 +100,10 @@ class Task(ABC):
         Raises:
             Exception: Any, for rows that cannot be decoded; the reader finds out which row it is and says so.
         """
-        return {name: plain(rows[name]) for name in self.columns()}
+        fields = {name: plain(rows[name]) for name in self.columns()}
+        for name, values in fields.items():
+            need_finite(f"column {name!r}", values)
+        return fields
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
         """Turns rows to train on into arrays like those of `decode`, another way in every epoch: random crops, augmentations.

@@ -25,7 +25,7 @@ from ray_app.task.losses import Losses
 from ray_app.task.rows.columns import too_many_classes
 from ray_app.task.rows.lengths import need_as_long, without_padding
 from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
-from ray_app.task.rows.plain import of_kind
+from ray_app.task.rows.plain import need_finite, of_kind
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
 from ray_app.task.rows.there import constant
 from ray_app.task.rows.transforms import Spec, made, made_once
@@ -206,6 +206,8 @@ class ModuleTask(Task):
             need_as_long(rows, self.target, self._columns_of_model())
         images = {name: kind for name, kind in self.kinds.items() if kind in (IMAGE, MASK)}
         fields: dict[str, Field] = {name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images}
+        for name, values in fields.items():
+            need_finite(f"column {name!r}", values)
         if images:
             stored = {name: rows[name] for name in images}
             fields |= decoded(stored, images, transforms, keys, self.exif_orientation, self.mask_classes)

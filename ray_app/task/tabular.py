@@ -25,6 +25,7 @@ from ray_app.task.classification import (
     wrong_classes,
 )
 from ray_app.task.losses import Losses
+from ray_app.task.rows.plain import need_finite
 
 _NUMBERS = ("number", "integer")
 
@@ -81,8 +82,17 @@ class _Tabular(Task):
         assert self.features is not None, "prepare() comes first"
         parts = [np.asarray(rows[name]) for name in self.features]
         flat = [part.reshape(len(part), -1) for part in parts]
-        features = np.concatenate(flat, axis=1).astype(np.float32) / np.float32(self.scale)
-        return {"features": features, "label": self._decode_label(np.asarray(rows[self.label]))}
+        with np.errstate(over="ignore"):  # what is too large is refused below
+            features = np.concatenate(flat, axis=1).astype(np.float32) / np.float32(self.scale)
+        if not np.isfinite(features).all():
+            for name in self.features:
+                need_finite(f"column {name!r}", np.asarray(rows[name]))
+            need_finite("a feature, as float32 and divided by task.init_args.scale,", features)
+        stored = np.asarray(rows[self.label])
+        need_finite(f"column {self.label!r}", stored)
+        label = self._decode_label(stored)
+        need_finite(f"column {self.label!r} as float32", label)
+        return {"features": features, "label": label}
 
     def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
         raise NotImplementedError

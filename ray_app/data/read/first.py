@@ -127,7 +127,9 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
         rows = int(manifest.rows[group])
         wanted = rows if len(chosen) == len(groups) and manifest.num_rows <= max_rows else min(rows, max_rows // (len(chosen) - place))
         span = span_of(manifest, group, 0, rows)
-        table = stored(parquet(place_of(dataset.root) / span.path), span, columns)
+        table = patiently(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
+        if missing_reasons(table):
+            return None
         tables.append(table.take(np.linspace(0, rows - 1, wanted).round().astype(np.int64)))
         max_rows -= wanted
     try:

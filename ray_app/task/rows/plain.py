@@ -64,6 +64,21 @@ def of_kind(values: Any, kind: str) -> Field:
     return found.astype(of_one, copy=False) if of_one else found
 
 
+def need_finite(name: str, values: Any) -> None:
+    """Refuses fractions that are NaN or infinite.
+
+    Args:
+        name: What they are called in a message.
+        values: Numbers of any kind, (rows, ...) or ragged.
+
+    Raises:
+        ValueError: One is.
+    """
+    numbers = values.values if isinstance(values, Ragged) else values
+    if numbers.dtype.kind == "f" and numbers.size and not np.isfinite(numbers).all():
+        raise ValueError(f"{name} is NaN or infinite; correct the value or drop the row")
+
+
 def _as_int64(values: npt.NDArray) -> npt.NDArray[np.int64]:
     if values.dtype == np.uint64 and values.size and (most := int(values.max())) > np.iinfo(np.int64).max:
         raise ValueError(f"{most} is above 2^63 - 1, the greatest integer that models take; keep such numbers as text, or as fractions")

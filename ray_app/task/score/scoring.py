@@ -13,9 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ray_app.errors import BadRowError, DataError
+from ray_app.plan.manifest import Manifest
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
 from ray_app.task.losses import Losses
@@ -83,6 +87,7 @@ def score(
     chunk_rows: int | None = None,
     keep: Container[str] | None = None,
     forward: Callable[[nn.Module, Batch], Any] | None = None,
+    manifest: Manifest | None = None,
 ) -> Iterator[Chunk]:
     """Scores a data set, or every `parts`-th chunk of it.
 
@@ -97,6 +102,10 @@ def score(
         chunk_rows: Rows of a chunk; not given: a number that makes the work quick.
         keep: Names of the metrics whose states are kept; not given: all.
         forward: What runs the model on a batch; not given: the task's `evaluated`.
+        manifest: The rows, by which a message names one.
+
+    Raises:
+        DataError: The loss of a row is NaN or infinite, and so is something in the row.
     """
     model.eval()
     metrics = make_metrics(task).to(device)
@@ -124,9 +133,23 @@ def score(
         kept = [(str(name), metric) for name, metric in metrics.items(keep_base=True, copy_state=False) if keep is None or name in keep]
         states = {name: states_of(metric) for name, metric in kept}
         values = torch.cat([each.values for each in losses])
+        if not values.isfinite().all():
+            _check_rows(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
         weights = [each.weights if each.weights is not None else torch.ones_like(each.values) for each in losses]
         weight = torch.cat(weights).sum(dtype=torch.float64).item()
         yield Chunk(low, len(values), values.double().sum().item(), weight, states, found)
+
+
+def _check_rows(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Manifest | None) -> None:
+    """Refuses the first of some rows in which something is NaN or infinite; of others, the model is to blame for their losses."""
+    for position in positions.tolist():
+        for name, values in arrays.items():
+            row = values.row(position) if isinstance(values, Ragged) else np.asarray(values[position])
+            if row.dtype.kind == "f" and not np.isfinite(row).all():
+                reason = f"{name!r} is NaN or infinite, and so is its loss; correct the value or drop the row"
+                if manifest is None:
+                    raise DataError(f"Row {position} of the data: {reason}.")
+                raise BadRowError(*manifest.place_of(position), reason)
 
 
 def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:

@@ -50,13 +50,15 @@ class Validation:
         """
         self.tell()
         job, step, began = self._job, self._state.step, time.perf_counter()
+        assert job.evaluation is not None
         if gather(world.rank == 0 and self._is_done(step), world)[0]:
             return
         arrays = self._arrays = self._arrays if self._arrays is not None else self._load()
         size, mine = job.config.evaluate.batch_size, []
         with self._state.returned() as model:
             digest = params_digest(model.state_dict())
-            for chunk in score(job.task, model, arrays, size, self._device, world.rank, world.size):
+            manifest = job.evaluation.manifest
+            for chunk in score(job.task, model, arrays, size, self._device, world.rank, world.size, manifest=manifest):
                 mine.append(chunk)
                 self._moved()
         if world.settle is not None:
@@ -64,8 +66,6 @@ class Validation:
         shares = gather(mine, world)
         if world.rank != 0:
             return
-        assert job.evaluation is not None
-        manifest = job.evaluation.manifest
         scores = combine(job.task, (chunk for share in shares for chunk in share))
         made = Evaluation(
             step=step,
