@@ -1,8 +1,8 @@
 """Page-locked host memory, from and to which a device copies by itself while the host goes on.
 
 PyTorch's own (`pin_memory=True`) rounds each tensor up to a power of two and never gives memory back: what a snapshot of a big model takes
-would be up to twice the model for each copy, and grow with each kind of copy. Here a copy is one piece of exactly its size, which is
-unlocked when no tensor uses it any more. One spare piece is kept, since to lock memory takes a second for some gigabytes.
+would be up to twice the model for each copy, and grow with each kind of copy. Here a copy is one piece of exactly its size. When no tensor
+uses it any more, the next copy takes it, or gives it back if it is of another size: to lock memory takes a second for some gigabytes.
 """
 
 from __future__ import annotations
@@ -48,32 +48,31 @@ def _views(tensors: Sequence[Tensor], piece: Tensor) -> Iterator[Tensor]:
 
 
 def _piece(size: int) -> Tensor:
-    """Memory of so many bytes, shape (size,), dtype uint8; it is freed with the last tensor that uses it."""
+    """Memory of so many bytes, shape (size,), dtype uint8; another piece may have it after the last tensor that uses it is gone."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     with _lock:
         memory = next((spare for spare in _spare if len(spare) == size), None)
+        if memory is not None:
+            _spare.remove(memory)
+        while _spare:
+            cuda.cudart().cudaHostUnregister(_address(_spare.pop()))
         if memory is None:
-            _release_spare()
             memory = mmap.mmap(-1, size)
             if not _locked(memory):
                 return torch.from_numpy(np.frombuffer(memory, np.uint8))
-        else:
-            _spare.remove(memory)
     array = np.frombuffer(memory, np.uint8)
-    weakref.finalize(array, _keep_or_release, memory).atexit = False
+    weakref.finalize(array, _keep, memory).atexit = False
     return torch.from_numpy(array)
 
 
-def _keep_or_release(memory: mmap.mmap) -> None:
+def _keep(memory: mmap.mmap) -> None:
+    """Keeps a piece that nothing uses for the next that is asked for.
+
+    Not unlocked here: the thread that drops a piece last may be one whose present device is another, which that would open.
+    """
     with _lock:
-        _release_spare()
         _spare.append(memory)
-
-
-def _release_spare() -> None:
-    while _spare:
-        cuda.cudart().cudaHostUnregister(_address(_spare.pop()))
 
 
 def _locked(memory: mmap.mmap) -> bool:
