@@ -79,7 +79,7 @@ def main() -> None:
         for name, decode in decoders.items():
             if not torch.equal(decode(files[0]), pixels_of(files[0])):  # type: ignore[arg-type]
                 sys.exit(f"{name} decodes other pixels of a {kind} file than ray_app")
-        sides = {name: partial(measure, decode, files) for name, decode in decoders.items()}
+        sides: dict[str, Callable[[], Sample]] = {name: partial(measure, decode, files) for name, decode in decoders.items()}
         samples = alternate(sides, rounds)
         report(f"{kind.upper()} files of {WIDTH} x {HEIGHT}, milliseconds per image", samples, {})
         for name in samples:
