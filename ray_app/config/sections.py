@@ -40,12 +40,15 @@ class RunSection:
             a local cluster of this machine's own, stopped at the end.
         changed_code: What to do if the task's, optimizer's or schedule's source files, or versions of libraries that they import, are
             not as at the run's last start: `warn` says what changed and goes on, `refuse` does not start.
+        changed_data: What to do if files of the training or evaluation data have another size or time (in a bucket another ETag) than at
+            the run's last start: `warn` or `refuse`, as `changed_code`.
     """
 
     name: str | None = None
     storage_path: str = "runs"
     ray_address: str | None = None
     changed_code: Literal["warn", "refuse"] = "warn"
+    changed_data: Literal["warn", "refuse"] = "warn"
 
 
 @dataclass(frozen=True)

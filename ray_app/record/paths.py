@@ -41,6 +41,11 @@ class RunPaths:
         return self.root / "code.json"
 
     @property
+    def data(self) -> Location:
+        """Size and time, or ETag, of the data files as at the run's newest start."""
+        return self.root / "data.json"
+
+    @property
     def manifest(self) -> Location:
         """The row groups that the run trains on."""
         return self.root / "manifest.json"

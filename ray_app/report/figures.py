@@ -235,6 +235,7 @@ def described(event: Event) -> str:
         "write_failed": f"checkpoint{step} not written: {details.get('reason')}",
         "fallback": f"checkpoint {details.get('checkpoint')} passed over: {details.get('reason')}",
         "environment_changed": f"another environment{step}: before {details.get('before')}, now {details.get('now')}",
+        "data_changed": f"went on with changed data: {', '.join(map(str, details.get('changed') or []))}",
         "code_changed": f"went on with other code: {', '.join(map(str, details.get('changed') or []))}",
         "slowed": f"{_slow(details)}{step}",
         "kept_up": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",

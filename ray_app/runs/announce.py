@@ -41,6 +41,11 @@ def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None
             f"Warning: {job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}. Its result will"
             " be that of neither; run.changed_code: refuse does not start such a run.",
         )
+    if prepared.changed_data:
+        console.print(
+            f"Warning: the data of {job.paths.name} was changed since its last start: {'; '.join(prepared.changed_data)}. Its result and"
+            " its evaluations will be of both; run.changed_data: refuse does not start such a run.",
+        )
     for line in prepared.data:
         console.print(line)
     for doubt in prepared.doubts:

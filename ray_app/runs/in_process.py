@@ -119,6 +119,8 @@ def opened(
             safe = SafeConsole(console)
             safe.report_to(partial(_put_console_failed, prepared.job))
             announce(safe, prepared, max_workers)
+            if prepared.changed_data:
+                put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
             if prepared.changed:
                 put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
             progress = SafeConsole(Console(quiet=True, force_jupyter=False)) if background else safe

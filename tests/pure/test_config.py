@@ -222,6 +222,7 @@ def changed(**fields: Any) -> bool:
         {"run__name": "other"},
         {"run__storage_path": "/mnt/x"},
         {"run__changed_code": "refuse"},
+        {"run__changed_data": "refuse"},
         {"run__ray_address": "auto"},
         {"data__path": "elsewhere"},
         {"data__eval_path": "test"},

@@ -78,7 +78,15 @@ def test_a_run_on_s3_is_the_same(
     assert params_digest(dict(result.load_model("newest").state_dict())) == reference["params_digest"]
     assert len(result.metrics()) == 30
     assert summary["mlflow_run_id"] == read_json(paths.tracking)["run_id"]
-    assert sorted(names(paths.root)) == ["code.json", "config.yaml", "manifest.json", "report.html", "summary.json", "tracking.json"]
+    assert sorted(names(paths.root)) == [
+        "code.json",
+        "config.yaml",
+        "data.json",
+        "manifest.json",
+        "report.html",
+        "summary.json",
+        "tracking.json",
+    ]
 
 
 @pytest.mark.guarantee

@@ -27,6 +27,7 @@ from ray_app.runs.cluster import counted
 from ray_app.runs.preparing.attempt import longest, shortest
 from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.by_epoch import refuse_other_fields
+from ray_app.runs.preparing.changed_data import DataVersions, changed_data, data_versions, is_recorded, put_data_versions
 from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
 from ray_app.runs.preparing.described import described_data, similar_class_doubts
 from ray_app.runs.preparing.growing import refuse_other_run
@@ -60,6 +61,8 @@ class Prepared:
         changed: What of that is not as at the last start, in words.
         doubts: What is to be said of the data, the metrics and the model at the start, in sentences.
         data: What the task uses of the data, a line each.
+        data_files: Size and time, or ETag, of the data files.
+        changed_data: Which of them are not as at the last start, in sentences.
     """
 
     job: Job
@@ -70,6 +73,8 @@ class Prepared:
     changed: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
+    data_files: DataVersions | None = None
+    changed_data: tuple[str, ...] = ()
 
 
 def prepare(config: Config) -> Prepared:
@@ -130,6 +135,7 @@ def prepare(config: Config) -> Prepared:
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")
+    files = data_versions(job.source, data)
     return Prepared(
         replace(job, evaluation=data),
         evaluation,
@@ -139,6 +145,8 @@ def prepare(config: Config) -> Prepared:
         tuple(changed),
         (*mixing_doubts(config, dataset, plan), *doubts, *similar_class_doubts(dataset.facts)),
         tuple(described_data(task, dataset)),
+        files,
+        tuple(changed_data(paths, config, files) if before is not None else ()),
     )
 
 
@@ -309,6 +317,8 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
     if prepared.code is not None and (prepared.changed or not prepared.resumes):
         put_code(job.paths, prepared.code)
+    if prepared.data_files is not None and not (prepared.resumes and is_recorded(job.paths, prepared.data_files)):
+        put_data_versions(job.paths, prepared.data_files)
     if not prepared.resumes:
         put_config(job.paths, completed(job.config)[0])
     else:
