@@ -62,6 +62,9 @@ class CudaGraphs:
     """CUDA's: graphs that share one pool of memory, of which one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        # The "nccl" of torch 2.15 registers each segment of this pool with its communicator when it is allocated, so also in a capture.
+        # Whether that matters only two GPUs show; to allocate before a capture would take private calls, and TORCH_DIST_USE_NCCL2=0 in
+        # the workers' environment chooses the older class, which registers nothing.
         self._stream, self._pool = stream_of(device, "capture"), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
