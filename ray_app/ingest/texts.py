@@ -16,6 +16,7 @@ from ray_app.ingest.mixing import Runs
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.record.files import location
+from ray_app.task.rows.file_kinds import HEAD_BYTES, name_foreign_file
 
 TOKENS = "tokens"
 _AT_ONCE = 256
@@ -39,6 +40,8 @@ class Texts:
         self._options = options
         try:
             content = location(str(options.tokenizer)).read_bytes()
+            if foreign := name_foreign_file(content[:HEAD_BYTES]):
+                raise ValueError(f"it is {foreign}")
             self._tokenizer = Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises Exception itself
             raise ConfigError(

@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 
 from ray_app.data.dataset.dataset import open_dataset
-from ray_app.errors import DataError, without_addresses
+from ray_app.errors import ConfigError, DataError, without_addresses
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.record.redact import redact
 from ray_app.task.own_code import calls, in_a_line, refusal
+from ray_app.train.state import initial
 from tests.support.encoded_images import encode, smooth
 from tests.support.ingest_inputs import read, write_cifar, write_idx
 
@@ -144,6 +145,16 @@ def test_every_reader_names_what_stands_in_the_place_of_a_file(tmp_path: Path, s
     if source == "parquet":
         with pytest.raises(DataError, match=r"x\.parquet: it is a "):
             open_dataset(str(folder))
+
+
+def test_a_tokenizer_and_parameters_to_begin_with_are_named_as_pointers(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text\na\n")
+    (tmp_path / "pointer").write_bytes(POINTER)
+    pointer = str(tmp_path / "pointer")
+    with pytest.raises(ConfigError, match="it is a Git LFS pointer"):
+        ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "rows.csv"), tokenizer=pointer))
+    with pytest.raises(ConfigError, match="it is a Git LFS pointer"):
+        initial.read(pointer, None)
 
 
 def test_errors_have_no_address_of_an_object_wherever_they_are_written() -> None:

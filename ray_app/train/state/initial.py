@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError
 from ray_app.record.files import location
+from ray_app.task.rows.file_kinds import HEAD_BYTES, name_foreign_file
 
 _MOST_NAMED = 5
 
@@ -42,7 +43,9 @@ def read(place: str, digest: str | None) -> dict[str, Tensor]:
     try:
         found = safetensors.torch.load(data)
     except Exception as error:  # an exception of the library's own
-        raise ConfigError(f"train.init_from {place!r} is no safetensors file: {error}. Save parameters with safetensors.torch.") from error
+        foreign = name_foreign_file(data[:HEAD_BYTES])
+        reason = f"it is {foreign}" if foreign else str(error)
+        raise ConfigError(f"train.init_from {place!r} is no safetensors file: {reason}. Save parameters with safetensors.torch.") from error
     refuse_others(found, place, digest)
     return found
 
