@@ -475,3 +475,9 @@ def test_another_choice_of_members_is_another_ingest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="columns"):
         done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["json"])
     assert tarfile.is_tarfile(tmp_path / "x.tar")
+
+
+@pytest.mark.parametrize("source", ["webdataset", "tfrecord"])
+def test_a_pattern_of_too_many_names_is_refused(tmp_path: Path, source: str) -> None:
+    said = refusal(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
+    assert "{0..999999999999} stands for more than 1000000 names" in said

@@ -10,15 +10,23 @@ from ray_app.data.dataset.files import File, files_in, find, is_folder, place_of
 from ray_app.errors import DataError
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
+MAX_NAMES = 1_000_000
+"""Names that a pattern may stand for; more are a slip, and would fill the memory."""
 
 
 def expanded(pattern: str) -> list[str]:
-    """A pattern with braces as the names that it stands for: `x{08..11}` and `x{a,b}`, also several of them."""
+    """A pattern with braces as the names that it stands for: `x{08..11}` and `x{a,b}`, also several of them.
+
+    Raises:
+        DataError: They are more than `MAX_NAMES`.
+    """
     found = _BRACES.search(pattern)
     if found is None:
         return [pattern]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    span = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", found[1])
     choices = found[1].split(",")
+    if span and int(span[2]) - int(span[1]) >= MAX_NAMES:
+        raise DataError(f"{pattern}: {found[0]} stands for more than {MAX_NAMES} names, which are allowed. Correct the pattern.")
     if span:
         choices = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
     return [name for choice in choices for name in expanded(pattern[: found.start()] + choice + pattern[found.end() :])]
