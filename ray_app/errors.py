@@ -23,6 +23,7 @@
     ├── PreemptedError       the nodes of all workers are about to go away
     ├── RepeatedFailureError the same failure at the same step again and again
     ├── BudgetSpentError     more failures than `failure.*` allows
+    ├── SilentActorError     an actor that the run needs does not answer
     ├── RegistryError        a model cannot be packaged, registered or exported
     └── RunEndedError        a run ended before it was where somebody awaited it
 """
@@ -166,6 +167,12 @@ class RepeatedFailureError(RayAppError):
 
 class BudgetSpentError(RayAppError):
     """The run failed more often than `failure.*` allows; a new start has a new budget."""
+
+    retryable = True
+
+
+class SilentActorError(RayAppError):
+    """An actor that the run needs lives and does not answer; starting the same run again continues it."""
 
     retryable = True
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -52,7 +52,8 @@ class Nodes:
 
     def renew(self) -> None:
         """Ends all nodes with all that runs there, and starts others in their place, as many as there were at first."""
-        self.close()
+        with suppress(Exception):  # of a cluster that was begun in part, or is lost
+            self.close()
         self._begin()
 
     def _connect(self) -> None:

@@ -26,6 +26,7 @@ from ray_app.record.progress.journal import put_event
 from ray_app.record.redact import redact
 from ray_app.runs.ahead import import_ahead
 from ray_app.runs.announce import announce, say_changed_environment
+from ray_app.runs.bounds import Bounds
 from ray_app.runs.capacity import fits_object_stores, refuse_windows, shared_bytes
 from ray_app.runs.cluster import cluster, workers_that_fit
 from ray_app.runs.evaluator import Following
@@ -56,7 +57,7 @@ from ray_app.watch.safe_console import SafeConsole
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_LOOK_S, _END_S, _END_PAUSE_S = 0.25, 30.0, 1.0
+_LOOK_S, _END_S, _END_PAUSE_S, _ANSWER_S = 0.25, 30.0, 1.0, 5.0
 _TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as ray-app submit has it
 
 
@@ -265,26 +266,37 @@ class Run:
         rendezvous = start.rendezvous
         console = RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job))
         with console as shown, Fitting(start, self._max_workers) as fitting:
-            told, looked_s = False, time.monotonic()
+            told, looked_s, bounds = False, time.monotonic(), Bounds(job.total_steps)
             while fitting.is_alive():
                 if time.monotonic() - looked_s > poll_s(job.paths.root):
                     looked_s = time.monotonic()
                     self._is_over()
+                phases = None
                 if self._interrupted.is_set() or self._stops_early:
                     if not told:
                         why = "The evaluations say that training is over, stopping" if self._stops_early else "Stopping"
                         self._console.print(f"{why} after this step, with a checkpoint ...")
                     told = True
-                    ray.get(rendezvous.raise_flags.remote(Flags.STOP))  # again and again: the rendezvous may have been started anew
-                seen: Gathering = ray.get(rendezvous.status.remote())
-                if self._sampler is not None and seen.record is not None:
-                    self._sampler.step = seen.record.step
-                shown.show(seen.record, seen.waiting or "waiting for the workers to start ...", seen.waiting is not None)
+                    _answer(rendezvous.raise_flags.remote(Flags.STOP))  # again and again: the rendezvous may have been started anew
+                    phases = [beat.phase for beat in _answer(rendezvous.workers.remote()) or []]
+                seen = _answer(rendezvous.status.remote())
+                self._show(shown, seen)
+                if gives_up := bounds.look(time.monotonic(), seen, phases):
+                    put_event(job.paths, "workers_given_up", job.fence, reason=gives_up)
+                    self._console.print(f"The workers are ended as they are: {gives_up}. Steps since the newest checkpoint are lost.")
+                    break
                 if observe is not None:
                     observe(job)
                 fitting.join(_LOOK_S)
             self._error = fitting.error
             shown.show_last()
+
+    def _show(self, shown: RunConsole, seen: Gathering | None) -> None:
+        if seen is None:
+            return shown.show(None, "waiting for the rendezvous to answer ...", waits=True)
+        if self._sampler is not None and seen.record is not None:
+            self._sampler.step = seen.record.step
+        return shown.show(seen.record, seen.waiting or "waiting for the workers to start ...", seen.waiting is not None)
 
     def _stops(self, looks: bool) -> bool:
         """Whether to stop after the step at hand.
@@ -301,6 +313,14 @@ class Run:
             return "stopped_early"
         undecided = not self._is_evaluated and (self._interrupted.is_set() or self._config.evaluate.patience is not None)
         return "finished" if self._is_complete() and not undecided else "interrupted"
+
+
+def _answer(asked: ray.ObjectRef) -> Any:
+    """What the rendezvous answers; None if it does not for some seconds, on a machine that is overloaded, or out of descriptors."""
+    try:
+        return ray.get(asked, timeout=_ANSWER_S)
+    except ray.exceptions.GetTimeoutError:
+        return None
 
 
 def _put_console_failed(job: Job, reason: str) -> None:

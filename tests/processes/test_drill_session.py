@@ -136,6 +136,7 @@ def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(short_drill: Co
         drill.go()
     [found] = read_json(drill.certificate)["scenarios"]
     assert (found["scenario"], found["reason"]) == ("kill", "OSError: something is away")
+    assert not read_json(drill.certificate)["complete"]
 
 
 @pytest.mark.usefixtures("no_ray")

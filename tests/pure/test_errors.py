@@ -32,7 +32,7 @@ def test_a_bad_row_is_named() -> None:
 
 
 def test_what_is_worth_another_start() -> None:
-    names = ("StorageError", "TaskError", "PeerLostError", "WrongResultError", "PreemptedError", "BudgetSpentError")
+    names = ("StorageError", "TaskError", "PeerLostError", "WrongResultError", "PreemptedError", "BudgetSpentError", "SilentActorError")
     worth = [getattr(errors, name) for name in names]
     assert [kind for kind in ALL if kind.retryable] == worth
 

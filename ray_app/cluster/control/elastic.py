@@ -35,7 +35,7 @@ from ray.train.v2._internal.logging.logging import SessionFileHandler
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_app.cluster.control.group import ElasticGroup, id_of
-from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupBackend
+from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupBackend, answer
 from ray_app.cluster.control.newcomers import NO_ROOM, Newcomers
 from ray_app.cluster.control.retiring import Retiring
 from ray_app.cluster.control.sizes import Sizes
@@ -113,7 +113,7 @@ class _Controller(TrainController):
                 self._shutdown_worker_group()
             return super()._make_and_handle_scaling_decision_for_non_running_worker_group(controller_state)
         if left:
-            self._budget.budget.preempted(len(left), ray.get(self._rendezvous.status.remote()).step, len(group) - len(gone))
+            self._budget.budget.preempted(len(left), answer(self._rendezvous.status.remote()).step, len(group) - len(gone))
         self._drop(gone)
         return self._running()
 
@@ -141,7 +141,7 @@ class _Controller(TrainController):
         self._expect()
         replaced = min(joined, self._owed)
         self._owed -= replaced
-        step = ray.get(self._rendezvous.status.remote()).step
+        step = answer(self._rendezvous.status.remote()).step
         kind = "resized" if joined > replaced else "replaced"
         self._budget.budget.note(kind, before=before, after=before + joined, step=step, reason=policy.reason)
         return self._running()
@@ -182,7 +182,7 @@ class _Controller(TrainController):
         left, retired = self._left(status)
         self._over = self._over or any(not s.running and i not in left | retired for i, s in status.worker_statuses.items())
         self._expect()  # again and again: the rendezvous may have been started anew
-        seen = ray.get([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])[1]
+        seen = answer([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])[1]
         silent = {i for i, w in enumerate(workers) if seen.silent.get(id_of(w.actor), 0.0) > _GRACE_S}
         if left and len(left) < len(workers):
             self._budget.budget.preempted(len(left), seen.step, len(workers) - len(left))
@@ -205,7 +205,7 @@ class _Controller(TrainController):
             step: Finished steps.
         """
         group, policy = self._worker_group, self._scaling_policy
-        by_rank = ray.get(self._rendezvous.workers.remote()) if slow else []
+        by_rank = answer(self._rendezvous.workers.remote()) if slow else []
         times = {by_rank[int(rank)].worker: slow[rank] for rank in slow if int(rank) < len(by_rank)}
         nodes = {id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
         ready = self._newcomers.ready()
@@ -220,7 +220,7 @@ class _Controller(TrainController):
         lost = [w for i, w in enumerate(group.get_workers()) if i in places]
         self._scaling_policy.suspect({w.metadata.node_id for w in lost})
         gone = {id_of(w.actor) for w in lost}
-        ray.get(self._rendezvous.dismiss.remote(gone))
+        answer(self._rendezvous.dismiss.remote(gone))
         group.drop(places)
         self._owed += len(places)
         self._expect()
@@ -228,7 +228,7 @@ class _Controller(TrainController):
         self._scaling_policy.full_until_s = 0.0  # their slots are free
 
     def _expect(self) -> None:
-        ray.get(self._rendezvous.expect.remote(len(self._worker_group), self._scaling_policy._waiting, self._over))
+        answer(self._rendezvous.expect.remote(len(self._worker_group), self._scaling_policy._waiting, self._over))
 
     def _running(self) -> Any:
         return TrainControllerLoopIterationResult(self._get_run_attempt_id(), self._state, RunningState())

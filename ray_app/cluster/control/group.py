@@ -22,6 +22,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray_app.cluster.control.hooks import FailureBudget
 from ray_app.cluster.control.newcomers import NO_ROOM, Newcomer, Newcomers, Slot
 
+_ANSWER_S = 120.0
+"""Seconds that a worker which has prepared itself has to answer."""
+
 
 class _Slots(PlacementGroupHandle):
     """The placement groups of the workers of a group, one each."""
@@ -141,7 +144,7 @@ class ElasticGroup(WorkerGroup):
         for place, worker in enumerate(workers):
             own = {name: values[place] for name, values in train_context_args.items()}
             asked.append(worker.actor.init_train_context.remote(distributed_context=worker.distributed_context, **common, **own))
-        ray.get(asked)
+        ray.get(asked, timeout=_ANSWER_S)
         self._decorate_worker_log_file_paths(workers)
 
     def drop(self, gone: set[int]) -> None:

@@ -19,6 +19,9 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_app.cluster.control.budget import Budget
 from ray_app.config.config import Config
+from ray_app.errors import SilentActorError
+
+_ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ class Control:
     rendezvous: Any
     reading_cpus: float
     in_place: bool
+
+
+def answer(asked: Any) -> Any:
+    """What the rendezvous answers, or several of them.
+
+    Raises:
+        SilentActorError: It has not answered for two minutes.
+    """
+    try:
+        return ray.get(asked, timeout=_ANSWER_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise SilentActorError(
+            f"The controller has waited {_ANSWER_S:g} s for the rendezvous, which does not answer. Look at the load and the open files of"
+            " the driver's node, then start the same run again."
+        ) from error
 
 
 def take_over(trainer: DataParallelTrainer, run_root: str) -> None:
@@ -79,7 +97,7 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
         """Records how many workers start."""
         self._errors, self._workers = {}, len(worker_group.get_workers())
         self.budget.note("workers", workers=self._workers)
-        ray.get(self._control.rendezvous.expect.remote(self._workers))
+        answer(self._control.rendezvous.expect.remote(self._workers))
 
     def not_started(self, reasons: list[str], charged: bool) -> None:
         """Records that workers could not start.
@@ -105,5 +123,5 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
         del failure_decision
         errors, self._errors = self._errors, {}
         if errors:  # otherwise it is the controller's own trouble, such as workers that cannot be placed yet
-            status = ray.get(self._control.rendezvous.status.remote())
+            status = answer(self._control.rendezvous.status.remote())
             self.budget.failed(errors, status.step, self._workers - len(errors) if self._control.in_place else 0)

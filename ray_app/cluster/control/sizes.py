@@ -17,7 +17,7 @@ import ray
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
-from ray_app.cluster.control.hooks import Control
+from ray_app.cluster.control.hooks import Control, answer
 from ray_app.cluster.control.newcomers import Newcomers, Slot
 from ray_app.cluster.control.scaling import sizing
 from ray_app.cluster.labels import Node, labelled
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _COALESCE_S = 2.0  # those who are ready wait so long for others
 _PROBE_S, _SUSPECT_S = 0.5, 120.0
+_COORDINATOR_S, _SILENT_S = 5.0, 30.0
+"""Seconds that the autoscaling coordinator has for an answer, as Ray gives it, and for which it is then left alone."""
 
 
 class StoppedWaitingError(RayAppError):
@@ -66,7 +68,7 @@ class Sizes(ElasticScalingPolicy):
         self.shunned: set[str] = set()
         self.suspects: dict[str, float] = {}
         self.changed_s = time.monotonic()
-        self.full_until_s = 0.0
+        self.full_until_s = self._silent_until_s = 0.0
         self.reason = ""
         self.wanted = self.coming = 0
 
@@ -96,11 +98,12 @@ class Sizes(ElasticScalingPolicy):
             count = now + self._free_on([node for name, node in staying.items() if name not in self.shunned])
         else:
             nodes = frozenset((name, name in self.draining) for name in alive)
-            reserved = self._reserved(recompute=nodes != self._nodes)
+            reserved = None if self._is_silent else self._reserved(recompute=nodes != self._nodes)
             if reserved is None:
-                return self._possible
-            self._nodes = nodes
-            count = self._count_possible_workers({name: part for name, part in reserved.items() if name in staying})
+                count = now + self._free_on(list(staying.values()))
+            else:
+                self._nodes = nodes
+                count = self._count_possible_workers({name: part for name, part in reserved.items() if name in staying})
         if self.shunned and count < self._control.config.scaling.min_workers:
             self.shunned, self._looked_s = set(), 0.0  # better a slow worker than none
         count = min(count, self._beside_reading(staying.values()))
@@ -152,10 +155,25 @@ class Sizes(ElasticScalingPolicy):
         """What each node has for the workers of this run, as Ray shares it out among runs; it does not look at labels."""
         asked = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=recompute)
         try:
-            return ray.get(asked, timeout=5)
+            return ray.get(asked, timeout=_COORDINATOR_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            logger.warning("The autoscaling coordinator does not answer: %s", error)
+            logger.warning("The autoscaling coordinator does not answer; what is free on the nodes counts for now: %s", error)
+            self._silent_until_s = time.monotonic() + _SILENT_S
             return None
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether the autoscaling coordinator has just not answered: each question holds the controller up for seconds."""
+        return time.monotonic() < self._silent_until_s
+
+    def _maybe_send_resource_request(self) -> None:
+        """Ray's, but for a coordinator that does not answer."""
+        if self._is_silent:
+            return
+        began_s = time.monotonic()
+        super()._maybe_send_resource_request()
+        if time.monotonic() - began_s >= _COORDINATOR_S:
+            self._silent_until_s = time.monotonic() + _SILENT_S
 
     def _free_on(self, nodes: list[Node]) -> int:
         """More workers that there is room for now on those of these nodes that workers may run on."""
@@ -174,7 +192,7 @@ class Sizes(ElasticScalingPolicy):
 
     def is_stopping(self) -> bool:
         """Whether the driver asks the run to stop."""
-        return bool(ray.get(self._control.rendezvous.status.remote()).stopping)
+        return bool(answer(self._control.rendezvous.status.remote()).stopping)
 
     def make_decision_for_non_running_worker_group(self) -> Any:
         """Starts all workers as soon as enough are possible."""
@@ -229,4 +247,4 @@ class Sizes(ElasticScalingPolicy):
         """Tells the workers and the console whether to wait for capacity."""
         if reason != self._waiting:
             self._waiting = reason
-            ray.get(self._control.rendezvous.expect.remote(workers, reason))
+            answer(self._control.rendezvous.expect.remote(workers, reason))

@@ -1,0 +1,36 @@
+"""A task whose reading stands still."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ray_app.task.image import ImageClassification
+
+
+class Stuck(ImageClassification):
+    """Digits whose rows are decoded some times, and then never again.
+
+    Args:
+        folder: Where each call of `decode` leaves a file in the process of a read task.
+        calls: How often they are decoded there.
+        pixel_max: See `ImageClassification`.
+    """
+
+    def __init__(self, folder: str, calls: int = 3, pixel_max: float = 16.0) -> None:
+        super().__init__(pixel_max=pixel_max)
+        self.folder, self.calls = folder, calls
+
+    def decode(self, rows: Any) -> Any:
+        """As of digits, or never."""
+        if not ray.is_initialized() or ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
+            return super().decode(rows)
+        number = len(list(Path(self.folder).glob("call-*")))
+        Path(self.folder, f"call-{number}").touch()
+        if number >= self.calls:
+            Path(self.folder, "stuck").touch()
+            threading.Event().wait()
+        return super().decode(rows)
