@@ -24,6 +24,7 @@ from ray_app.data.dataset.contents import sha256
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.models.registry import champion_of
 from ray_app.record.files import read_json
+from ray_app.retrain.key import digest_of
 from ray_app.retrain.paths import RetrainPaths
 from ray_app.retrain.rounds import STAGES, entries, open_rounds
 from ray_app.retrain.selection import gate_rows
@@ -124,6 +125,8 @@ class Days:
             "runs": runs,
             "tracked": [len(mlflow_runs(self.uri, name)) for name in runs],
             "open": open_rounds(self.paths),
+            # The keys of rounds have the digest of the package: who edits it while this runs, for minutes, sees that here first.
+            "code": digest_of({str(file): file.read_text() for file in sorted((ROOT / "ray_app").rglob("*.py"))}),
         }
 
 

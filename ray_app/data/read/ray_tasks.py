@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -99,9 +100,16 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     yield from _fetch_in_tasks(reader, specs, done)
 
 
+def _planned(reader: Reader, specs: Sequence[ReadSpec]) -> ray.data.Dataset:
+    """A Ray data set whose read tasks are tried once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Ray 2.60: `max_retries` has no parameter of its own yet
+        return ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_ONCE)
+
+
 def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     quieten().execution_options.preserve_order = True
-    dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_ONCE)
+    dataset = _planned(reader, specs)
     dataset.context.target_max_block_size = AT_ONCE
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
@@ -223,18 +231,20 @@ def _flow(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dic
     them, and how far ahead is bounded by Ray Data.
     """
     quieten()
-    dataset = ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_ONCE)
+    dataset = _planned(reader, specs)
     dataset.context.target_max_block_size = None  # what a task has read stays one table
-    done = dataset.map_batches(
-        pool.made_of,
-        fn_constructor_args=pool.arguments,
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=pool.most),
-        num_cpus=pool.num_cpus,
-        num_gpus=pool.num_gpus,
-        max_restarts=0,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # likewise
+        done = dataset.map_batches(
+            pool.made_of,
+            fn_constructor_args=pool.arguments,
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=pool.most),
+            num_cpus=pool.num_cpus,
+            num_gpus=pool.num_gpus,
+            max_restarts=0,
+        )
     yield from done.iter_rows()
 
 
