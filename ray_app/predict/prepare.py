@@ -14,7 +14,7 @@ from ray_app.config.config import Config
 from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.contents import contents
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.dataset.files import place_of
+from ray_app.data.dataset.files import parquet, place_of
 from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Reader, ReadSpec, cut_specs, rows_per_task
 from ray_app.errors import ConfigError, DataError
@@ -181,7 +181,26 @@ def _reader(dataset: Dataset, task: Task) -> Reader:
             f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs; its columns are"
             f" {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
         )
+    if type(task).decode.__module__.startswith(f"{Task.__module__.rpartition('.')[0]}."):
+        _refuse_missing(dataset, columns)
     return Reader(dataset.root, columns, decode, probe(dataset, columns, decode), partitions=dataset.manifest.partitions)
+
+
+def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
+    """Refuses columns with missing values, which the tasks of this application make nothing of.
+
+    Raises:
+        DataError: There are some; the message names the first one.
+    """
+    for name in (name for name in columns if dataset.facts.columns[name].nulls):
+        for path in dataset.manifest.paths:
+            with parquet(place_of(dataset.root) / path) as file:
+                missing = file.read([name], use_threads=False).column(0).is_null().to_numpy()
+            if missing.any():
+                raise DataError(
+                    f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no value there, and"
+                    f" {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave these rows out."
+                )
 
 
 def _carried(dataset: Dataset, columns: str | None) -> list[str]:

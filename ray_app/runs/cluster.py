@@ -13,6 +13,7 @@ from functools import partial
 
 import ray
 import torch
+from ray.exceptions import AuthenticationError
 from ray.util.client import ray as client
 
 from ray_app.cluster.autoscaler import most_resources
@@ -25,6 +26,8 @@ from ray_app.errors import ConfigError
 from ray_app.process import handler_kept, uninterrupted, variables
 
 _READING_CPUS = 1
+_SOCKET_TOO_LONG = "AF_UNIX path length"
+"""What Ray and Python say of the path of a socket that the system cannot hold."""
 _ANY = 1_000_000
 
 
@@ -132,8 +135,33 @@ class _Shared:
             stack.enter_context(mode_put_back())
             stack.enter_context(handler_kept(signal.SIGTERM))  # Ray puts its own in place
             stack.callback(ray.shutdown)
-            connect()
+            with connection_errors():
+                connect()
             self._end = stack.pop_all()
+
+
+@contextmanager
+def connection_errors() -> Iterator[None]:
+    """The time of connecting to Ray; what a user can change about an error is said.
+
+    Raises:
+        ConfigError: The cluster wants a token, or the folder of Ray's sockets has too long a path.
+    """
+    try:
+        yield
+    except AuthenticationError as error:
+        raise ConfigError(
+            f"The Ray cluster wants a token, and this process gave none, or another: {next(iter(str(error).splitlines()), '')} Set"
+            " RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH names, or"
+            " RAY_AUTH_TOKEN."
+        ) from error
+    except OSError as error:
+        if _SOCKET_TOO_LONG not in str(error):
+            raise
+        raise ConfigError(
+            f"Ray cannot open its sockets, whose paths may have 107 bytes: {error}. TMPDIR or RAY_TMPDIR is too long a path; set RAY_TMPDIR"
+            " to a short folder, such as /tmp/ray-1."
+        ) from error
 
 
 _shared = _Shared()

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
+from ray.exceptions import AuthenticationError
 
 from ray_app.config.config import Config
 from ray_app.config.optimizers import OptimizerSpec
@@ -21,6 +22,8 @@ from ray_app.data.read.reader import Reader, cut_specs
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts, similar_names
 from ray_app.plan.order import Segment
+from ray_app.predict.prepare import _refuse_missing
+from ray_app.runs.cluster import connection_errors
 from ray_app.runs.preparing.prepare import Prepared, claim, prepare
 from ray_app.task.classification import classification_metrics
 from ray_app.task.module import ModuleTask
@@ -290,3 +293,18 @@ def test_a_task_that_cannot_be_pickled_is_refused(tmp_path: Path, strategy: str,
         prepare(config)
     assert str(caught.value).startswith(f"{name} of the task cannot be sent to other processes: it is a ")
     prepare(config.replace(task={"class_path": config.task.class_path, "init_args": {"what": "nothing"}}))
+
+
+def test_what_a_user_can_change_about_a_connection_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"wants a token.*RAY_AUTH_MODE=token"), connection_errors():
+        raise AuthenticationError("the token is missing")
+    with pytest.raises(ConfigError, match="set RAY_TMPDIR to a short folder"), connection_errors():
+        raise OSError("AF_UNIX path length cannot exceed 107 bytes: /a/b")
+    with pytest.raises(OSError, match="no route"), connection_errors():
+        raise OSError("no route")
+
+
+def test_a_missing_value_to_predict_on_is_named(tmp_path: Path) -> None:
+    dataset = open_dataset(str(write(tmp_path / "a", {"x": [0.5, 1.0, None, 2.0]})))
+    with pytest.raises(DataError, match=r"part-0\.parquet, row 2: column 'x' of predict\.data .* has no value there, and 1 missing"):
+        _refuse_missing(dataset, ["x"])

@@ -60,7 +60,7 @@ def explained(message: str, fields: Iterable[str]) -> str:
         )
     field = _FIELD.search(message)
     if field is None and (value := _SECTION_VALUE.search(message)):
-        return _of_section(value[1], value[3] or value[2], _EXPECTED.findall(message))
+        return _of_section(value[1], value[3] or value[2], _EXPECTED.findall(message)) or message
     return (_of_class(field[1], message) if field is not None else None) or message
 
 
