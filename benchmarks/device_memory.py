@@ -76,7 +76,7 @@ def _held(state: TrainingState) -> int:
 
 def main() -> None:
     """Prints a line of JSON for each side."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     sides = list(SIDES)
     if device.type == "cpu":
         print("There is no GPU here: the bytes of tensors are added up, and cpu_offload, which would change where they are, is left out.")

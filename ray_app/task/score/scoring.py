@@ -120,7 +120,8 @@ def score(
         for _, metric in metrics.items(keep_base=True, copy_state=False):
             reset_parts(metric)
         losses, mistakes = list[Losses](), list[Mistake]()
-        with own_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.inference_mode():
+        # Not in inference mode: workers evaluate the model that they train, and what it makes once and keeps would be useless for backward.
+        with own_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
             for first, some, outputs in _passes(partial(forward or task.evaluated, model), batch, size):
                 losses.append(Losses.of(task.loss(outputs, some)))
                 task.update(metrics, outputs, some)
