@@ -30,6 +30,7 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.package_files import write_files
 from ray_app.models.versions import parameters
+from ray_app.record.files import to_json
 from ray_app.task.base import Batch, Task
 from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, to_batch
@@ -84,7 +85,7 @@ def write_export(
             task.export_files(model, temporary)
         stored = {"format": files.format, "outputs": files.outputs, "refused": list(files.refused), "libraries": sorted(files.libraries)}
         described = source | stored | {"files": _digests(temporary)}
-        (temporary / EXPORT).write_text(json.dumps(described, indent=1))
+        (temporary / EXPORT).write_text(to_json(described, indent=1))
         refuse_taken(folder, overwrite)
         if folder.exists():
             os.rename(folder, old)

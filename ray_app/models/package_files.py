@@ -28,6 +28,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.errors import RegistryError
 from ray_app.models import loader
 from ray_app.models.sources import sources_of
+from ray_app.record.files import to_json
 from ray_app.record.redact import redacted
 from ray_app.task.base import Batch, Task
 from ray_app.task.rows.ragged import Arrays, Ragged, to_batch
@@ -174,7 +175,7 @@ def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, np
         "classes": served.task.classes,
         "task": {"class_path": class_path(served.task), "settings": _settings(served.task)},
     }
-    (data / loader.DESCRIPTION).write_text(json.dumps(described, indent=1))
+    (data / loader.DESCRIPTION).write_text(to_json(described, indent=1))
 
 
 def class_path(task: Task) -> str:

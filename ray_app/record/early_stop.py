@@ -39,6 +39,8 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
 def best_first(paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned) -> list[Evaluation]:
     """The evaluations that may name the run's result, from best to worst; only those on the data that was evaluated last.
 
+    With patience, and a metric that is not a number in any of them, it is the first: the verdict names it, so it has to be kept.
+
     Args:
         paths: The run.
         section: See `early_stop`.
@@ -54,4 +56,7 @@ def best_first(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
         found = early_stop(paths, section, metric, mode, planned)
         counts = set(planned(found.stop_step if found else last))
         evaluations = [e for e in evaluations if e.step in counts]
-    return ranked(evaluations, metric, mode)
+    found_best = ranked(evaluations, metric, mode)
+    if not found_best and section.patience is not None:  # the step that `verdict` names: of equals the earlier one
+        return sorted((e for e in evaluations if metric in e.metrics), key=lambda e: e.step)[:1]
+    return found_best

@@ -62,7 +62,7 @@ class End:
             ValueError, KeyError, TypeError, AttributeError: It says none.
         """
         ended_s, best = float(summary["ended_s"]), summary["best"]
-        if summary["status"] not in ("finished", "stopped_early") or best is None:
+        if summary["status"] not in ("finished", "stopped_early") or best is None or best["value"] is None:
             return cls(run, ended_s)
         return cls(run, ended_s, key_of(best["metric"]), float(best["value"]))
 

@@ -8,7 +8,7 @@ import threading
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from ray_app.record.files import Location, listing, names, put_json, read_all
+from ray_app.record.files import Location, listing, names, put_json, read_all, with_nan
 from ray_app.record.paths import RunPaths
 from ray_app.record.s3 import S3Path
 from ray_app.record.schema import known_fields, versioned
@@ -105,7 +105,8 @@ def _version(place: Location) -> str:
 
 def _parsed(place: Location, data: bytes) -> Evaluation | None:
     try:
-        return known_fields(Evaluation, json.loads(data))
+        made = known_fields(Evaluation, json.loads(data))
+        return replace(made, metrics=with_nan(made.metrics), tables=with_nan(made.tables))
     except (ValueError, TypeError) as error:
         logger.warning("%s is left out, it is damaged or of another version: %s", place, error)
         return None
@@ -127,6 +128,6 @@ def _is_evaluation(file: str) -> bool:
 
 
 def ranked(evaluations: list[Evaluation], metric: str, mode: Literal["max", "min"] | str) -> list[Evaluation]:
-    """Evaluations from best to worst by a metric; of equals the earlier step is better. NaN counts as worst."""
+    """Evaluations from best to worst by a metric; of equals the earlier step is better. NaN is left out."""
     usable = [e for e in evaluations if e.metrics.get(metric) is not None and e.metrics[metric] == e.metrics[metric]]
     return sorted(usable, key=lambda e: (-e.metrics[metric] if mode == "max" else e.metrics[metric], e.step))

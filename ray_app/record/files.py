@@ -7,6 +7,7 @@ Nothing here renames a folder, appends, or needs a folder to exist. A path is a 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import uuid
@@ -98,8 +99,34 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
 
 
 def put_json(path: Location, value: Any, *, if_absent: bool = False) -> bool:
-    """`put_atomic` of JSON; NaN and infinity are written as JavaScript writes them."""
-    return put_atomic(path, json.dumps(value, indent=1).encode(), if_absent=if_absent)
+    """`put_atomic` of JSON, see `to_json`."""
+    return put_atomic(path, to_json(value, indent=1).encode(), if_absent=if_absent)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """A value as JSON, which has neither NaN nor infinity: they are written as `null`."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(without_nan(value), indent=indent, allow_nan=False)
+
+
+def without_nan(value: Any) -> Any:
+    """A JSON value with None for each number that is not finite."""
+    if isinstance(value, dict):
+        return {name: without_nan(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_nan(value: Any) -> Any:
+    """A value of numbers as it was before `without_nan`, with NaN for each that was not finite."""
+    if isinstance(value, dict):
+        return {name: with_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [with_nan(each) for each in value]
+    return math.nan if value is None else value
 
 
 class Readable(Protocol):

@@ -5,7 +5,6 @@ The same files give the same rows, whatever the files are called.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from ray_app.data.dataset.dataset import Dataset
 from ray_app.ingest.shards import Shards
 from ray_app.plan.keyed import hash_array, key
 from ray_app.plan.manifest import Manifest
-from ray_app.record.files import remove_tree
+from ray_app.record.files import remove_tree, to_json
 
 _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
 _DESCRIPTION = "dataset.json"
@@ -94,7 +93,7 @@ def put_together(dataset: Dataset, columns: list[str], delivery: dict[str, str],
     shards.close()
     made_from = {"files": delivery, "old": sorted(old), "old_fraction": fraction}
     described = shards.description() | {"rows": shards.rows, "classes": dataset.facts.classes, "made_from": made_from}
-    (partial / _DESCRIPTION).write_text(json.dumps(described, indent=1))
+    (partial / _DESCRIPTION).write_text(to_json(described, indent=1))
     remove_tree(scratch)
     os.rename(partial, out)
     return out

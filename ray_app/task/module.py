@@ -19,7 +19,7 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
 from ray_app.task.configured.arguments import direction, mask_pairs, need_channels, need_flat, need_lists, need_numbers, need_specs
-from ray_app.task.configured.losses import Activation, activation_of, loss_of_rows, probabilities
+from ray_app.task.configured.losses import Activation, activation_of, loss_of_rows, probabilities, reduction_of
 from ray_app.task.configured.targets import range_of, refuse_values
 from ray_app.task.losses import Losses
 from ray_app.task.rows.columns import too_many_classes
@@ -62,7 +62,7 @@ class ModuleTask(Task):
             `.mask` is 1 for the tokens of a list and 0 for what it is padded with.
         target: Column that the outputs are compared with; beside images it may be their masks, encoded (PNG of one channel or a palette) or
             integers of two axes: int64 class indices of pixels, which go through the same transforms.
-        loss: Called with outputs and target, as `torch.nn.CrossEntropyLoss`; its `reduction` is set to `none`; what it
+        loss: Called with outputs and target, as `torch.nn.CrossEntropyLoss`; the mean is over the global batch: what it
             gives more than one value of for a row counts as often (pixels, but those of its `ignore_index`). Lists as `weight` and
             `pos_weight` are weights of classes; a target of the outputs' shape becomes of their type (`torch.nn.BCEWithLogitsLoss`).
         output: What of the model's outputs is compared, where they are a dictionary or an object: `logits`, `out`.
@@ -132,6 +132,7 @@ class ModuleTask(Task):
         need_numbers(self.mean, self.std, pad_to, max_length)
         if type(self).loss is ModuleTask.loss:
             need_specs(loss=loss)
+            reduction_of(loss)
         self.best_metric = best_metric  # type: ignore[misc]
         self.best_mode = direction(best_metric, best_mode, self.metric_specs)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}

@@ -218,6 +218,21 @@ class RunConsole:
             self._console.print(phase)
 
 
+def best_line(summary: dict[str, Any], metric: str) -> str | None:
+    """Which checkpoint of a run is best, or why none is; None if nothing was evaluated."""
+    best, done = summary["best"], summary["evaluation"]["done"]
+    if best and best["value"] is not None:
+        return f"{best['metric']} {best['value']:.4f} at step {best['step']}"
+    if not done:
+        return None
+    taken = (
+        f"step {best['step']}, the first evaluated, is kept as the result"
+        if best
+        else "the newest checkpoint is taken where one is asked for"
+    )
+    return f"unknown: {metric} is not a number in any of {done} evaluations; {taken}. Let evaluate.metric name another metric."
+
+
 def print_end(console: SafeConsole, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None) -> None:
     """Says what came of the run and where to look.
 
@@ -229,9 +244,9 @@ def print_end(console: SafeConsole, job: Job, summary: dict[str, Any], facts: Fa
         tracking_uri: Where MLflow has it, if it does.
     """
     rows = [("status", summary["status"])]
-    rows += [(f"evaluation {name}", f"{value:.4f}") for name, value in summary["metrics"].items()]
-    if summary["best"]:
-        rows.append(("best", f"{summary['best']['metric']} {summary['best']['value']:.4f} at step {summary['best']['step']}"))
+    rows += [(f"evaluation {name}", "not a number" if value is None else f"{value:.4f}") for name, value in summary["metrics"].items()]
+    if (best := best_line(summary, job.best_metric)) is not None:
+        rows.append(("best", best))
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
-from ray_app.record.files import Location, names, put_atomic, read_all
+from ray_app.record.files import Location, names, put_atomic, read_all, to_json, with_nan
 from ray_app.record.paths import RunPaths
 from ray_app.record.schema import understood, versioned
 
@@ -102,6 +102,10 @@ def put_segment(paths: RunPaths, fence: int, records: list[StepRecord]) -> None:
     put_atomic(paths.metrics / name, _written(records))
 
 
+_NUMBERS = ("loss", "lr", "grad_norm", "metrics")
+"""Columns whose numbers may be other than finite, as the norm of a gradient that overflowed; JSON has null for them."""
+
+
 def in_order(paths: RunPaths) -> list[str]:
     """The names of a run's segments in the order in which their records were written."""
     return sorted(filter(_NAME.match, names(paths.metrics)), key=lambda name: (_written_ns(name), name))
@@ -118,6 +122,7 @@ def read_segment(place: Location, data: bytes) -> list[StepRecord]:
         columns = json.loads(data)
     with understood(place, columns):
         known = [name for name in _COLUMNS if name in columns]
+        columns |= {name: with_nan(columns[name]) for name in _NUMBERS if name in columns}
         values = zip(*(columns[name] for name in known), strict=True)
         return [StepRecord(**dict(zip(known, one, strict=True))) for one in values]
 
@@ -216,7 +221,7 @@ def _written(records: list[StepRecord]) -> bytes:
     for name, nothing in _IF_ANY.items():
         if all(value == nothing for value in columns[name]):
             del columns[name]
-    return json.dumps(versioned(columns)).encode()
+    return to_json(versioned(columns)).encode()
 
 
 def _written_ns(name: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from ray_app.record.files import Location, names, put_atomic, put_json, read_all
+from ray_app.record.files import Location, names, put_atomic, put_json, read_all, to_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.progress.segments import FULL_BYTES, MOST_SMALL
 from ray_app.record.schema import known_fields, understood, versioned
@@ -111,7 +111,7 @@ def join_looks(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> Non
     if not all(contents):
         return  # somebody else joins them
     looks = {name: asdict(look) for content in contents for name, look in content.items()}
-    data = json.dumps(versioned({"looks": looks})).encode()
+    data = to_json(versioned({"looks": looks})).encode()
     joined = small[-1].replace(".json", _FULL) if len(data) >= full_bytes else small[-1]
     put_atomic(paths.system / joined, data)
     for name in reversed(small):  # so that whoever lists them meanwhile and misses one finds that all after it are gone

@@ -45,7 +45,7 @@ class Result:
 
     def __repr__(self) -> str:
         best = self.summary.get("best")
-        reached = f", {best['metric']} {best['value']:.4f} at step {best['step']}" if best else ""
+        reached = f", {best['metric']} {best['value']:.4f} at step {best['step']}" if best and best["value"] is not None else ""
         return f"<{self.status} run of {self.summary['steps']} steps{reached}, in {self.path}>"
 
     def _repr_html_(self) -> str:

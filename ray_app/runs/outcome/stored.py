@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from ray_app.config.config import Config
 from ray_app.data.dataset.dataset import Dataset, open_dataset
 from ray_app.data.read.first import specs_like
 from ray_app.errors import CheckpointError, ConfigError, DataError
-from ray_app.record.evaluations import Evaluation
+from ray_app.record.evaluations import Evaluation, read_scores
 from ray_app.record.files import read_json
 from ray_app.record.paths import RunPaths
 from ray_app.record.stored_config import read_manifest
@@ -94,6 +95,10 @@ def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
     evaluations = job.best_first()
     here = [(commits[key], e) for e in evaluations if (key := (e.step, e.params_digest)) in commits]
     commit, found = here[0] if here else (list(commits.values())[-1], None)
+    if not any(math.isfinite(e.metrics[job.best_metric]) for e in evaluations) and read_scores(job.paths):
+        none = "%s is not a number in any evaluation of %s, so none says which checkpoint is best; that of step %d is taken."
+        logger.warning(none, job.best_metric, job.paths.name, commit.step)
+        return commit, None
     if evaluations and found is not evaluations[0]:
         others = "the newest" if found is None else "the best of the others"
         gone = "The best checkpoint, of step %d, is gone (checkpoint.keep_best); %s is taken: step %d."

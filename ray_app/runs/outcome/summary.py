@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.record.evaluations import read_scores
-from ray_app.record.files import names, read_json
+from ray_app.record.files import names, read_json, without_nan
 from ray_app.record.progress.history import count, goodput, means, recoveries, restarts, start, world_sizes
 from ray_app.record.progress.journal import Event, newest_detail, read_events
 from ray_app.record.progress.segments import StepRecord
@@ -30,7 +30,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
     evaluations = [e for e in read_scores(job.paths) if e.step <= last_step]
     best = job.best_first()[:1]
     tracking = read_json(job.paths.tracking) or {}
-    return {
+    found = {
         "status": status,
         "run_name": job.paths.name,
         "mlflow_run_id": tracking.get("run_id"),
@@ -69,6 +69,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "parameter_servers": next((event.details["servers"] for event in reversed(events) if event.kind == "partitioned"), None),
         "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
     }
+    return without_nan(found)
 
 
 def _digest_at(job: Job, step: int) -> str | None:

@@ -44,7 +44,8 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
     With weights of classes the mean is over these, as `torch.nn.CrossEntropyLoss` has it.
 
     Args:
-        spec: The loss; its `reduction` is set to `none`.
+        spec: The loss. It is made with `reduction: none`; of a row's several values the mean is over all of them, with `batchmean`
+            (`torch.nn.KLDivLoss`) over the rows.
         outputs: What of the model's is compared.
         target: What with; of the outputs' shape it becomes of their type, both of at least 32 bits.
         accuracy: Whether what is right of each row is the metric `accuracy`; it counts as its losses do.
@@ -76,13 +77,33 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
                 " of the outputs, set task.init_args.classes_last."
             )
         losses, counted = losses.masked_fill(~there, 0), there if counted is None else counted * there
-    if right is None and counted is None and losses.ndim < 2:
-        return losses
+    if right is None and ((counted is None and losses.ndim < 2) or (spec.get("init_args") or {}).get("reduction") == "batchmean"):
+        return _of_rows(losses)
     counted = torch.ones_like(losses) if counted is None else counted
     if right is None:
         return Losses(_of_rows(losses), _of_rows(counted))
     right = right.float() if right.ndim <= counted.ndim else right.float().flatten(1).mean(1)  # the loss made one value of a row's
     return Losses(_of_rows(losses), _of_rows(counted), {"accuracy": _of_rows(right * counted)})
+
+
+def reduction_of(spec: Spec) -> str:
+    """The `reduction` of a loss, of which its values for each row are put together.
+
+    Raises:
+        ConfigError: It is none that a step can have.
+    """
+    given = spec.get("init_args") or {}
+    reduction = given.get("reduction", "mean")
+    known = ["mean", "none", *(["batchmean"] if "KLDiv" in spec["class_path"] or "kl_div" in spec["class_path"] else [])]
+    if reduction not in known:
+        raise ConfigError(
+            f"task.init_args.loss has reduction {reduction!r}; it must be one of {', '.join(known)}. A step's loss is a mean over the"
+            " global batch, so that the learning rate does not depend on its rows; with a sum of before, multiply the learning rate by"
+            " the rows that were summed."
+        )
+    if old := sorted(name for name in ("size_average", "reduce") if given.get(name) is not None):
+        raise ConfigError(f"task.init_args.loss has {', '.join(old)}, which torch replaces by reduction; leave it out, the mean is taken.")
+    return str(reduction)
 
 
 @lru_cache(64)

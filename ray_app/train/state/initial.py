@@ -18,9 +18,20 @@ _MOST_NAMED = 5
 def contiguous(model: nn.Module) -> nn.Module:
     """A model whose parameters lie in memory as their shapes say: fused optimizers pair a parameter's values with those of gradient and
     state by their places in memory, and what is exchanged, saved or sent lies as the shape says.
+
+    Raises:
+        ConfigError: Values of a parameter share their memory, which its copy would not do.
     """
-    for p in model.parameters():
-        if not isinstance(p, UninitializedParameter) and p.stride() != torch.empty(p.shape, device="meta").stride():
+    for name, p in model.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            continue
+        if any(size > 1 and not step for size, step in zip(p.shape, p.stride(), strict=True)):
+            raise ConfigError(
+                f"Values of the parameter {name}, of shape {tuple(p.shape)}, share their memory (expand): an optimizer would move one value"
+                " several times in a step. Make it with .clone(), so that each has its own, or make the parameter small and expand it in"
+                " forward."
+            )
+        if p.stride() != torch.empty(p.shape, device="meta").stride():
             p.data = p.data.clone(memory_format=torch.contiguous_format)  # also where a size is 1, and PyTorch calls it contiguous
     return model
 
