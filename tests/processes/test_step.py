@@ -120,7 +120,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_optim
     """A loss of 0 stands for a finite loss with a gradient that is not."""
     job = bad_job(tmp_path / "run", data, [(2, 1)], value)
     ranks = pool.run(size, run_steps, job, size, 3)
-    rows = job.plan.epoch(0).rows_at(2, 1).tolist()
+    rows = [position_in(job, 2, 1)]
     for rank in ranks:
         assert len(rank.results) == 1, "the step before is fine"
         assert isinstance(rank.error, NonFiniteError)
@@ -137,7 +137,7 @@ def test_every_culprit_is_named(pool: Pool, data: Path, tmp_path: Path) -> None:
     job = bad_job(tmp_path / "run", data, [(0, 0), (3, 0)], math.nan)
     [message] = {str(rank.error) for rank in pool.run(3, run_steps, job, 3, 1)}
     for v in (0, 3):
-        assert f"logical worker {v}, rows at manifest positions {job.plan.epoch(0).rows_at(v, 0).tolist()}" in message
+        assert f"logical worker {v}, rows at manifest positions {[position_in(job, v, 0)]}" in message
 
 
 def test_infinities_of_both_signs_are_refused_alike(pool: Pool, data: Path, tmp_path: Path) -> None:

@@ -105,6 +105,18 @@ def test_a_mistake_in_what_computes_a_metric_is_refused_and_too_few_rows_are_tol
         trial(tmp_path / "typo", Measured("unused"), **fields)
 
 
+class Alike(TinyImages):
+    """Has two metrics that MLflow calls the same."""
+
+    def metrics(self) -> MetricCollection:
+        return MetricCollection({name: super(Alike, self).metrics()["accuracy"] for name in ("top@1", "top_1")})
+
+
+def test_metrics_that_become_one_in_mlflow_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"The metrics 'top@1' and 'top_1' have one name in MLflow"):
+        trial(tmp_path, Alike(), evaluate__metric="loss")
+
+
 def test_a_mean_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"returned shape \(\) for 2 rows"):
         trial(tmp_path, "loss")

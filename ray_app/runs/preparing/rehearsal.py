@@ -266,6 +266,14 @@ def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
             raise
         logger.warning("The metrics cannot be computed of two rows; an evaluation has more, and may: %s", str(error).splitlines()[0])
         known = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
+    keys: dict[str, str] = {}
+    for name in known:
+        # What MLflow takes in a name, see `track/client.py`.
+        if (other := keys.setdefault(re.sub(r"[^\w\-. :/]", "_", name), name)) != name:
+            raise ConfigError(
+                f"The metrics {other!r} and {name!r} have one name in MLflow, which takes letters, digits and '_-. :/' and replaces all"
+                " else by '_'. Give one of them another name."
+            )
     if metric not in known:
         given = "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"
         raise ConfigError(f"{given} is {metric!r}; the task's metrics of one number are {', '.join(known)}.")

@@ -261,9 +261,8 @@ class Step:
             if not batch.rows:
                 continue
             with self._blaming(batch):
-                is_finite = self._is_finite(cursor, batch, global_rows)
-            if not is_finite:
-                found.append((batch.logical_worker, batch.positions.tolist()))
+                if not self._is_finite(cursor, batch, global_rows):
+                    found.append((batch.logical_worker, self._rows_to_blame(cursor, batch)))
         everyone = gather(found, self._world)
         culprits = "; ".join(f"logical worker {v}, rows at manifest positions {p}" for part in everyone for v, p in part)
         raise NonFiniteError(
@@ -272,10 +271,28 @@ class Step:
             " train.grad_clip_norm."
         )
 
+    def _rows_to_blame(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
+        """The manifest positions of the rows whose fields, losses or gradients are not finite; of all rows if none is so by itself."""
+        positions, bad = batch.positions.tolist(), _rows_with_nan(batch.fields)
+        if not bad:
+            losses = self._losses(cursor, batch, self._trained_by(batch)).values
+            trained = [p for p in self._trained_by(batch).parameters() if p.requires_grad]
+            bad = [i for i, is_finite in enumerate(losses.isfinite().tolist()) if not is_finite]
+            for i in range(0 if bad else len(losses)):
+                gradients = torch.autograd.grad(losses[i], trained, retain_graph=True, allow_unused=True)
+                bad += [] if all(bool(g.isfinite().all()) for g in gradients if g is not None) else [i]
+        return [positions[i] for i in bad if i < len(positions)] or positions
+
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
         loss = self._losses(cursor, batch, self._state.model).values.sum() / global_rows
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
+
+
+def _rows_with_nan(fields: Batch) -> list[int]:
+    """The rows of which a field has a number that is not finite."""
+    bad = [~values.isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.isfinite() for values in fields.values() if values.ndim]
+    return torch.stack([each.cpu() for each in bad]).any(0).nonzero()[:, 0].tolist() if bad else []
 
 
 def line(batch: MicroBatch, sums: Sums, loss: float, flags: Flags, spent: Spent, norm: float = 0.0) -> Row:

@@ -92,6 +92,11 @@ class ShardedStep(Step):
         """Known from the pass itself: another one would have to be one of all ranks."""
         return batch.logical_worker not in self._bad
 
+    def _rows_to_blame(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
+        """All of the micro-batch: to look at each by itself would be a pass of all ranks."""
+        del cursor
+        return batch.positions.tolist()
+
 
 def _blank(batch: MicroBatch) -> MicroBatch:
     """One row of zeros in the shape of a micro-batch without rows."""
