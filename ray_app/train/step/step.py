@@ -276,11 +276,13 @@ class Step:
         positions, bad = batch.positions.tolist(), _rows_with_nan(batch.fields)
         if not bad:
             losses = self._losses(cursor, batch, self._trained_by(batch)).values
-            trained = [p for p in self._trained_by(batch).parameters() if p.requires_grad]
             bad = [i for i, is_finite in enumerate(losses.isfinite().tolist()) if not is_finite]
-            for i in range(0 if bad else len(losses)):
-                gradients = torch.autograd.grad(losses[i], trained, retain_graph=True, allow_unused=True)
-                bad += [] if all(bool(g.isfinite().all()) for g in gradients if g is not None) else [i]
+        if not bad:  # each by itself: in a backward of all, what is not finite spreads to the others
+            for i in range(batch.rows):
+                one = batch._replace(rows=1, keys=batch.keys[i : i + 1], positions=batch.positions[i : i + 1])
+                one = one._replace(fields={name: values[i : i + 1] for name, values in batch.fields.items()})
+                with self._blaming(one):
+                    bad += [] if self._is_finite(cursor, one, 1) else [i]
         return [positions[i] for i in bad if i < len(positions)] or positions
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
