@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 from jsonargparse import ArgumentParser
 from rich.console import Console
@@ -64,5 +65,17 @@ def _print(summary: DatasetSummary, source: str) -> None:
                 markup=False,
             )
         console.print(f"  columns: {', '.join(part.columns)}", markup=False)
-    reused = "It can be trained on as it is" if source == "parquet" else "Made before from the same options and files"
-    console.print(f"{reused}: nothing was written." if summary.reused else "Done.")
+        if source == "parquet":
+            for name, facts in part.columns.items():
+                console.print(_column_line(name, facts), markup=False)
+    unusable = [name for part in summary.parts.values() for name, facts in part.columns.items() if facts.get("unusable")]
+    usable = f"It can be trained on as it is{', but not by ' + ', '.join(unusable) if unusable else ''}"
+    reused = usable if source == "parquet" else "Made before from the same options and files"
+    console.print(f"{reused}: nothing was written." if summary.reused else "Done.", markup=False)
+
+
+def _column_line(name: str, facts: dict[str, Any]) -> str:
+    """Type, missing values and usability of a column of Parquet."""
+    kind = f"{facts['type']} {facts['dtype']}".rstrip() + (f" {tuple(facts['shape'])}" if facts["shape"] else "")
+    missing = f", {facts['nulls']} rows with a missing value, which are bad rows where a task reads it" if facts["nulls"] else ""
+    return f"    {name}: {kind}{missing}" + (f"; not usable: {facts['unusable']}" if facts["unusable"] else "")

@@ -6,10 +6,16 @@ import json
 from collections import Counter
 from typing import Any
 
-from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.dataset.data_file import DataFile
+from ray_app.data.dataset.dataset import Dataset, open_dataset
+from ray_app.data.dataset.files import parsing, place_of
+from ray_app.data.read.missing import missing_reasons
 from ray_app.errors import DataError
 from ray_app.ingest.readers.base import Part
 from ray_app.ingest.shards import MAX_COUNTED_LABELS
+from ray_app.plan.facts import ColumnFacts
+
+_ROWS, _BUFFER = 4096, 4 << 20
 
 
 def merged(part: Part, made: list[dict[str, Any]], refused: int, notes: list[str]) -> dict[str, Any]:
@@ -85,8 +91,15 @@ def describe_parquet(path: str) -> dict[str, Any]:
     """
     dataset = open_dataset(path)
     facts, manifest = dataset.facts, dataset.manifest
+    missing = _missing(dataset)
     columns = {
-        name: {"type": column.kind, "shape": list(column.shape), "dtype": column.dtype, "nulls": column.nulls or 0}
+        name: {
+            "type": column.kind,
+            "shape": list(column.shape),
+            "dtype": column.dtype,
+            "nulls": missing[name],
+            "unusable": _why_unusable(column, missing[name], manifest.num_rows),
+        }
         for name, column in facts.columns.items()
     }
     counts = Counter(manifest.paths[int(i)] for i in manifest.file_of)
@@ -96,3 +109,31 @@ def describe_parquet(path: str) -> dict[str, Any]:
     shards = [{"path": name, "rows": rows[name], "row_groups": counts[name]} for name in manifest.paths]
     classes = list(facts.classes) if facts.classes else None
     return {"rows": manifest.num_rows, "classes": classes, "class_counts": None, "columns": columns, "shards": shards}
+
+
+def _missing(dataset: Dataset) -> dict[str, int]:
+    """Rows with a missing value in each column; reads all pages once, so that a damaged one is refused here.
+
+    Raises:
+        DataError: A page is damaged, or has another checksum.
+    """
+    manifest, names = dataset.manifest, list(dataset.facts.columns)
+    found = dict.fromkeys(names, 0)
+    for group in range(manifest.num_row_groups):
+        path = manifest.paths[int(manifest.file_of[group])]
+        place = place_of(dataset.root) / path
+        with (
+            parsing(place, "It cannot be read as Parquet; restore it."),
+            DataFile(dataset.root, path, manifest.partitions, _BUFFER) as file,
+        ):
+            for table in file.iter_batches(int(manifest.index_in_file[group]), names, _ROWS):
+                for name in names:
+                    found[name] += len(missing_reasons(table.select([name])))
+    return found
+
+
+def _why_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:
+    """Why no task of the application can be trained on a column; None if one can."""
+    if column.kind == "other":
+        return "convert it to numbers, text, bytes or lists of numbers"
+    return "it has no value in any row" if rows and missing == rows else None

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric, MetricCollection
 
+from ray_app.cli.ingest import main
 from ray_app.data.dataset.arrays import ArraySpec, fixed, spec_like
 from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import open_dataset
@@ -427,3 +428,20 @@ def test_a_task_is_told_the_type_of_a_column_that_it_cannot_use(tmp_path: Path, 
     put(tmp_path / "t.parquet", pa.table({"x": values, "label": [0, 1]}))
     with pytest.raises(DataError, match=f"Column 'x' of .* holds other {str(values.type)[:7]}"):
         TabularClassification(features=["x"]).prepare(open_dataset(str(tmp_path)).facts)
+
+
+def test_ingest_lists_the_columns_of_parquet_and_which_are_of_no_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pa.table({"x": [1, None, 3], "price": [decimal.Decimal("1.5")] * 3, "none": pa.array([None] * 3, pa.int32())})
+    put(tmp_path / "t.parquet", table, write_statistics=False)
+    assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "    x: integer int64, 1 rows with a missing value, which are bad rows where a task reads it" in lines
+    assert any(line.startswith("    price: other decimal128(2, 1); not usable: convert it") for line in lines)
+    assert any(line.startswith("    none: ") and line.endswith("not usable: it has no value in any row") for line in lines)
+    assert lines[-1] == "It can be trained on as it is, but not by price, none: nothing was written."
+
+
+def test_ingest_refuses_parquet_with_a_damaged_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_a_turned_bit(tmp_path / "t.parquet", write_page_checksum=True)
+    assert main(["--source", "parquet", "--input", str(tmp_path)]) == 2
+    assert "t.parquet, row group 1, column 'x': " in capsys.readouterr().err
