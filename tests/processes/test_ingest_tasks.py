@@ -364,7 +364,7 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
             open_dataset(str(s3_folder / name if name else s3_folder))
 
 
-def test_footers_on_s3_cost_a_request_each_or_none(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+def test_footers_on_s3_cost_two_requests_each_or_none(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
     out = s3_folder / "out"
     ingest(options_for(write_csvs(tmp_path / "in"), out, row_group_rows=7, shard_rows=40))
     s3_server.reset()
@@ -375,7 +375,7 @@ def test_footers_on_s3_cost_a_request_each_or_none(tmp_path: Path, s3_folder: S3
     paths = [*cold.manifest.paths, cold.manifest.paths[0]]  # the first one's columns are those of all
     assert len(set(paths)) > 1
     assert sorted(re.sub(r" .*/|\?.*", " ", request).strip() for request in s3_server.requests(r"\.parquet")) == [
-        f"GET {path}" for path in sorted(paths)
+        f"{method} {path}" for method in ("GET", "HEAD") for path in sorted(paths)
     ]
     assert (warm.manifest.digest, warm.facts.columns) == (cold.manifest.digest, cold.facts.columns)
 

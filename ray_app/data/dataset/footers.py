@@ -227,7 +227,7 @@ def _as_parquet(file: Place) -> Any:
 
 
 def _tail(file: Place) -> bytes:
-    """The end of a Parquet file, from its footer on or before; in a bucket one request fetches it, where the file was listed."""
+    """The end of a Parquet file, from its footer on; in a bucket one request asks for the size and one fetches it."""
     if not isinstance(file, Path):
         with fragment_of(file).open() as stream:
             return _tail_of(stream.size(), stream.read_at)
