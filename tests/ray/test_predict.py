@@ -157,7 +157,7 @@ def test_interrupted_and_killed_in_the_middle_and_started_again(ray_cluster: Non
     (gate / "reached").unlink()
     assert stopped_by(signal.SIGKILL) == -signal.SIGKILL
     before = state_of(out)
-    assert sorted(before) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    assert len(before) == 3, "which ones is up to the read tasks, which end in any order on a busy machine"
     assert not (out / "predictions.json").exists()
     (gate / "open").touch()
     assert main(arguments) == 0
