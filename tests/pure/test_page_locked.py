@@ -7,8 +7,9 @@ import gc
 import pytest
 import torch
 
+from ray_app.checkpoint.format import TRAINING, Snapshot, pack, unpack
 from ray_app.train.state import page_locked
-from ray_app.train.state.page_locked import views_like
+from ray_app.train.state.page_locked import bytes_of, views_like
 
 
 class Driver:
@@ -54,10 +55,21 @@ STATE = [torch.zeros(33), torch.zeros((2, 3), dtype=torch.bfloat16), torch.tenso
 def test_copies_lie_in_one_piece_of_their_size(driver: Driver) -> None:
     found = views_like(STATE)
     assert [(v.shape, v.dtype, v.is_contiguous()) for v in found] == [(v.shape, v.dtype, True) for v in STATE]
-    assert sum(driver.locked.values()) == 192 + 64 + 64 + 0 + 64, "not rounded up to a power of two"
+    assert sum(driver.locked.values()) == 192 + 64 + 64 + 64 + 64, "not rounded up to a power of two"
     for number, value in enumerate(found):
         value.fill_(number % 2)
     assert [v.float().unique().tolist() for v in found] == [[0.0], [1.0], [0.0], [], [0.0]]
+
+
+def test_a_checkpoint_of_a_copy_holds_each_tensor_once_and_takes_all_types(driver: Driver) -> None:
+    """`torch.save` writes the whole storage of a tensor: one that all tensors shared would put the model into `training.pt`, too."""
+    model, moment, mask, empty, half = views_like([torch.zeros(9999), torch.zeros(9), torch.zeros(9, dtype=torch.bool), *STATE[3:0:-2]])
+    copy = Snapshot(1, {"weight": model}, {"state": {0: {"moment": moment, "mask": mask, "empty": empty, "half": half}}}, None)
+    files = pack(copy)
+    assert len(files[TRAINING]) < model.nbytes
+    again = unpack(files)
+    assert torch.equal(again.model["weight"], model)
+    assert all(torch.equal(again.optimizer["state"][0][name], v) for name, v in copy.optimizer["state"][0].items())
 
 
 def test_memory_is_used_again_once_nothing_uses_it(driver: Driver) -> None:
@@ -82,7 +94,7 @@ def test_memory_is_used_again_once_nothing_uses_it(driver: Driver) -> None:
 def test_memory_of_another_size_is_not_kept_beside_new_one(driver: Driver) -> None:
     for size in (100, 200, 300):
         views = views_like([torch.zeros(size)])
-        assert list(driver.locked.values()) == [views[0].untyped_storage().nbytes()]
+        assert list(driver.locked.values()) == [bytes_of(views[0])]
         del views
         gc.collect()
 

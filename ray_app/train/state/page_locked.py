@@ -3,6 +3,9 @@
 PyTorch's own (`pin_memory=True`) rounds each tensor up to a power of two and never gives memory back: what a snapshot of a big model takes
 would be up to twice the model for each copy, and grow with each kind of copy. Here a copy is one piece of exactly its size. When no tensor
 uses it any more, the next copy takes it, or gives it back if it is of another size: to lock memory takes a second for some gigabytes.
+
+Each tensor has a storage of its own, which is its part of the piece: `torch.save` writes the whole storage of a tensor, and refuses tensors
+of different types in one storage.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, cuda
 
 logger = logging.getLogger(__name__)
@@ -27,8 +31,8 @@ _is_refused = False
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """What a tensor takes of a piece, a multiple of the alignment."""
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    """Returns the bytes of a piece that a tensor takes: a multiple of the alignment, and never 0, so that no two tensors begin alike."""
+    return max(1, -(-tensor.nbytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
 
 
 def views_like(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -36,21 +40,19 @@ def views_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Where the driver locks no more memory it is pageable, which makes copies slower, and no others.
     """
-    return list(_views(tensors, _piece(sum(map(bytes_of, tensors)))))
+    return list(_views(tensors, _piece(sum(map(bytes_of, tensors))))) if tensors else []
 
 
-def _views(tensors: Sequence[Tensor], piece: Tensor) -> Iterator[Tensor]:
+def _views(tensors: Sequence[Tensor], piece: NDArray[np.uint8]) -> Iterator[Tensor]:
     start = 0
     for tensor in tensors:
-        part = piece[start : start + tensor.numel() * tensor.element_size()]
+        part = torch.from_numpy(piece[start : start + tensor.nbytes])
         yield part.view(tensor.dtype).view(tensor.shape)
         start += bytes_of(tensor)
 
 
-def _piece(size: int) -> Tensor:
-    """Memory of so many bytes, shape (size,), dtype uint8; another piece may have it after the last tensor that uses it is gone."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
+def _piece(size: int) -> NDArray[np.uint8]:
+    """Memory of so many bytes; another piece may have it after the last tensor that uses a part of it is gone."""
     with _lock:
         memory = next((spare for spare in _spare if len(spare) == size), None)
         if memory is not None:
@@ -60,10 +62,10 @@ def _piece(size: int) -> Tensor:
         if memory is None:
             memory = mmap.mmap(-1, size)
             if not _locked(memory):
-                return torch.from_numpy(np.frombuffer(memory, np.uint8))
+                return np.frombuffer(memory, np.uint8)
     array = np.frombuffer(memory, np.uint8)
     weakref.finalize(array, _keep, memory).atexit = False
-    return torch.from_numpy(array)
+    return array
 
 
 def _keep(memory: mmap.mmap) -> None:
