@@ -139,7 +139,7 @@ def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FailureBudget:
     config = load_config(ROOT / "conf" / "digits.yaml").replace(
         run__storage_path=str(tmp_path), scaling__min_workers=2, scaling__max_workers=2
     )
-    monkeypatch.setattr(hooks, "ray", SimpleNamespace(get=lambda found: found))
+    monkeypatch.setattr(hooks, "ray", SimpleNamespace(get=lambda found, timeout: found))
     rendezvous = SimpleNamespace(
         status=SimpleNamespace(remote=lambda: SimpleNamespace(step=0)), expect=SimpleNamespace(remote=lambda _: None)
     )
@@ -276,6 +276,17 @@ def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts
     control.before_controller_execute_failure_decision(None)
     told = [event.details["errors"] for event in read_events(control.budget.paths, "failed")]
     assert told == ([{"start": "RuntimeError: the node is gone"}] if is_lost else [])
+
+
+def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time-out of Ray's would end the run, and does not say who was asked."""
+    group, ids = group_of(control, Newcomers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
+    actors = [SimpleNamespace(_actor_id=each, init_train_context=SimpleNamespace(remote=lambda _id=each, **_: _id)) for each in ids]
+    workers = [SimpleNamespace(actor=actor, distributed_context=None) for actor in actors]
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))
+    vars(group).update(_train_run_context=None, _storage_context=None, _worker_callbacks_to_propagate=[])
+    with pytest.raises(ray.exceptions.RayActorError, match=f"{ids[1].hex()} is unavailable: .* has not answered for 120 s"):
+        group._init_train_context_on_workers(workers, None, {})
 
 
 def test_the_actor_for_collectives_that_nobody_calls_is_ended_before_workers_are_waited_for(

@@ -132,7 +132,11 @@ class ElasticGroup(WorkerGroup):
         return self._assign_worker_ranks(workers, first, first + len(workers), replica_group_size=1)
 
     def _init_train_context_on_workers(self, workers: list, sync_actor: Any, train_context_args: dict[str, list]) -> None:
-        """As Ray's, but for the controller's handle, which only `ray.train.report` needs: ours is no actor."""
+        """As Ray's, but for the controller's handle, which only `ray.train.report` needs: ours is no actor.
+
+        Raises:
+            ActorUnavailableError: A worker does not answer; Ray and this group treat it like a worker that died.
+        """
         common = {
             "train_run_context": self._train_run_context,
             "synchronization_actor": sync_actor,
@@ -144,7 +148,11 @@ class ElasticGroup(WorkerGroup):
         for place, worker in enumerate(workers):
             own = {name: values[place] for name, values in train_context_args.items()}
             asked.append(worker.actor.init_train_context.remote(distributed_context=worker.distributed_context, **common, **own))
-        ray.get(asked, timeout=_ANSWER_S)
+        _, silent = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
+        if silent:
+            actor_id = workers[asked.index(silent[0])].actor._actor_id.binary()
+            raise ray.exceptions.ActorUnavailableError(f"a worker that was ready has not answered for {_ANSWER_S:g} s", actor_id)
+        ray.get(asked)
         self._decorate_worker_log_file_paths(workers)
 
     def drop(self, gone: set[int]) -> None:
