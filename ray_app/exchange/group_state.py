@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-launches = threading.Lock()
-"""Held while the device is given exchanges, and while the group is closed. An abort from another thread frees what these calls use, so it
-waits for them, see `ProcessGroup.abort`."""
+launches = threading.RLock()
+"""Held while the device is given exchanges, while the backend is asked for its error, and while the group is closed. An abort from another
+thread frees what these calls use, so it waits for them, see `ProcessGroup.abort`. Reentrant: a launch that fails asks for the error."""
 
 
 class Breakable(Protocol):

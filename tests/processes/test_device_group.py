@@ -284,6 +284,40 @@ def test_an_error_that_only_the_backend_knows_is_found(pool: Pool, store: TCPSto
     pool.run(2, told, store.port)
 
 
+def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
+    """What happens when an abort is ordered while the backend is asked for its error, and what the next step is told."""
+    del store
+    group, happened, begun = opened(rank, port), list[str](), threading.Event()
+    device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
+
+    def abort() -> None:
+        begun.set()
+        happened.append("abort")
+        DeviceGroup.abort(device)
+
+    def get_error() -> ErrorType:
+        group.abort()
+        begun.wait(0.2)  # an abort that did not wait would begin now
+        happened.append("asked")
+        return ErrorType.SUCCESS
+
+    device.abort, device.get_error = abort, get_error  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            assert group.settle is not None
+            with pytest.raises(PeerLostError, match="was given up while the device was at it"):
+                group.settle()
+            begun.wait()
+    finally:
+        group.close(broken=True)
+    return happened
+
+
+def test_an_abort_waits_while_the_backend_is_asked_for_its_error(pool: Pool, store: TCPStore) -> None:
+    """It frees what the question reads; afterwards the backend is not asked any more."""
+    assert pool.run(2, asked_meanwhile, store.port) == [["asked", "abort"]] * 2
+
+
 def given_up(rank: int, store: Path, port: int) -> tuple[str, bool]:
     """The order to abort comes when the store has done its part and torch does not know the group yet."""
     del store

@@ -108,9 +108,10 @@ class ProcessGroup:
 
     def _settle(self) -> None:
         self._wait_for_device()
+        error = self._error()
         if self.is_aborted:
             raise PeerLostError("the exchange was given up while the device was at it")
-        if error := self._error():
+        if error is not None:
             raise PeerLostError(f"the exchange failed on the device: {error}")
 
     def _wait_for_device(self) -> None:
@@ -121,13 +122,14 @@ class ProcessGroup:
         torch.cuda.current_stream(self._device).synchronize()
 
     def _error(self) -> str | None:
-        """What a backend says of itself, if it has failed."""
-        found = (group._get_backend(self._device).get_error() for group in self._all())
-        return next((error.name for error in found if error != ErrorType.SUCCESS), None)
+        """What a backend says of itself, if it has failed; a backend that this process aborts is not asked."""
+        with group_state.launches:
+            found = (group._get_backend(self._device).get_error() for group in self._all() if not self.is_aborted)
+            return next((error.name for error in found if error != ErrorType.SUCCESS), None)
 
     def has_failed(self) -> bool:
         """See `Breakable`."""
-        return self._asynchronous and self._error() is not None
+        return self._asynchronous and (self._error() is not None or self.is_aborted)
 
     def _all(self) -> list[Any]:
         """All that have been formed, those between hosts first."""
