@@ -24,6 +24,7 @@ from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.exchange.build import build_exchange
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
+from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
 from ray_app.train.build import build_state, build_step
 from ray_app.train.group.messages import Flags
@@ -131,6 +132,23 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_optim
     assert f"logical worker 2, rows at manifest positions {rows}" in message
     assert message.count("logical worker") == 1, "others are innocent"
     assert "lower the learning rate" in message
+
+
+class Pairs(TinyImages):
+    """Its loss takes no row alone; it is finite, and its gradient is not."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        losses = super().loss(outputs, batch)
+        if len(losses) < 2:
+            raise ValueError("a pair is needed")
+        return losses + (losses - losses).sqrt()
+
+
+def test_a_task_that_takes_no_row_alone_is_told_what_is_not_finite(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """To look for the row is no new failure."""
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=Pairs())
+    [rank] = pool.run(1, run_steps, job, 1, 1)
+    assert isinstance(rank.error, NonFiniteError), rank.error
 
 
 def test_every_culprit_is_named(pool: Pool, data: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ray_app.config.config import Config
 from ray_app.data.feed.windows import MicroBatch
-from ray_app.errors import DataError, NonFiniteError, PeerLostError, WrongResultError
+from ray_app.errors import DataError, NonFiniteError, PeerLostError, TaskError, WrongResultError
 from ray_app.exchange.exchange import Exchange, World, backward_of, gather
 from ray_app.plan.cursor import Cursor
 from ray_app.task.base import Batch, Task
@@ -281,7 +281,7 @@ class Step:
             for i in range(batch.rows):
                 one = batch._replace(rows=1, keys=batch.keys[i : i + 1], positions=batch.positions[i : i + 1])
                 one = one._replace(fields={name: values[i : i + 1] for name, values in batch.fields.items()})
-                with self._blaming(one):
+                with suppress(TaskError), self._blaming(one):  # a task may not take one row, such as a loss of pairs
                     bad += [] if self._is_finite(cursor, one, 1) else [i]
         return [positions[i] for i in bad if i < len(positions)] or positions
 
