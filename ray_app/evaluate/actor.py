@@ -105,11 +105,14 @@ class Evaluator:
         if self._output is not None:
             self._output.close()
 
-    def _note_life(self) -> None:
-        """Records that a process of this evaluator begins, once.
+    def _note_life(self, commit: Commit) -> None:
+        """Records once that this process evaluates, before its first evaluation: a process that dies while it waits dies of no checkpoint.
+
+        Args:
+            commit: The checkpoint that is next.
 
         Raises:
-            ProcessDiedError: Several before it died of the same checkpoint; a lost node does not count.
+            ProcessDiedError: Several processes before it died of the same checkpoint; a lost node does not count.
         """
         if self._itself is None or self._is_noted:
             return
@@ -120,14 +123,13 @@ class Evaluator:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if deaths_in_a_row([e.details for e in earlier], self._done_step, alive) >= MAX_DEATHS:
             reader, rows = job.data.reader, job.data.manifest.num_rows
-            raise died(f"while it evaluated the checkpoint after step {max(0, self._done_step)} on {rows:,} rows of {reader.root}")
+            raise died(f"while it evaluated the checkpoint after step {commit.step} on {rows:,} rows of {reader.root}")
 
     def _follow(self) -> None:
         environment.use_device(self._device)  # a new thread begins on the first GPU
         look_s = wait_s = poll_s(self._job.paths.root)
         while not self._stopped.is_set():
             try:
-                self._note_life()
                 if self._driver == "superseded":
                     return self._leave()
                 waiting = pending(self._job) if self._error is None else []
@@ -212,6 +214,7 @@ class Evaluator:
         """Evaluates one checkpoint; returns the seconds that it took."""
         began = time.perf_counter()
         commit, passed = choose(waiting, self._job.section.every)
+        self._note_life(commit)
         self._hold(commit.step - 1)
         for older in passed:
             self._skipped(older, f"a newer one was there, step {commit.step}")

@@ -352,6 +352,24 @@ def test_its_device_is_the_current_one_where_it_makes_the_model_and_where_it_eva
     assert threads == [threading.current_thread().name, "_follow"]
 
 
+def test_only_a_process_that_has_something_to_evaluate_counts(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is killed again and again while it waits would otherwise be given up for a checkpoint that it never saw."""
+    noted, looks = list[int](), list[list[Commit]]()
+
+    def look(job: EvaluationJob) -> list[Commit]:
+        looks.append(pending(job))
+        return looks[-1]
+
+    monkeypatch.setattr(actor, "pending", look)
+    monkeypatch.setattr(Evaluator, "_note_life", lambda self, commit=None: noted.append(commit and commit.step))
+    with following(job):
+        wait_until(lambda: len(looks) > 1, "looked twice")
+        assert not noted
+        commit(job, 3)
+        wait_until(lambda: not pending(job), "evaluated")
+    assert noted == [3]
+
+
 @pytest.mark.parametrize(
     ("lives", "deaths"),
     [
