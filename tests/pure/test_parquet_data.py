@@ -8,6 +8,8 @@ import decimal
 import errno
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torchmetrics import MeanMetric, MetricCollection
 
 from ray_app.cli.ingest import main
+from ray_app.data.dataset import footer_check
 from ray_app.data.dataset.arrays import ArraySpec, fixed, spec_like
 from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import open_dataset
@@ -295,6 +298,35 @@ def test_a_footer_whose_types_contradict_each_other_is_refused(tmp_path: Path) -
     file.write_bytes(data[: metadata + 1] + b"\x0a" + data[metadata + 2 :])  # DOUBLE
     with pytest.raises(DataError, match=r"t.parquet has a footer that contradicts itself, so it cannot be read .*type"):
         open_dataset(str(tmp_path))
+
+
+def test_statistics_that_python_lacks_do_not_hide_an_encrypted_column(tmp_path: Path) -> None:
+    config = pe.EncryptionConfiguration(footer_key="f", plaintext_footer=True, column_keys={"c": ["x"]})
+    late = pa.array([2**62], pa.int64()).cast(pa.timestamp("us"))
+    table = pa.table({"late": late, "x": [1.0]})
+    properties = pe.CryptoFactory(Kms).file_encryption_properties(pe.KmsConnectionConfig(), config)
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match=r"a.parquet has encrypted columns"):
+        open_dataset(str(tmp_path))
+
+
+def test_a_look_at_footers_that_is_ended_from_outside_blames_no_file(tmp_path: Path) -> None:
+    put(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
+    open_dataset(str(tmp_path))
+    process = footer_check._trial._process
+    assert process is not None
+    process.kill()
+    assert open_dataset(str(tmp_path)).manifest.num_rows == 1
+
+
+def test_footers_are_looked_at_where_pyarrow_is_in_the_python_path(tmp_path: Path) -> None:
+    put(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
+    code = f"from ray_app.data.dataset.dataset import open_dataset; print(open_dataset({str(tmp_path)!r}).manifest.num_rows)"
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
+    # The interpreter without its virtual environment, whose packages are known by PYTHONPATH alone.
+    found = subprocess.run([sys._base_executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout == "1\n", found.stderr
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:

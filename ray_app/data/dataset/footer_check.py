@@ -7,6 +7,7 @@ nothing comes for some seconds (`footer_trial.py`).
 from __future__ import annotations
 
 import atexit
+import os
 import struct
 import subprocess
 import sys
@@ -26,25 +27,30 @@ class _Trial:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def survivors(self, tails: Sequence[bytes]) -> tuple[int, str]:
-        """How many footers, from the first one on, the process survives, and what it says where it does not survive all."""
+    def first_fatal(self, tails: Sequence[bytes]) -> tuple[int, str] | None:
+        """Which footer the process does not survive, and what the process says then; None if it survives all.
+
+        A process may also be ended from outside, so a footer is fatal only if two processes die of it.
+
+        Raises:
+            RuntimeError: The process cannot look at footers.
+        """
+        survived, suspect = 0, -1
         with self._lock:
-            while True:
-                process = self._started()
-                assert process.stdin is not None
-                assert process.stdout is not None
-                assert process.stderr is not None
-                with suppress(BrokenPipeError):
-                    for tail in tails:
-                        process.stdin.write(struct.pack("<q", len(tail)) + tail)
-                    process.stdin.flush()
-                survived = len(process.stdout.read(len(tails)))
+            while survived < len(tails):
+                count, process = self._look_at(tails[survived:])
+                survived += count
                 if survived == len(tails):
-                    return survived, ""
-                said = process.stderr.read().decode(errors="replace")
-                # With exit code 0 it has ended itself in the moment before, because nothing came.
-                if process.wait() != 0 or survived:
-                    return survived, said
+                    break
+                assert process.stderr is not None
+                message, code = process.stderr.read().decode(errors="replace"), process.wait()
+                if code > 0:
+                    raise RuntimeError(f"The process that looks at Parquet footers first ended with exit code {code}: {message}")
+                # With exit code 0 it ended itself in the moment before, because nothing came.
+                if code and suspect == survived:
+                    return survived, message
+                suspect = survived if code else suspect
+        return None
 
     def close(self) -> None:
         """Ends the process."""
@@ -52,10 +58,24 @@ class _Trial:
             if self._process is not None:
                 self._process.communicate()
 
+    def _look_at(self, tails: Sequence[bytes]) -> tuple[int, subprocess.Popen[bytes]]:
+        """How many footers, from the first one on, the process survives."""
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):
+            for tail in tails:
+                process.stdin.write(struct.pack("<q", len(tail)) + tail)
+            process.stdin.flush()
+        return len(process.stdout.read(len(tails))), process
+
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-I", str(Path(__file__).with_name("footer_trial.py"))]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            command = [sys.executable, "-P", str(Path(__file__).with_name("footer_trial.py"))]
+            # The packages of this process, wherever they are: those of a user and of PYTHONPATH, too.
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+            self._process = subprocess.Popen(command, env=environment, **pipes)
         return self._process
 
 
@@ -73,10 +93,11 @@ def check_footers(files: Sequence[Place], tails: Sequence[bytes]) -> None:
     Raises:
         DataError: There is one: its columns are encrypted, or it contradicts itself.
     """
-    survived, said = _trial.survivors(tails)
-    if survived == len(files):
+    fatal = _trial.first_fatal(tails)
+    if fatal is None:
         return
-    reason = said.rpartition("what():")[2].strip().rstrip(".") or "the Parquet library aborts"
+    place, message = fatal
+    reason = message.rpartition("what():")[2].strip().rstrip(".") or "the Parquet library aborts"
     if "decrypt" in reason.lower():
-        raise DataError(f"{files[survived]} has encrypted columns, so it cannot be read ({reason}). Write it again without encryption.")
-    raise DataError(f"{files[survived]} has a footer that contradicts itself, so it cannot be read ({reason}). Write it again.")
+        raise DataError(f"{files[place]} has encrypted columns, so it cannot be read ({reason}). Write it again without encryption.")
+    raise DataError(f"{files[place]} has a footer that contradicts itself, so it cannot be read ({reason}). Write it again.")

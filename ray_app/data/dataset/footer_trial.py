@@ -25,10 +25,15 @@ def look(tail: bytes) -> None:
         for index in range(footer.num_row_groups):
             group = footer.row_group(index)
             for number in range(group.num_columns):
-                column = group.column(number)
-                statistics = column.statistics
-                if statistics is not None and statistics.has_min_max:
-                    _ = statistics.min, statistics.max
+                look_at_column(group, number)
+
+
+def look_at_column(group: pq.RowGroupMetaData, number: int) -> None:
+    """Asks for one column; statistics that Python cannot express, such as dates after the year 9999, do not hide later columns."""
+    with contextlib.suppress(Exception):
+        statistics = group.column(number).statistics
+        if statistics is not None and statistics.has_min_max:
+            _ = statistics.min, statistics.max
 
 
 def read(count: int) -> bytes:
