@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import datetime
 import decimal
 import errno
@@ -29,6 +30,7 @@ from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.dataset.files import unusable
 from ray_app.data.dataset.labels import read_labels
 from ray_app.data.read.first import first_row, probe, specs_like
+from ray_app.data.read.missing import missing_reasons
 from ray_app.data.read.reader import Reader, RowSource, Span, stored, whole
 from ray_app.data.read.slices import fetch_here
 from ray_app.data.read.threads import fetch_in_threads
@@ -106,6 +108,67 @@ def test_skipped_rows_with_missing_values_leave_the_others(tmp_path: Path, fetch
     assert decoded.arrays["row"].tolist() == [0, 0, 2, 3, 0, 0, 6, 0]
     assert sorted(decoded.reasons) == [1, 4, 5, 7]
     assert decoded.reasons[4] == "column 'x' has no value; fill it or drop the row before training"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.large_list(pa.list_(pa.int64())),
+        pa.list_(pa.list_(pa.int64(), 2)),
+        pa.list_(pa.struct({"a": pa.int64(), "b": pa.list_(pa.int64())})),
+        pa.struct({"a": pa.list_(pa.int64(), 2), "b": pa.dictionary(pa.int8(), pa.int64())}),
+    ],
+    ids=str,
+)
+def test_missing_values_are_found_in_their_rows_however_deep(kind: pa.DataType) -> None:
+    random = np.random.default_rng(0)
+
+    def draw(of: pa.DataType) -> Any:
+        if random.random() < 0.1:
+            return None
+        if pa.types.is_struct(of):
+            return {field.name: draw(field.type) for field in of}
+        if pa.types.is_nested(of):
+            return [draw(of.value_type) for _ in range(of.list_size if pa.types.is_fixed_size_list(of) else random.integers(3))]
+        return 7
+
+    def lacks(value: Any) -> bool:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        return value is None or any(map(lacks, inner))
+
+    values = [draw(kind) for _ in range(300)]
+    chunks = [pa.array(values, kind).slice(3, 100), pa.array(values, kind)]
+    reasons = missing_reasons(pa.table({"x": pa.chunked_array(chunks)}))
+    wanted = {row: value for row, value in enumerate(values[3:103] + values) if lacks(value)}
+    assert reasons.keys() == wanted.keys()
+    assert all(("no value" in reasons[row]) == (value is None) for row, value in wanted.items())
+
+
+EXTENSIONS = {
+    "uuid": lambda: pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"a" * 16, None, b"b" * 16], pa.binary(16))),
+    "json": lambda: pa.ExtensionArray.from_storage(pa.json_(pa.utf8()), pa.array(['{"a": 1}', None, "[]"])),
+    "tensor": lambda: pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(pa.float32(), (2,)), pa.array([[1, 2], [1, None], [3, 4]], pa.list_(pa.float32(), 2))
+    ),
+    "opaque": lambda: pa.ExtensionArray.from_storage(pa.opaque(pa.int64(), "t", "v"), pa.array([1, None, 3])),
+}
+
+
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_a_missing_value_of_an_extension_type_is_a_bad_row(tmp_path: Path, kind: str) -> None:
+    put(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
+    reader, source = reader_of(tmp_path, ["x", "row"], skips=True)
+    assert list(load_all(fetch_here, source).reasons) == [1]
+    with pytest.raises(BadRowError, match=r"a.parquet, row group 0, row 1: column 'x' has (no value|a missing value)"):
+        list(dataclasses.replace(reader, skips=False).read(whole(source.manifest, 9)[0]))
+
+
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_a_column_of_an_extension_type_is_named_by_ingest(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
+    assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    x: "))
+    assert "not usable: convert it" in line or "1 rows with a missing value" in line
 
 
 def test_a_row_group_of_missing_values_alone_is_skipped(tmp_path: Path) -> None:

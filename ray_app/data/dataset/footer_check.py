@@ -74,8 +74,8 @@ class _Trial:
             command = [sys.executable, "-P", str(Path(__file__).with_name("footer_trial.py"))]
             # The packages of this process, wherever they are: those of a user and of PYTHONPATH, too.
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-            self._process = subprocess.Popen(command, env=environment, **pipes)
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
         return self._process
 
 
