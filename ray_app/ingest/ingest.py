@@ -231,6 +231,8 @@ def _write_all(
     mixed = _mix({side: made[side] for side, part in part_of.items() if not part.keeps_order}, options, folder, run)
     for side, part in part_of.items():
         facts = merged(part, mixed.get(side, made[side]), len(refused[side]), notes_of(text_columns[part.name]))
+        index = [options.rename.get(name, name) for name in part.index_columns]
+        facts["index_columns"] = [name for name in index if name in facts["columns"]]
         if options.pack:
             facts["rows_in"] = sum(piece["texts"] for piece in made[side]) + len(refused[side])
         place = side_folder(folder, side)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import decimal
 import io
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from ray_app.data.dataset.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.from_arrays import ingest_arrays
 from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.task.tabular import TabularClassification
 from tests.support.ingest_inputs import done, read, refusal, write_tar
 
 ENDS = ("arrow", "parquet")
@@ -481,3 +485,29 @@ def test_another_choice_of_members_is_another_ingest(tmp_path: Path) -> None:
 def test_a_pattern_of_too_many_names_is_refused(tmp_path: Path, source: str) -> None:
     said = refusal(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
     assert "{0..999999999999} stands for more than 1000000 names" in said
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("index", ["customer", None])
+def test_the_index_of_a_pandas_table_stays_an_index(tmp_path: Path, end: str, index: str | None) -> None:
+    table = pa.Table.from_pandas(pd.DataFrame({"x": [0.5, 1.5, 2.5], "label": [0, 1, 0]}, [3, 7, 5]).rename_axis(index))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if end == "parquet":
+        pq.write_table(table, folder / "train.parquet")
+    else:
+        with pa.ipc.new_stream(folder / "train.arrow", table.schema) as stream:
+            stream.write_table(table)
+    name = index or "__index_level_0__"
+    options = IngestOptions("hf", str(tmp_path / "out"), str(folder), rename={name: "key"})
+    assert open_dataset(ingest(options).parts[""].path).facts.index_columns == ("key",)
+    options = dataclasses.replace(options, out=str(tmp_path / "as it is"), rename={})
+    facts = open_dataset(ingest(options).parts[""].path).facts
+    assert facts.index_columns == (name,)
+    assert TabularClassification("label").prepare(facts).columns() == ["x", "label"]
+
+
+@pytest.mark.parametrize("pandas", [b"[]", b"no JSON", b'{"index_columns": null}', b'{"index_columns": "x"}'])
+def test_pandas_metadata_that_makes_no_sense_names_no_index(tmp_path: Path, pandas: bytes) -> None:
+    pq.write_table(pa.table({"x": [1.0]}).replace_schema_metadata({b"pandas": pandas}), tmp_path / "a.parquet")
+    assert open_dataset(str(tmp_path)).facts.index_columns == ()

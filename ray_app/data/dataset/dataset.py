@@ -83,7 +83,8 @@ def _facts(path: str, root: Place, footers: Footers, manifest: Manifest) -> Data
     described: dict[str, Any] = read_json(root / "dataset.json") or {}
     classes = described.get("classes")
     count = partial(count_labels, str(root), manifest)
-    return DataFacts(path, manifest.num_rows, columns, tuple(classes) if classes else None, count, index_columns(footers.schema))
+    index = tuple(dict.fromkeys([*index_columns(footers.schema), *described.get("index_columns", [])]))
+    return DataFacts(path, manifest.num_rows, columns, tuple(classes) if classes else None, count, index)
 
 
 def index_columns(schema: pa.Schema) -> tuple[str, ...]:
@@ -93,10 +94,11 @@ def index_columns(schema: pa.Schema) -> tuple[str, ...]:
     name, as `to_csv` and R's `write.csv` make one of the row numbers, `Unnamed: 0` once pandas has read that again.
     """
     try:
-        named = json.loads((schema.metadata or {}).get(b"pandas", b"{}")).get("index_columns", [])
-    except (ValueError, AttributeError):
-        named = []
-    return tuple(name for name in schema.names if name in named or _INDEX.fullmatch(name))
+        pandas = json.loads((schema.metadata or {}).get(b"pandas", b"{}"))
+    except ValueError:
+        pandas = {}
+    named = pandas.get("index_columns") if isinstance(pandas, dict) else None
+    return tuple(name for name in schema.names if (isinstance(named, list) and name in named) or _INDEX.fullmatch(name))
 
 
 def _partition_facts(manifest: Manifest) -> dict[str, ColumnFacts]:

@@ -50,6 +50,7 @@ class Part:
         skipped_files: Files of the input that are not data of this format and are left out: each by its name, and why.
         keeps_order: Whether the rows are mixed as they come, and so stay.
         notes: What the user should know of how the source was understood, a sentence or two each.
+        index_columns: Columns that number the rows, by their names in the source.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Part:
     skipped_files: tuple[tuple[str, str], ...] = ()
     keeps_order: bool = False
     notes: tuple[str, ...] = ()
+    index_columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

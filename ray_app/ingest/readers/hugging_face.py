@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ray_app.data.dataset.dataset import index_columns
 from ray_app.data.dataset.files import File, Place, files_in, find, is_folder, parquet, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
@@ -67,7 +68,8 @@ class HuggingFace:
         for split, form in self._forms(run).items():
             files = self._splits[split]
             pieces = [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)]
-            parts.append(base.Part(split if len(self._splits) > 1 else "", pieces, form.classes))
+            name = split if len(self._splits) > 1 else ""
+            parts.append(base.Part(name, pieces, form.classes, index_columns=index_columns(form.schema)))
         return parts
 
     @cached_property
@@ -127,7 +129,7 @@ class HuggingFace:
         for name in keep:
             if reason := unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
-        kept = pa.schema([schema.field(name) for name in keep])
+        kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
         nested.check_ragged(file, self.ragged, kept)
         shapes = _shapes(files, [column.name for column in kept if nested.is_list(column.type)], self.ragged)
         names = features.get(label or "", {}).get("names")
