@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import groupby
 from typing import Any
 
 from ray_app.data.dataset.data_file import DataFile
@@ -15,7 +16,7 @@ from ray_app.ingest.readers.base import Part
 from ray_app.ingest.shards import MAX_COUNTED_LABELS
 from ray_app.plan.facts import ColumnFacts
 
-_ROWS, _BUFFER = 4096, 4 << 20
+_MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 1 << 16, 8 << 20, 4 << 20
 
 
 def merged(part: Part, made: list[dict[str, Any]], refused: int, notes: list[str]) -> dict[str, Any]:
@@ -118,18 +119,18 @@ def _missing(dataset: Dataset) -> dict[str, int]:
         DataError: A page is damaged, or has another checksum.
     """
     manifest, names = dataset.manifest, list(dataset.facts.columns)
-    found = dict.fromkeys(names, 0)
-    for group in range(manifest.num_row_groups):
-        path = manifest.paths[int(manifest.file_of[group])]
-        place = place_of(dataset.root) / path
+    missing = dict.fromkeys(names, 0)
+    for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
+        path = manifest.paths[number]
         with (
-            parsing(place, "It cannot be read as Parquet; restore it."),
-            DataFile(dataset.root, path, manifest.partitions, _BUFFER) as file,
+            parsing(place_of(dataset.root) / path, "It cannot be read as Parquet; restore it."),
+            DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
         ):
-            for table in file.iter_batches(int(manifest.index_in_file[group]), names, _ROWS):
-                for name in names:
-                    found[name] += len(missing_reasons(table.select([name])))
-    return found
+            for index in map(int, manifest.index_in_file[list(groups)]):
+                for table in file.iter_batches(index, names, min(_MAX_ROWS, file.rows_within(index, names, _BATCH_BYTES))):
+                    for name in names:
+                        missing[name] += len(missing_reasons(table.select([name])))
+    return missing
 
 
 def _why_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from ray_app.data.dataset.files import Place, parquet, place_of, unusable
 from ray_app.errors import BadRowError, DataError, StorageError
@@ -59,11 +58,6 @@ class DataFile:
         added = [field for name, field in self._fields.items() if name not in self._own_names]
         return pa.schema([*self._file.schema_arrow, *added])
 
-    @property
-    def metadata(self) -> pq.FileMetaData:
-        """The footer."""
-        return self._file.metadata
-
     def read_row_group(self, index: int, columns: Sequence[str]) -> pa.Table:
         """The rows of a row group.
 
@@ -86,6 +80,14 @@ class DataFile:
         """The rows of all row groups; see `read_row_group`."""
         groups = [self.read_row_group(index, columns) for index in range(self._file.metadata.num_row_groups)]
         return pa.concat_tables(groups) if groups else self.schema.empty_table().select(list(columns))
+
+    def rows_within(self, index: int, columns: Sequence[str], num_bytes: int) -> int:
+        """How many rows of a row group have about so many bytes in these columns, at least one."""
+        group = self._file.metadata.row_group(index)
+        chunks = (group.column(i) for i in range(group.num_columns))
+        begins = tuple(f"{name}." for name in columns)
+        size = sum(chunk.total_uncompressed_size for chunk in chunks if f"{chunk.path_in_schema}.".startswith(begins))
+        return max(1, num_bytes * group.num_rows // max(1, size))
 
     def iter_batches(self, index: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """The rows of a row group from its beginning, at most so many at a time; see `read_row_group`."""

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import Dataset
@@ -20,7 +19,7 @@ from ray_app.plan.keyed import key, permutation
 
 LOOK_S = 1.0
 """How long is looked: on a disk at about 100 million numbers."""
-_MOST_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 16_384, 4 << 20, 1 << 20
+_MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 16_384, 4 << 20, 1 << 20
 _LOOK = 15  # salt: what a key is for
 logger = logging.getLogger(__name__)
 
@@ -44,16 +43,16 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
     if not columns:
         return None
     for group in permutation(key(_LOOK), len(manifest.rows)).tolist():
-        place = place_of(dataset.root) / manifest.paths[int(manifest.file_of[group])]
+        path = manifest.paths[int(manifest.file_of[group])]
         first = 0
         try:
-            path = manifest.paths[int(manifest.file_of[group])]
             with (
-                parsing(place, "It cannot be read as Parquet."),
+                parsing(place_of(dataset.root) / path, "It cannot be read as Parquet."),
                 DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
             ):
                 at = int(manifest.index_in_file[group])
-                for rows in file.iter_batches(at, columns, _rows_at_once(file.metadata.row_group(at), columns)):
+                # The first batch does not take long where rows are large.
+                for rows in file.iter_batches(at, columns, min(_MAX_ROWS, file.rows_within(at, columns, _BATCH_BYTES))):
                     lengths = _lengths(rows)
                     if not told and lengths.max() > most:
                         told = True
@@ -72,14 +71,6 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
             logger.info("The longest row is not looked for any further: %s", error)
             return found
     return found
-
-
-def _rows_at_once(group: pq.RowGroupMetaData, columns: list[str]) -> int:
-    """Rows of a batch, so that the first does not take long where rows are large."""
-    stored = (group.column(i) for i in range(group.num_columns))
-    begin = tuple(f"{name}." for name in columns)
-    size = sum(column.total_uncompressed_size for column in stored if f"{column.path_in_schema}.".startswith(begin))
-    return max(1, min(_MOST_ROWS, _BATCH_BYTES * group.num_rows // max(1, size)))
 
 
 def _lengths(rows: pa.Table) -> npt.NDArray[np.int64]:

@@ -22,7 +22,7 @@ _BATCH_ROWS = 1024
 _BUFFER_BYTES = 4 << 20
 """Bytes of a column that are fetched at once."""
 _MAX_OPEN = 256
-"""A tenth of the usual limit of open files is left for the rest of the process; fewer are open where that is lower."""
+"""Files that are open at most: a quarter of the usual limit of 1024. Where the limit is lower, a quarter of that."""
 
 
 @dataclass
