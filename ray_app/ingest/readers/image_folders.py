@@ -5,12 +5,25 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import pyarrow as pa
 
-from ray_app.data.dataset.files import File, Place, entries_in, files_in, find, folders_in, is_folder, opened, parsing, relative, text
+from ray_app.data.dataset.files import (
+    CONNECTIONS,
+    File,
+    Place,
+    entries_in,
+    files_in,
+    folders_in,
+    is_folder,
+    opened,
+    parsing,
+    relative,
+    text,
+)
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.task.rows.file_kinds import HEAD_BYTES, is_image, name_other_format
@@ -60,13 +73,41 @@ class Images:
 
     def _left_out(self) -> tuple[tuple[str, str], ...]:
         """Each file that is no row, by its path below the folder, and why."""
-        named = []
-        images = {file.place for files in self._classes.values() for file in files}
-        for folder in [self.root, *self._classes]:
-            for place in entries_in(folder):
-                if place not in images and place not in self._classes:
-                    named.append((text(relative(place, self.root)), _why_left_out(place, is_loose=folder == self.root)))
-        return tuple(named)
+        rows = {file.place for files in self._classes.values() for file in files}
+        entries = (place for folder in [self.root, *self._classes] for place in entries_in(folder))
+        left_out = [place for place in entries if place not in rows and place not in self._classes]
+        return tuple((text(relative(place, self.root)), self._why_left_out(place)) for place in left_out)
+
+    @cached_property
+    def _files(self) -> dict[Place, list[File]]:
+        """The visible files of the folder itself and of each folder in it."""
+        return {folder: files_in(folder) for folder in [self.root, *folders_in(self.root)]}
+
+    @cached_property
+    def _heads(self) -> dict[Place, bytes]:
+        """The first bytes of each file that is not called an image; in a bucket each is a request, many of which are under way."""
+        files = [file for some in self._files.values() for file in some if not _is_called_image(file)]
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            return dict(zip((file.place for file in files), pool.map(_head, files), strict=True))
+
+    @cached_property
+    def _visible(self) -> dict[Place, File]:
+        return {file.place: file for some in self._files.values() for file in some}
+
+    def _is_row(self, file: File) -> bool:
+        """Whether a file is an image by its name or, whatever it is called, by its first bytes."""
+        return _is_called_image(file) or is_image(self._heads[file.place])
+
+    def _why_left_out(self, place: Place) -> str:
+        """Why a file or folder is no row, as a text that is the same each time."""
+        if place.name.startswith("."):
+            return "left out: hidden, since its name begins with a dot"
+        file = self._visible.get(place)
+        if file is None:
+            return "left out: no plain file, or a link that leads nowhere"
+        if self._is_row(file):
+            return "left out: an image outside of the class folders, so it has no class; move it into one"
+        return f"left out: it is {name_other_format(self._heads[place]) or 'no image'}; images are png, jpeg, webp and gif files"
 
     @cached_property
     def _classes(self) -> dict[Place, list[File]]:
@@ -74,7 +115,7 @@ class Images:
         expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
         if not is_folder(self.root):
             raise DataError(f"{self.root}: not a folder; {expected}. Give that folder as input.")
-        classes = {folder: [file for file in files_in(folder) if _is_row(file)] for folder in folders_in(self.root)}
+        classes = {folder: list(filter(self._is_row, files)) for folder, files in self._files.items() if folder != self.root}
         if not classes:
             raise DataError(f"{self.root}: no class folders in it; {expected}. Move the images into class folders.")
         for folder, images in classes.items():
@@ -84,34 +125,21 @@ class Images:
                     "Give the folder above the classes as input, or move the images up."
                 )
             if not images:
-                others = files_in(folder)
-                first = f" (of {len(others)} files the first is {others[0].name}: {_why_left_out(others[0].place)})" if others else ""
+                others = self._files[folder]
+                first = f" (of {len(others)} files the first is {others[0].name}: {self._why_left_out(others[0].place)})" if others else ""
                 raise DataError(
                     f"{folder}: no image in this class folder{first}; allowed are png, jpeg, webp and gif. Add images or remove the folder."
                 )
         return classes
 
 
-def _is_row(file: File) -> bool:
-    """Whether a file is an image by its name or, whatever it is called, by its first bytes."""
-    return file.place.name.lower().endswith(IMAGE_SUFFIXES) or is_image(_head(file))
+def _is_called_image(file: File) -> bool:
+    return file.place.name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _head(file: File) -> bytes:
     with parsing(file, ""), opened(file.place) as stream:
         return stream.read(HEAD_BYTES)
-
-
-def _why_left_out(place: Place, is_loose: bool = False) -> str:
-    """Why a file or folder is no row, as a text that is the same each time."""
-    if place.name.startswith("."):
-        return "left out: hidden, since its name begins with a dot"
-    file = find(place)
-    if file is None:
-        return "left out: no plain file, or a link that leads nowhere"
-    if is_loose and _is_row(file):
-        return "left out: an image outside of the class folders, so it has no class; move it into one"
-    return f"left out: it is {name_other_format(_head(file)) or 'no image'}; images are png, jpeg, webp and gif files"
 
 
 def _tables(root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
