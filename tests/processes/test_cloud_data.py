@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from ray_app.data.dataset.cloud import AzurePath
 from ray_app.data.dataset.contents import contents
+from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.dataset.files import find, is_within, place_of, versions
 from ray_app.data.read.first import probe
@@ -23,9 +26,11 @@ from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.record.files import location
 from tests.support.azure_server import KEY, AzureServer
+from tests.support.encoded_images import encode
 from tests.support.gcs_server import GoogleServer
 
 Server = GoogleServer | AzureServer
+PHOTO = Image.fromarray(np.full((6, 8, 3), 90, np.uint8))
 
 
 @pytest.fixture(scope="module", params=[GoogleServer, AzureServer], ids=["gs", "az"])
@@ -66,6 +71,36 @@ def test_a_data_set_is_what_it_is_on_a_disk(cloud: Server, rows: Path) -> None:
     assert all(np.array_equal(read[name], expected[name]) for name in expected)
     paths = here.manifest.paths
     assert contents(cloud.path("rows"), paths) == contents(rows, paths)
+
+
+FOLDERS = {"kind=a b/day=2024-01-01": 1, "kind=a%2Fb/day=2024-01-02": 2, "kind=ü/day=__HIVE_DEFAULT_PARTITION__": 3}
+
+
+def test_folders_of_keys_and_values_are_columns_in_a_bucket(cloud: Server, tmp_path: Path) -> None:
+    for folder, x in FOLDERS.items():
+        (tmp_path / folder).mkdir(parents=True)
+        pq.write_table(pa.table({"x": [float(x)] * 2}), tmp_path / folder / "a.parquet")
+        cloud.put(f"hive/{folder}/a.parquet", (tmp_path / folder / "a.parquet").read_bytes())
+    here, there = open_dataset(str(tmp_path)), open_dataset(str(cloud.path("hive")))
+    assert (there.manifest.digest, there.manifest.partitions) == (here.manifest.digest, {"kind": "string", "day": "string"})
+    assert (there.facts.columns["day"].nulls, there.facts.columns["kind"].nulls) == (2, 0)
+    values = {}
+    for path in there.manifest.paths:
+        with DataFile(there.root, path, there.manifest.partitions) as file:
+            rows = file.read(["x", "kind", "day"])
+        values[rows["x"][0].as_py()] = rows["kind"][0].as_py(), rows["day"][1].as_py()
+    assert values == {1.0: ("a b", "2024-01-01"), 2.0: ("a/b", "2024-01-02"), 3.0: ("ü", None)}
+
+
+def test_files_of_other_formats_in_a_bucket_of_images_are_named(cloud: Server, tmp_path: Path) -> None:
+    for label in "ab":
+        cloud.put(f"photos/{label}/1.jpg", encode(PHOTO, "jpeg"))
+        cloud.put(f"photos/{label}/2", encode(PHOTO, "png"))
+        cloud.put(f"photos/{label}/1.xml", b"<annotation>")
+    part = ingest(IngestOptions("images", str(tmp_path / "out"), str(cloud.path("photos")))).parts[""]
+    assert (part.rows, part.skipped_files) == (4, 2)
+    lines = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row_id"] for line in lines] == ["a/1.xml", "b/1.xml"]
 
 
 def test_a_changed_file_is_another_version(cloud: Server) -> None:

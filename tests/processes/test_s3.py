@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,6 +27,7 @@ from ray_app.config.sections import CheckpointSection
 from ray_app.data.dataset import contents
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.dataset.files import is_within
+from ray_app.data.read.first import first_row
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.record import s3
 from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
@@ -97,6 +99,18 @@ def test_the_same_on_a_disk_and_on_s3(folder: Location) -> None:
     remove_tree(folder / "sub")
     assert list(listing(folder)) == ["a.json"]
     assert pickle.loads(pickle.dumps(folder)) == folder == location(str(folder))
+
+
+def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> None:
+    for name, x in {"kind=a b/year=2023": 1.0, "kind=a%2Fb/year=2024": 2.0}.items():
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"x": [x] * 2}), sink)
+        put_atomic(folder / name / "a.parquet", sink.getvalue().to_pybytes())
+    dataset = open_dataset(str(folder))
+    assert dataset.manifest.partitions == {"kind": "string", "year": "int64"}
+    columns = ["x", "kind", "year"]
+    first = first_row(dataset, columns, lambda rows: {"x": rows["x"], "year": rows["year"], "length": np.char.str_len(rows["kind"])})
+    assert {name: values.tolist() for name, values in first.items()} == {"x": [1.0], "year": [2023], "length": [3]}
 
 
 def test_what_names_a_place() -> None:
