@@ -56,8 +56,6 @@ class ObjectDetection(Task):
 
     best_metric = "map"
     best_mode = "max"
-    # The settings of models that were trained before there was this argument lack it; their images were decoded as they are stored.
-    exif_orientation = False
 
     def __init__(
         self,

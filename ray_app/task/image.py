@@ -62,8 +62,6 @@ class ImageClassification(Task):
 
     best_metric: ClassVar[str] = "accuracy"
     best_mode: ClassVar[str] = "max"
-    # The settings of models that were trained before there was this argument lack it; their images were decoded as they are stored.
-    exif_orientation = False
 
     def __init__(
         self,
