@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from ray_app.config.config import Config
+from ray_app.config.optimizer_checks import check_optimizers
+from ray_app.config.optimizers import OptimizerSpec
+from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
 from ray_app.runs.given.configuration import load_config
 
@@ -53,3 +59,29 @@ def test_a_learning_rate_that_is_no_number(tmp_path: Path, given: str, shown: st
     assert f"of optimizers.a: torch.optim.SGD got lr = {shown}; it must be float." in refusal(tmp_path, optimizers=turn)
     groups = f"{{class_path: torch.optim.SGD, init_args: {{lr: 0.1}}, groups: [{{names: ['*'], lr: {given}}}]}}"
     assert f"optimizer.groups has lr = {shown}; it must be a number." in refusal(tmp_path, optimizer=groups)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (".nan", "optimizer.init_args.lr is nan; it must be finite."),
+    (".inf", "optimizer.init_args.lr is inf; it must be finite."),
+    ("-1", "optimizer.init_args.lr is -1.0; it must be at least 0."),
+    ("1, weight_decay: -1.0e-4", "optimizer.init_args.weight_decay is -0.0001; it must be at least 0."),
+    ("1, betas: [.nan, 0.9]", "optimizer.init_args.betas is [nan, 0.9]; it must be finite."),
+])  # fmt: skip
+def test_an_argument_of_an_optimizer_out_of_range(tmp_path: Path, given: str, message: str) -> None:
+    assert refusal(tmp_path, optimizer=f"{{class_path: torch.optim.AdamW, init_args: {{lr: {given}}}}}").endswith(message)
+
+
+def test_a_rate_of_a_group_that_is_nan(tmp_path: Path) -> None:
+    spec = "{class_path: torch.optim.SGD, init_args: {lr: 1, groups: [{norms_and_biases: true, lr: .nan}]}}"
+    assert refusal(tmp_path, optimizer=spec).endswith("optimizer.groups[0].lr is nan; it must be finite.")
+
+
+def test_a_schedule_that_multiplies_by_nan(tmp_path: Path) -> None:
+    spec = "{class_path: torch.optim.lr_scheduler.ExponentialLR, init_args: {gamma: .nan}}"
+    assert refusal(tmp_path, schedule=spec).endswith("schedule.init_args.gamma is nan; it must be finite.")
+
+
+def test_an_optimizer_of_a_user_may_have_infinity_for_no_limit() -> None:
+    optimizer = OptimizerSpec("tests.support.odd_optimizers.Finding", {"limit": math.inf})
+    assert not check_optimizers(Config(task=ClassSpec("a.B")).replace(optimizer=asdict(optimizer)))
