@@ -54,3 +54,7 @@ def test_what_is_impure_is_named(what: str, expected: str, tmp_path: Path) -> No
 
 def test_a_pure_task_is_pure(tmp_path: Path) -> None:
     assert found(tmp_path, "") == []
+
+
+def test_a_model_that_cannot_be_copied_is_made_anew(tmp_path: Path) -> None:
+    assert found(tmp_path, "lock") == []

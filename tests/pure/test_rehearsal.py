@@ -504,9 +504,18 @@ def test_a_learning_rate_that_no_checkpoint_can_be_read_with_is_refused(tmp_path
         given = {"lr_lambda": f"tests.support.odd_optimizers.{of}"}
         return {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": given}
 
-    with pytest.raises(ConfigError, match=r"The schedule keeps what no checkpoint can be read with.*float"):
+    with pytest.raises(ConfigError, match=r"The schedule keeps .*, which no checkpoint can be read with.*float"):
         trial(tmp_path / "a", TinyImages(), schedule=schedule("single_precision"))
     trial(tmp_path / "b", TinyImages(), schedule=schedule("cosine"))
+    with pytest.raises(ConfigError, match=r"The learning rate is nan after the first step; it must be finite"):
+        trial(tmp_path / "c", TinyImages(), schedule=schedule("not_a_number"))
+
+
+def test_a_lock_in_the_groups_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Locking keeps param_groups\[0\]\['lock'\], which no checkpoint can be read with: cannot pickle"
+    ):
+        trial(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Locking"})
 
 
 def test_what_a_model_writes_into_its_buffers_is_fine(tmp_path: Path) -> None:

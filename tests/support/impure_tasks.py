@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,12 @@ class Impure(ImageClassification):
         super().__init__(pixel_max=pixel_max)
         self.what, self.calls = what, 0
         self.transform = Transform() if what == "transform" else None
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        if self.what == "lock":
+            model.lock = threading.Lock()  # type: ignore[assignment]
+        return model
 
     def decode(self, rows: dict[str, Any]) -> dict[str, Any]:
         decoded = super().decode(rows)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ray_app.task.base import Batch, Task
+from ray_app.task.module import ModuleTask
 
 
 class Holding(Task):
@@ -51,3 +52,34 @@ def pixels(classes: int) -> nn.Module:
     """Scores of classes for each pixel of images with three channels, (rows, classes, height, width); without that axis for one."""
     scores = nn.Conv2d(3, classes, 1)
     return scores if classes > 1 else nn.Sequential(scores, nn.Flatten(1, 2))
+
+
+def locked_pixels(classes: int) -> nn.Module:
+    """The model of `pixels` with a lock, which can be neither copied nor pickled."""
+    model = nn.Sequential(pixels(classes))
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    return model
+
+
+class WithoutUnknown(nn.CrossEntropyLoss):
+    """Ignores pixels of the value 255 without an argument that says so."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(ignore_index=255, reduction=reduction)
+
+
+class Modulo(nn.CrossEntropyLoss):
+    """Makes classes of whatever integers by itself."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The losses of the target modulo the number of classes."""
+        return super().forward(input, target % input.shape[1])
+
+
+class OwnStep(ModuleTask):
+    """Trains with a loss of its own, for which the outputs need not fit the target."""
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean of each image's scores, shape (rows,)."""
+        scores: Tensor = self.forward(model, batch)
+        return scores.flatten(1).mean(1)

@@ -1,18 +1,16 @@
-"""Whether a task can be sent to other processes, and what in it cannot."""
+"""Whether a task can be sent to other processes, and which part of a value cannot be sent or stored."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ray import cloudpickle
 
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, without_addresses
 from ray_app.task.base import Task
 
-_MAX_DEPTH = 8
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_MAX_DEPTH, _MAX_PARTS = 8, 10_000
 
 
 def refuse_unpicklable(task: Task) -> None:
@@ -23,18 +21,17 @@ def refuse_unpicklable(task: Task) -> None:
     Raises:
         ConfigError: It cannot be pickled; the message names the attribute.
     """
-    error = _error_of(task)
-    if error is None:
+    if (refused := find_refused(type(task).__name__, task, _pickling_error)) is None:
         return
-    name, value, why = _culprit(f"{type(task).__name__}", task, error, set())
+    name, value, error = refused
     raise ConfigError(
         f"{name} of the task cannot be sent to other processes: it is a {type(value).__module__}.{type(value).__qualname__}"
-        f" ({type(why).__name__}: {_first_line(why)}). A task is pickled to readers, workers and the evaluator,"
+        f" ({type(error).__name__}: {first_line(error)}). A task is pickled to readers, workers and the evaluator,"
         " whatever the strategy: keep settings in it, and make locks, open files, generators and connections where they are used."
     )
 
 
-def _error_of(value: Any) -> Exception | None:
+def _pickling_error(value: Any) -> Exception | None:
     """Why a value cannot be pickled and read again; None if it can."""
     try:
         cloudpickle.loads(cloudpickle.dumps(value))
@@ -43,18 +40,30 @@ def _error_of(value: Any) -> Exception | None:
     return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What an error says in its first line, without the addresses of objects, which are others each time."""
-    return _ADDRESS.sub("", next(iter(str(error).splitlines()), ""))
+    return without_addresses(next(iter(str(error).splitlines()), ""))
 
 
-def _culprit(name: str, value: Any, error: Exception, seen: set[int]) -> tuple[str, Any, Exception]:
-    """The innermost part of a value that cannot be pickled: what it is called, the part and its error."""
+def find_refused(
+    name: str, value: Any, error_of: Callable[[Any], Exception | None], seen: set[int] | None = None
+) -> tuple[str, Any, Exception] | None:
+    """The innermost part of a value for which there is an error: what it is called, the part and its error; None if there is no error.
+
+    Args:
+        name: What the value is called.
+        value: The value.
+        error_of: Returns why a part cannot be used, or None.
+        seen: Identities of the parts that were looked at.
+    """
+    if (error := error_of(value)) is None:
+        return None
+    seen = set() if seen is None else seen
     seen.add(id(value))
-    if len(seen) < 10_000 and name.count(".") + name.count("[") < _MAX_DEPTH:
+    if len(seen) < _MAX_PARTS and name.count(".") + name.count("[") < _MAX_DEPTH:
         for inner, part in _parts(name, value):
-            if id(part) not in seen and (why := _error_of(part)) is not None:
-                return _culprit(inner, part, why, seen)
+            if id(part) not in seen and (refused := find_refused(inner, part, error_of, seen)) is not None:
+                return refused
     return name, value, error
 
 

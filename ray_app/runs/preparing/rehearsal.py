@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from ray_app.runs.preparing.extremes import refuse_out_of_range
 from ray_app.runs.preparing.kernels import Kernels
 from ray_app.runs.preparing.metric_checks import check_metrics
 from ray_app.runs.preparing.norms import refuse_single_values, single_value_doubts, values_of_statistics
+from ray_app.runs.preparing.pickling import find_refused, first_line
 from ray_app.runs.preparing.shards import refuse_unshardable
 from ray_app.task.base import Batch, Task
 from ray_app.task.environment import given_back, pin
@@ -139,13 +141,26 @@ def _try_schedules(state: TrainingState, total_steps: int) -> None:
         )
     for schedule, moves in schedules:
         _check_steps(schedule, moves)
+    _refuse_rates(state, "in the first step")
     if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             with own_code(lambda: "moving the schedule"):
                 state.pass_over()
+        _refuse_rates(state, "after the first step")
         groups = [{name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups]
         _refuse_unreadable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
+
+
+def _refuse_rates(state: TrainingState, when: str) -> None:
+    """Refuses learning rates that a schedule or an optimizer of a user's makes.
+
+    Raises:
+        ConfigError: One is not finite.
+    """
+    rates = [float(group["lr"]) for group in state.optimizer.param_groups if "lr" in group]
+    if wrong := [rate for rate in rates if not math.isfinite(rate)]:
+        raise ConfigError(f"The learning rate is {wrong[0]} {when}; it must be finite. Correct optimizer, its groups or schedule.")
 
 
 def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Beyond], evaluated: Arrays | None, has_all: bool) -> list[str]:
@@ -172,7 +187,8 @@ def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Bey
     for each in beyond:
         known = each.refuse(attempt, short, known)
     if job.config.data.eval_path is not None:
-        some = short if evaluated is None else evaluated if short is rows else cut(evaluated, SHORT)
+        is_short = _is_cut(job.task) and numbers_of(short) == numbers_of(cut(rows, SHORT))
+        some = short if evaluated is None else cut(evaluated, SHORT) if is_short else evaluated
         doubts = check_metrics(job.task, state.model, some, has_all)
     return [*doubts, *single_value_doubts(state.model, job.plan, counts)]
 
@@ -185,8 +201,7 @@ def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> Arrays:
         ConfigError: Likewise, or the model lacks positions.
     """
     task, short = job.task, cut(rows, SHORT)
-    is_cut = isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
-    if is_cut and numbers_of(short) < numbers_of(rows):
+    if _is_cut(task) and numbers_of(short) < numbers_of(rows):
         try:
             _try_task(job, attempt, short)
         except TaskError:  # if it is not the length, the rows as they are say it
@@ -201,6 +216,11 @@ def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> Arrays:
                 raise ConfigError(f"{why} What was raised: {error}") from error
         raise
     return rows
+
+
+def _is_cut(task: Task) -> bool:
+    """Whether a task is tried with the beginnings of its rows."""
+    return isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
 
 
 def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
@@ -334,7 +354,8 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
             f"optimizer.class_path {spec.class_path} keeps {changed[0]} in itself (self.{changed[0]}), which no checkpoint has. Keep it in"
             " self.state[p] or in the group."
         )
-    _refuse_unreadable(f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"]})
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    _refuse_unreadable(f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"], "param_groups": groups})
 
 
 def _counted(optimizer: Optimizer) -> dict[str, Any]:
@@ -346,15 +367,24 @@ def _refuse_unreadable(what: str, held: dict[str, Any]) -> None:
     """Refuses what can be written into a checkpoint, but not read from it, since only PyTorch's own and plain Python are.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It cannot; the message names the entry.
     """
+    for name, value in held.items():
+        if (refused := find_refused(name, value, _storing_error)) is not None:
+            part, _, error = refused
+            raise ConfigError(
+                f"{what} keeps {part}, which no checkpoint can be read with: {first_line(error).rstrip('.')}. Keep numbers of Python and"
+                " tensors: float(...) of what NumPy gives."
+            ) from error
+
+
+def _storing_error(value: Any) -> Exception | None:
+    """Why a value cannot be written into a checkpoint and read from it; None if it can."""
     data = io.BytesIO()
     try:
-        torch.save(copied(held), data)
+        torch.save(copied(value), data)
         data.seek(0)
         torch.load(data, weights_only=True)
     except Exception as error:  # torch raises what it likes
-        raise ConfigError(
-            f"{what} keeps what no checkpoint can be read with: {str(error).splitlines()[0]} Keep numbers of Python and tensors:"
-            " float(...) of what NumPy gives."
-        ) from error
+        return error
+    return None

@@ -86,8 +86,15 @@ def _model(task: Task) -> nn.Module:
     return task.build_model()
 
 
+def _copy(task: Task, model: nn.Module) -> nn.Module:
+    try:
+        return deepcopy(model)
+    except Exception:  # it has what cannot be copied: a lock, a tensor that was computed (weight_norm, pruning)
+        return _model(task).train(model.training)
+
+
 def _loss(task: Task, turn: str, model: nn.Module, fields: Batch) -> Any:
-    copied = deepcopy(model), {name: values.clone() for name, values in fields.items()}
+    copied = _copy(task, model), {name: values.clone() for name, values in fields.items()}
     found = Losses.of(task.turn_loss(turn, *copied) if turn else task.training_loss(*copied))
     weights = {} if found.weights is None else {"weights": found.weights}
     return {name: values.detach() for name, values in {"values": found.values, **weights, **found.metrics}.items()}
@@ -95,7 +102,7 @@ def _loss(task: Task, turn: str, model: nn.Module, fields: Batch) -> Any:
 
 def _outputs(task: Task, model: nn.Module, batch: Batch) -> Any:
     with torch.no_grad():
-        return task.forward(deepcopy(model), {name: values.clone() for name, values in batch.items()})
+        return task.forward(_copy(task, model), {name: values.clone() for name, values in batch.items()})
 
 
 def _twice(task: Task, name: str, call: Callable[[], Any], advice: str, allowed: tuple[str, ...]) -> Iterator[str]:

@@ -34,7 +34,17 @@ def take_metrics(logged: Mapping[str, Metric]) -> dict[str, LoggedMetric]:
     states = {id(metric): states_of(metric) for metric in logged.values()}
     for metric in logged.values():
         reset_parts(metric)
-    return {name: LoggedMetric(copy.deepcopy(metric).cpu(), states[id(metric)]) for name, metric in logged.items()}
+    return {name: LoggedMetric(_copy(name, metric), states[id(metric)]) for name, metric in logged.items()}
+
+
+def _copy(name: str, metric: Metric) -> Metric:
+    try:
+        return copy.deepcopy(metric).cpu()
+    except Exception as error:  # an attribute of a user's raises anything
+        raise ConfigError(
+            f"The metric {name!r} ({type(metric).__name__}) cannot be copied to be computed of all rows: {type(error).__name__}: {error}."
+            " Keep states and settings in it, and make locks, open files and connections where they are used."
+        ) from error
 
 
 class Logged(Metric):
