@@ -89,12 +89,6 @@ class ModuleTask(Task):
         best_mode: Whether less (`min`) or more (`max`) of it is better; not given: as the metric's `higher_is_better` says, of a loss less.
     """
 
-    classes_last = train_accuracy = exif_orientation = False  # as in settings that were kept before these were
-    activation: Activation | None = None
-    mask_classes: list[list[int]] = []  # noqa: RUF012 - likewise
-    target_range: list[int] | None = None
-    """What the loss and the model allow in the target, see `range_of`; set by the preflight."""
-
     def __init__(
         self,
         model: Spec,
@@ -138,6 +132,8 @@ class ModuleTask(Task):
         self.kinds: dict[str, str] = {}
         self.ranges: dict[str, list[float]] = {}
         self.classes: list[str] = []
+        # What the loss and the model allow in the target, see `range_of`; the preflight sets it.
+        self.target_range: list[int] | None = None
 
     def prepare(self, data: DataFacts) -> ModuleTask:
         """Looks at the columns; see `Task.prepare`."""
@@ -271,11 +267,12 @@ class ModuleTask(Task):
         Raises:
             ValueError: These rows have such values.
         """
-        if type(self).loss is not ModuleTask.loss:
+        if type(self).loss is not ModuleTask.loss or type(self).training_loss is not ModuleTask.training_loss:
             return
         outputs, target = self._compared(self.forward(model, batch), batch)
         self.target_range = range_of(self.loss_spec, outputs, target)
-        self.refuse_target({self.target: batch[self.target].numpy()})
+        values, there = batch[self.target], self._there(batch)
+        self.refuse_target({self.target: (values if there is None else values[there]).numpy()})
 
     def refuse_target(self, fields: Arrays) -> None:
         """Refuses decoded rows whose target has values that the loss does not take, as far as that is known.

@@ -284,6 +284,32 @@ def test_a_binary_loss_takes_no_255(tmp_path: Path) -> None:
         segmented(masked(tmp_path / "a", [255] * 8), {"class_path": "torch.nn.BCEWithLogitsLoss"}, classes=1)
 
 
+@pytest.mark.parametrize("loss", ["WithoutUnknown", "Modulo"])
+def test_a_loss_of_a_user_that_takes_other_values_gets_them(tmp_path: Path, loss: str) -> None:
+    segmented(masked(tmp_path / "a", [255] * 8), {"class_path": f"tests.support.odd_tasks.{loss}"})
+
+
+def test_a_loss_of_two_classes_ignores_no_value(tmp_path: Path) -> None:
+    data = write(tmp_path / "a", {"x": [[0.5]] * 8, "y": [[-100.0]] * 8})
+    model = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}
+    task = {"model": model, "inputs": ["x"], "target": "y", "loss": {"class_path": "torch.nn.BCEWithLogitsLoss"}}
+    with pytest.raises(ConfigError, match=r"the target 'y' has the values -100; .* allow 0 to 1"):
+        prepare(config_of(data, MODULE, task))
+
+
+def test_a_task_that_trains_with_another_loss_has_any_target(tmp_path: Path) -> None:
+    model = {"class_path": "tests.support.odd_tasks.pixels", "init_args": {"classes": 2}}
+    task = {"model": model, "inputs": ["image"], "target": "mask", "loss": CROSS_ENTROPY}
+    prepare(config_of(masked(tmp_path / "a", [255] * 8), "tests.support.odd_tasks.OwnStep", task))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "central_storage", "fsdp", "local_sgd", "parameter_server"])
+def test_a_model_that_cannot_be_pickled_is_trained(tmp_path: Path, strategy: str) -> None:
+    model = {"class_path": "tests.support.odd_tasks.locked_pixels", "init_args": {"classes": 2}}
+    task = {"model": model, "inputs": ["image"], "target": "mask", "loss": CROSS_ENTROPY}
+    prepare(config_of(masked(tmp_path / "a", [0, 1] * 4), MODULE, task, train__strategy=strategy))
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp", "parameter_server"])
 @pytest.mark.parametrize(("what", "name"), [("lock", "Holding.held"), ("generator", "Holding.held"), ("deep", "Holding.held['locks'][0]")])
 def test_a_task_that_cannot_be_pickled_is_refused(tmp_path: Path, strategy: str, what: str, name: str) -> None:

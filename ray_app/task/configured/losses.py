@@ -57,7 +57,7 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
     """
     if there is not None:
         target = target.masked_fill(~there, 0)
-    loss = _made(json.dumps(spec), str(target.device))
+    loss = make_loss(json.dumps(spec), str(target.device))
     right = _right(loss, outputs, target) if accuracy else None
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
         outputs, target = _in_full(outputs), target.to(_in_full(outputs).dtype)
@@ -113,7 +113,7 @@ def activation_of(spec: str) -> Activation:
     Args:
         spec: The loss, as JSON.
     """
-    loss = _made(spec, "cpu")
+    loss = make_loss(spec, "cpu")
     kinds = [loss.func] if isinstance(loss, partial) else [kind for kind in type(loss).__mro__ if kind is not object]
     names = {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "torchvision")}
     return next((activation for activation, losses in _OF_LOGITS.items() if names & set(losses)), "none")
@@ -174,8 +174,13 @@ def _counted(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
 
 @lru_cache(64)
 @torch.inference_mode(False)
-def _made(spec: str, device: str) -> Any:
-    """The loss on a device, made once in a process, with weights that backward can save even if an evaluation asks for it first."""
+def make_loss(spec: str, device: str) -> Any:
+    """Makes a loss on a device once in a process, with weights that backward can save even if an evaluation asks for it first.
+
+    Args:
+        spec: The loss, as JSON.
+        device: As `str(torch.device)` gives it.
+    """
     given = json.loads(spec)
     init_args = {**(given.get("init_args") or {}), "reduction": "none"}
     tensors = {name: torch.tensor(init_args[name], dtype=torch.float32) for name in _OF_CLASSES if isinstance(init_args.get(name), list)}
