@@ -123,3 +123,11 @@ def test_what_is_spent_is_said_in_words(tmp_path: Path) -> None:
     ours.note("resized", before=1, after=2)
     put_event(ours.paths, "started", 2)
     assert spent(ours.paths, limits) == "1 of 5 failures, 3 of unlimited preemptions, 1 resize, 1 driver restart"
+
+
+def test_with_a_large_budget_each_worker_may_be_lost_once_in_one_step(tmp_path: Path) -> None:
+    ours = budget(tmp_path, max_failures=100)
+    for left in (2, 1, 0):
+        ours.failed({0: ConnectionError("no heartbeat for 5 s")}, step=3, left=left)
+    with pytest.raises(RepeatedFailureError, match="4 times in a row after step 3"):
+        ours.failed({0: ConnectionError("no heartbeat for 5 s")}, step=3, left=2)

@@ -162,6 +162,101 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
     assert problems(**fields) == [message]
 
 
+@pytest.mark.parametrize(
+    ("fields", "refused", "named"),
+    [
+        ({"scaling__balance": "speed"}, {"train__strategy": "local_sgd"}, "scaling.balance is speed"),
+        ({"scaling__balance": "speed"}, {"train__reduction": "overlapped"}, "scaling.balance is speed"),
+        ({"failure__replay_rate": 1.0}, {"failure__replay_rate": 1.5}, "failure.replay_rate is 1.5"),
+        ({"failure__replay_rate": 0.0}, {"failure__replay_rate": -0.5}, "failure.replay_rate is -0.5"),
+        ({"failure__replay_rate": 0.5}, {"train__strategy": "fsdp"}, "failure.replay_rate is 0.5"),
+        ({"failure__replay_rate": 0.5}, {"train__reduction": "overlapped"}, "failure.replay_rate is 0.5"),
+        ({"failure__compare_every_steps": 7}, {"train__strategy": "local_sgd"}, "failure.compare_every_steps is 7"),
+        ({"train__strategy": "single"}, {"scaling__spare_workers": 1}, "scaling.spare_workers is 1"),
+        ({"train__strategy": "single"}, {"scaling__replace_slow_s": 60.0}, "scaling.replace_slow_s is 60.0"),
+        ({"scaling__logical_workers": 2, "scaling__max_workers": 2}, {"data__global_batch_size": 1}, "the nearest valid values are 2."),
+        ({"train__strategy": "single"}, {"scaling__min_workers": 2}, "scaling.min_workers is 2"),
+        ({"train__strategy": "single", "scaling__cpus_per_worker": 0.0}, {"train__strategy": "ddp"}, "a worker needs some of either"),
+        ({"train__profile_steps": [1, 1]}, {"train__profile_steps": [2, 1]}, "train.profile_steps is [2, 1]"),
+        ({"train__profile_steps": 1}, {"train__profile_steps": 0}, "train.profile_steps is 0"),
+        ({"train__profile_steps": [1, 3]}, {"train__profile_steps": [0, 3]}, "train.profile_steps is [0, 3]"),
+        ({"train__profile_steps": [1, 3]}, {"train__profile_steps": [1, 2, 3]}, "train.profile_steps is [1, 2, 3]"),
+        (
+            {"train__strategy": "local_sgd", "train__local_steps": 4, "checkpoint__every_steps": 8},
+            {"checkpoint__every_steps": 9},
+            "checkpoint.every_steps is 9",
+        ),
+        (
+            {"train__strategy": "local_sgd", "train__local_steps": 4, "checkpoint__snapshot_every_steps": 8},
+            {"checkpoint__snapshot_every_steps": 6},
+            "checkpoint.snapshot_every_steps is 6",
+        ),
+        ({"train__precision": "fp16"}, {"train__strategy": "local_sgd"}, "train.precision is fp16 with train.strategy local_sgd"),
+        (
+            {"train__precision": "fp16"},
+            {"train__strategy": "parameter_server"},
+            "train.precision is fp16 with train.strategy parameter_server",
+        ),
+        ({"train__precision": "fp16"}, {"train__strategy": "fsdp"}, "train.precision is fp16 with train.strategy fsdp"),
+        ({"evaluate__where": "workers"}, {"train__strategy": "fsdp"}, "evaluate.where is workers with train.strategy fsdp"),
+        ({"evaluate__where": "workers"}, {"train__strategy": "parameter_server"}, "evaluate.where is workers with train.strategy param"),
+        ({"data__on_bad_row": "skip"}, {"train__strategy": "parameter_server"}, "data.on_bad_row is skip"),
+        ({"train__compile": True}, {"train__strategy": "fsdp"}, "train.compile is set with train.strategy fsdp"),
+        (
+            {"train__strategy": "fsdp", "train__cpu_offload": True, "scaling__gpus_per_worker": 1.0},
+            {"scaling__gpus_per_worker": 0.0},
+            "train.cpu_offload is set",
+        ),
+        (
+            {"train__strategy": "fsdp", "train__reduction": "overlapped", "optimizer__class_path": "torch.optim.Adafactor"},
+            {"train__reduction": "exact"},
+            "optimizer is torch.optim.Adafactor",
+        ),
+        ({"scaling__gpus_per_worker": 1.0}, {"scaling__gpus_per_worker": 0.5}, "scaling.gpus_per_worker is 0.5"),
+        ({"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 1}, {"scaling__max_workers": 2}, "scaling.gpus_per_worker is 0.5"),
+        (
+            {"scaling__gpus_per_worker": 1.0, "train__capture": True},
+            {"train__strategy": "fsdp"},
+            "train.capture is set, and train.strategy",
+        ),
+        ({"scaling__gpus_per_worker": 1.0, "train__capture": True}, {"scaling__gpus_per_worker": 0.0}, "CPUs have no CUDA graphs"),
+        ({"scaling__gpus_per_worker": 1.0, "train__capture": True}, {"train__compile": True}, "train.capture is set, and train.compile"),
+        (
+            {"scaling__gpus_per_worker": 1.0, "train__capture": True},
+            {"train__reduction": "overlapped"},
+            "train.capture is set, and train.red",
+        ),
+        ({"scaling__gpus_per_worker": 1.0, "train__capture": True}, {"failure__replay_rate": 0.1}, "train.capture is set, and failure.rep"),
+        ({"train__ema_decay": 0.999}, {"train__ema_decay": 1.0}, "train.ema_decay is 1.0"),
+        ({"run__name": "a" * 128}, {"run__name": "a" * 129}, "run.name is 'aaa"),
+        ({"run__name": "a.b_c-1"}, {"run__name": "-a"}, "run.name is '-a'"),
+        (
+            {"evaluate__patience": 2, "data__eval_path": "data/eval"},
+            {"data__eval_path": None},
+            "evaluate.patience is set without data.eval",
+        ),
+        (
+            {"evaluate__patience": 2, "data__eval_path": "data/eval"},
+            {"evaluate__every": "latest"},
+            "evaluate.patience needs an evaluation of every planned checkpoint",
+        ),
+        ({"evaluate__num_gpus": 1.0}, {"evaluate__num_gpus": 2.0}, "evaluate.num_gpus is 2"),
+        (
+            {"train__init_from": "a.safetensors", "train__init_digest": "0"},
+            {"train__init_from": None},
+            "train.init_digest is given without",
+        ),
+        ({"data__sampling": "balanced"}, {"data__shard": "file"}, "data.sampling is balanced with data.shard: file"),
+        ({"data__shard": "file"}, {"data__sampling": "balanced"}, "data.sampling is balanced with data.shard: file"),
+    ],
+    ids=str,
+)
+def test_a_combination_is_refused_and_the_one_beside_it_is_accepted(fields: dict[str, Any], refused: dict[str, Any], named: str) -> None:
+    assert problems(**fields) == []
+    messages = problems(**(fields | refused))
+    assert any(named in message for message in messages), messages
+
+
 def test_no_workers_are_refused() -> None:
     assert "scaling.max_workers is 0; it must be at least 1." in problems(scaling__max_workers=0)
     assert "scaling.logical_workers is -1; it must be at least 1." in problems(scaling__logical_workers=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,3 +126,58 @@ def test_spares_are_begun_where_there_is_room_and_start_alone_if_all_are_lost(mo
     assert decided(monkeypatch, 4, 9) == (None, None, 1)
     assert decided(monkeypatch, 0, 5, ready=1) == (None, 4, 1), "one is fewer than there must be"
     assert decided(monkeypatch, 0, 5, ready=2) == (None, 2, 3), "two begin at once, the others are kept and join"
+
+
+class Late(Ready):
+    """Pending workers, of which some have been ready for a while."""
+
+    def __init__(self, count: int, since: int) -> None:
+        super().__init__(count)
+        self.since = since
+
+    def ready(self, since_s: float = 0.0) -> int:
+        return self.since if since_s else self.count
+
+
+def decision_of(changed_s: float, now: int, possible: int, ready: int, ready_since: int = 0) -> tuple[Any, Any, int]:
+    """The policy, its decision, and how often it asked the autoscaler for nodes."""
+    requests: list[None] = []
+    scaling = SimpleNamespace(resize_check_s=30.0, min_workers=1, most_workers=4, spare_workers=0)
+    policy: Any = SimpleNamespace(
+        _control=SimpleNamespace(config=SimpleNamespace(logical_workers=4, scaling=scaling)),
+        newcomers=Late(ready, ready_since),
+        coming=0,
+        is_stopping=lambda: False,
+        _maybe_send_resource_request=lambda: requests.append(None),
+        _get_resize_decision=lambda workers: workers,
+        possible=lambda *_: possible,
+        wait=lambda *_: None,
+        full_until_s=0.0,
+        changed_s=changed_s,
+    )
+    if now:
+        decision: Any = Sizes.make_decision_for_running_worker_group(policy, SimpleNamespace(num_workers=now), None)
+    else:
+        decision = Sizes.make_decision_for_non_running_worker_group(policy)
+    return policy, decision, len(requests)
+
+
+def test_the_autoscaler_is_asked_for_nodes_before_and_while_workers_run() -> None:
+    assert decision_of(0.0, now=0, possible=4, ready=0)[2] == 1
+    assert decision_of(0.0, now=2, possible=4, ready=0)[2] == 1
+
+
+def test_a_start_with_fewer_workers_than_possible_may_grow_at_once() -> None:
+    began = time.monotonic()
+    policy, decision, _ = decision_of(0.0, now=0, possible=4, ready=2)
+    assert decision == 2
+    assert policy.changed_s <= time.monotonic() - 30.0
+    policy, decision, _ = decision_of(0.0, now=0, possible=4, ready=4)
+    assert decision == 4
+    assert policy.changed_s >= began
+
+
+@pytest.mark.parametrize(("ready", "ready_since", "workers"), [(1, 0, None), (1, 1, 3), (2, 0, 4)])
+def test_a_worker_that_is_ready_waits_a_while_for_the_others(ready: int, ready_since: int, workers: int | None) -> None:
+    _, decision, _ = decision_of(0.0, now=2, possible=4, ready=ready, ready_since=ready_since)
+    assert (decision if isinstance(decision, int) else None) == workers

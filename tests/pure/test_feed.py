@@ -258,6 +258,37 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     assert_same(expected, found)
 
 
+def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr("ray_app.data.feed.streamed._PREPARED_BYTES", 0)
+    before = set(threading.enumerate())
+    plan = plan_of(datasets["prime and ragged"], window=1000)
+    feed = Feed(plan, lambda cursor, played: streamed(datasets["prime and ragged"], plan, cursor, played), CPU)
+    feed.play(Cursor(), range(4))
+    for _ in range(3):
+        feed.next()
+    assert set(threading.enumerate()) - before, "no thread has gathered"
+    feed.close()
+    assert not set(threading.enumerate()) - before
+
+
+def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "_AT_ONCE_BYTES", 1)
+    monkeypatch.setattr(feed_module, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr("ray_app.data.feed.streamed._PREPARED_BYTES", 0)
+    blocks: list[int] = []
+    gather = feed_module._gather
+
+    def noted(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
+        blocks.append(len(steps))
+        return gather(windows, steps, upload)
+
+    monkeypatch.setattr(feed_module, "_gather", noted)
+    deliver(datasets["prime and ragged"], plan_of(datasets["prime and ragged"], window=1000), streamed, 1)
+    assert set(blocks) == {1}
+
+
 @pytest.mark.parametrize("open_windows", ALL)
 @pytest.mark.parametrize(("every", "steps"), [(3, 5), (5, 1)], ids=["back", "ahead"])
 def test_going_to_a_window_that_does_not_come_next(datasets: dict[str, Dataset], open_windows: Open, every: int, steps: int) -> None:

@@ -35,3 +35,9 @@ def test_what_is_clipped_has_the_bits_of_torch(dtype: torch.dtype) -> None:
         torch.nn.utils.clip_grads_with_norm_(parameters, most, torch.tensor(norm))
         correct(parts, 1.0, norm, most)
         assert all(torch.equal(part, p.grad) for p, part in zip(parameters, parts, strict=True) if p.grad is not None), trial
+
+
+def test_the_greatest_value_of_float32_is_a_norm() -> None:
+    greatest = torch.finfo(torch.float32).max
+    assert norm_of([greatest]) == greatest
+    assert norm_of([greatest], 1.0000001) == math.inf

@@ -133,3 +133,20 @@ def test_permutation_is_one(base: int, length: int) -> None:
 def test_array_and_scalar_hashes_agree(values: list[int]) -> None:
     hashed = keyed.mix_array(np.array(values, dtype=np.uint64))
     assert hashed.tolist() == [keyed.mix(v) for v in values]
+
+
+def test_the_mixer_is_splitmix64() -> None:
+    """The first numbers of its published reference implementation for the state 1234567 (https://prng.di.unimi.it/splitmix64.c)."""
+    reference = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    states = [(1234567 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(len(reference))]
+    assert [keyed.mix(state) for state in states] == reference
+    assert keyed.mix_array(np.array(states, np.uint64)).tolist() == reference
+
+
+def test_a_window_reads_no_empty_segment() -> None:
+    plan = Plan(manifest_of([[0, 5, 0, 0, 7], [0], [3, 0, 2]]), 3, 2, 4, 4)
+    windows = [(v, w) for v in range(2) for w in range(plan.windows_per_epoch)]
+    for epoch in range(4):
+        segments = [segment for v, w in windows for segment in plan.epoch(epoch).window_segments(v, w)]
+        assert all(segment.rows > 0 for segment in segments)
+        assert sum(segment.rows for segment in segments) == plan.manifest.num_rows

@@ -200,6 +200,7 @@ def test_rows_that_cannot_be_decoded_have_no_length() -> None:
     values = found["x"]
     assert isinstance(values, Ragged)
     assert values.lengths.tolist() == [2, 0, 1, 0, 4]
+    assert [values.row(i).tolist() for i in range(5)] == [[0, 1], [], [0], [], [0, 1, 2, 3]]
     assert [reason is not None for reason in reasons] == [False, True, False, True, False]
 
 

@@ -449,3 +449,25 @@ def test_who_begins_on_its_own_has_time_to(clock: Clock) -> None:
         assert await beat(group, "b"), "it hangs"
 
     play(story, step_timeout_s=8.0)
+
+
+def test_flags_reach_all_workers_without_a_heartbeat(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock)
+        calls: list[Flags] = []
+        group.rendezvous.call = lambda: calls.append(group.rendezvous.orders("a").flags)
+        await group.rendezvous.raise_flags(Flags.STOP)
+        assert calls == [Flags.STOP]
+        await group.rendezvous.raise_flags(Flags.STOP)
+        assert calls == [Flags.STOP], "nothing has changed"
+
+    play(story)
+
+
+def test_the_status_counts_steps_from_zero(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        assert (await group.rendezvous.status()).step == 0
+        await start(group, "ab", clock, step=3)
+        assert (await group.rendezvous.status()).step == 3
+
+    play(story)

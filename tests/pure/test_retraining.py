@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -325,6 +326,18 @@ def test_the_first_champion_needs_no_more_than_a_metric() -> None:
     assert not refused.promote
     assert "accuracy of 0.8997 is not as good as retrain.min_metric = 0.95" in refused.reason
     assert not judge(GateFigures("loss", "min", 10, float("nan")), replace(SECTION, min_metric=1.0)).promote
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_a_metric_of_just_the_wanted_value_is_good_enough(mode: Literal["max", "min"]) -> None:
+    decision = judge(GateFigures("accuracy", mode, 10, 0.5), replace(SECTION, min_metric=0.5))
+    assert decision.promote
+    assert decision.reason.endswith("no champion to compare with")
+
+
+def test_a_champion_without_a_finite_metric_is_named_in_the_reason() -> None:
+    reason = judge(GateFigures("auroc", "max", 500, 0.8, math.inf, 0.0, 0.0, 0.0), SECTION).reason
+    assert reason.endswith("the champion's is inf, which nothing compares with")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -25,7 +25,7 @@ from ray_app.record.progress.journal import FirstRecords, MetricsReader, Metrics
 from ray_app.record.progress.segments import MOST_SMALL, StepRecord, in_order, join, put_segment
 from ray_app.record.progress.steps import read_steps
 from ray_app.task.losses import TAKEN
-from ray_app.track.points import Backlog, Sent, step_point
+from ray_app.track.points import OWN, Backlog, Point, Sent, evaluation_point, step_point
 from tests.support.waiting import until
 
 
@@ -279,3 +279,34 @@ def test_a_backlog_does_not_get_what_was_joined_again(paths: RunPaths) -> None:
     again = Backlog(paths, 10)
     again.read(Sent())
     assert [(p.step, json.dumps(p.metrics, sort_keys=True)) for p in again.points(Sent(), finished=True)] == first
+
+
+def test_a_backlog_forgets_what_was_sent(paths: RunPaths) -> None:
+    put_segment(paths, 1, [record_of(step) for step in range(1, 21)])
+    backlog = Backlog(paths, 10)
+    backlog.read(Sent())
+    backlog.sent(Sent(10))
+    assert [point.step for point in backlog.points(Sent(), finished=True)] == [20]
+
+
+def test_the_point_of_a_block_has_the_time_of_its_last_step_and_the_failures_until_then() -> None:
+    steps = [replace(record_of(step), time_s=1e9 + step, step_ms=250.0, data_wait_ms=2.0 * step, lr=0.1 * step) for step in (1, 2, 3)]
+    point = step_point(steps, [1e9 + 2.5, 1e9 + 3, 1e9 + 3.5])
+    assert (point.step, point.time_ms) == (3, 1_000_000_003_000)
+    assert point.metrics["restarts"] == 2.0
+    assert point.metrics["rows_per_s"] == pytest.approx(sum(sum(step.rows) for step in steps) / 0.75)
+    assert (point.metrics["step_ms"], point.metrics["data_wait_ms"], point.metrics["lr"]) == (250.0, 4.0, pytest.approx(0.3))
+
+
+def test_the_point_of_an_evaluation_has_its_time_and_only_its_numbers() -> None:
+    evaluation = Evaluation(7, 0, "", {"accuracy": 0.5, "words": "none"}, 10, 0.1, 2.5)
+    assert evaluation_point(evaluation) == Point(7, 2500, {"eval_accuracy": 0.5}, OWN)
+    assert evaluation_point(evaluation, "other").metrics == {"eval_other_accuracy": 0.5}
+
+
+def test_joining_counts_the_files_that_it_replaced(paths: RunPaths) -> None:
+    for step in range(1, MOST_SMALL + 1):
+        put_segment(paths, 1, [record_of(step)])
+    assert join(paths, 0, 10**6) == MOST_SMALL
+    assert len(in_order(paths)) == 1
+    assert join(paths, 0, 10**6) == 0

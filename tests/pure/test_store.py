@@ -26,7 +26,7 @@ from ray_app.checkpoint import put as put_module
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack, writers
-from ray_app.checkpoint.retention import Hold, removable
+from ray_app.checkpoint.retention import Hold, removable, skipped
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
@@ -352,6 +352,14 @@ def test_what_may_go(steps: list[int], keep_last: int, best: list[int], holds: l
 def test_a_hold_keeps_only_so_many() -> None:
     steps = range(1, Hold.most + 11)
     assert removable(steps, 2, [], [Hold(0, 11.0)], 10.0) == set(range(1, 11))
+
+
+def test_a_hold_that_expires_at_this_moment_no_longer_counts() -> None:
+    holds = [Hold(0, 10.0, evaluator="other")]
+    assert removable([1, 2, 3], 1, [], holds, now_s=10.0) == {1, 2}
+    assert removable([1, 2, 3], 1, [], holds, now_s=9.9) == set()
+    assert skipped([1], holds, now_s=10.0) == set()
+    assert skipped([1], holds, now_s=9.9) == {(1, "other")}
 
 
 def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) -> None:

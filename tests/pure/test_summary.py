@@ -67,6 +67,11 @@ def test_goodput_counts_what_was_lost() -> None:
     assert goodput(slower, []) == pytest.approx(14 / 24, abs=1e-4), "on half the workers it does half the work"
 
 
+def test_goodput_needs_two_steps_and_some_time_between_them() -> None:
+    assert goodput([record(1, 1.0), record(2, 2.0)], []) == 1.0
+    assert goodput([record(1, 1.0), record(2, 1.0)], []) is None
+
+
 def test_undisturbed_time_is_the_mean_of_settled_steps_on_the_most_workers() -> None:
     """1 s per step on two workers, but step 10 with a checkpoint; one is killed after step 20; alone 2 s; a new one is slow at first."""
     both = [record(step, float(step)) for step in range(1, 10)]
