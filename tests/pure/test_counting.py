@@ -14,6 +14,7 @@ from ray_app.errors import TaskError
 from ray_app.task.base import Batch
 from ray_app.task.environment import use_deterministic_algorithms
 from ray_app.task.image import ImageClassification
+from ray_app.task.rows.ragged import Ragged
 from ray_app.task.score.scoring import MOST_MISTAKES, combine, score
 
 CLASSES, ROWS = 200, 64
@@ -97,3 +98,29 @@ def test_the_worst_mistakes_of_all_chunks_are_kept_the_surest_first() -> None:
     assert [m.row for m in mistakes] == np.argsort(-scores[:, 1])[:MOST_MISTAKES].tolist()
     assert all(m.image == b"picture" for m in mistakes)
     assert len(pictures) < rows
+
+
+@pytest.mark.parametrize("rows", [10, 1000, 20_000])
+def test_a_chunk_is_some_whole_forward_passes(rows: int) -> None:
+    arrays = {"image": np.zeros((rows, 3), np.float32), "label": np.zeros(rows, np.int64)}
+    task = Given()
+    task.num_classes, task.classes = 3, ["a", "b", "c"]
+    sizes = [chunk.rows for chunk in score(task, nn.Identity(), arrays, 8, CPU)]
+    assert sum(sizes) == rows
+    assert all(size % 8 == 0 for size in sizes[:-1])
+    assert len(sizes) <= 100, "an update of a metric costs much more than a row"
+
+
+def test_a_chunk_of_rows_of_different_length_is_one_forward_pass() -> None:
+    class Words(Given):
+        def forward(self, model: nn.Module, batch: Batch) -> Any:
+            assert batch["image"].shape[1] == int(batch["image_lengths"].max()), "padded to the longest row of the pass"
+            return torch.zeros(len(batch["label"]), 3)
+
+    rows = 1000
+    words = Ragged.of([np.ones(1 + row % 7) for row in range(rows)], np.float32)
+    task = Words()
+    task.num_classes, task.classes = 3, ["a", "b", "c"]
+    task.picture = lambda batch, row: b""  # type: ignore[method-assign]
+    chunks = list(score(task, nn.Identity(), {"image": words, "label": np.zeros(rows, np.int64)}, 3, CPU))
+    assert {chunk.rows for chunk in chunks[:-1]} == {3}
