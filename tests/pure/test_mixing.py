@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_app.config.config import Config
+from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.read import slices
 from ray_app.data.read.reader import Span, specs_of
-from ray_app.data.read.slices import Slices, batches
+from ray_app.data.read.slices import Slices
 from ray_app.errors import DataError
 from ray_app.ingest import mixing
 from ray_app.ingest.ingest import IngestOptions, ingest
@@ -61,14 +61,16 @@ def read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, task_rows
     plan = Plan(dataset.manifest, 0, 1, BATCH, WINDOW)
     order, read, needed = plan.epoch(0), 0, 0
 
-    def counted(*given: Any) -> Iterator[pa.Table]:
+    iter_batches = DataFile.iter_batches
+
+    def counted(*arguments: Any) -> Iterator[pa.Table]:
         nonlocal read
-        for table in batches(*given):
+        for table in iter_batches(*arguments):
             read += table.num_rows
             yield table
 
-    monkeypatch.setattr(slices, "batches", counted)
-    sliced = Slices(dataset.root, ["label"])
+    monkeypatch.setattr(DataFile, "iter_batches", counted)
+    sliced = Slices(dataset.root, ["label"], {})
     for window in range(plan.windows_per_epoch):
         for spec in specs_of(dataset.manifest, order.window_segments(0, window), task_rows, plan.window_rows):
             for span in spec:
@@ -124,7 +126,7 @@ def test_the_start_says_what_speaks_against_the_mixing(tmp_path: Path, group_row
 
 def test_slices_are_the_rows_whoever_takes_them_in_which_order(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": np.arange(5000)}), tmp_path / "a.parquet", row_group_size=5000)
-    taken = Slices(str(tmp_path), ["a"])
+    taken = Slices(str(tmp_path), ["a"], {})
     for first, rows in [(0, 700), (2000, 1), (700, 1300), (2000, 1), (2001, 2999), (2001, 10), (4990, 10), (2011, 5)]:
         span = Span("a.parquet", 0, first, rows, first, of=5000)
         assert taken.take(span)["a"].to_pylist() == list(range(first, first + rows))
