@@ -16,6 +16,7 @@ from benchmarks.gpu_lines import Found, Line
 from benchmarks.gpu_workers import HERE, Bench, place_of
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import PeerLostError
+from ray_app.exchange import group_state
 from ray_app.exchange.exchange import collective
 from ray_app.record.evaluations import read_evaluations
 from ray_app.task import environment
@@ -99,6 +100,9 @@ def opened_twice(rank: int, store: Path, port: int, device: str, variables: dict
         _exchange(group, place)
         if number == 1:
             group.abort()
+            for abort in group._aborts.values():
+                abort.join()
+            group_state.unwatch(group)  # otherwise the exchange would be refused before the backend is asked
             try:
                 _exchange(group, place)
             except PeerLostError as error:
