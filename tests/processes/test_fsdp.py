@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ray_app.checkpoint.format import params_digest
 from ray_app.data.feed.feed import Feed
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
+from ray_app.exchange import group_state
 from ray_app.exchange.exchange import World
 from ray_app.plan.cursor import Cursor
 from ray_app.record.progress.journal import MetricsReader, read_events
@@ -38,6 +41,7 @@ from tests.support.local_world import (
     TinyImages,
     Trained,
     cached,
+    feed_of,
     result_of,
 )
 from tests.support.sharded import ONE_CYCLE, Units, assert_bits, data, fsdp_job
@@ -265,3 +269,41 @@ def test_the_group_of_a_lone_worker_is_made_for_its_device(
     with pytest.raises(KilledError), state.among(World(0, 1, 2)):
         raise KilledError("made")
     assert made == [expected]
+
+
+def is_held(lock: Any) -> bool:
+    """Whether another thread would have to wait for a lock."""
+    free = list[bool]()
+    other = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False) and lock.release() is None))
+    other.start()
+    other.join()
+    return free == [False]
+
+
+def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]]:
+    """Whether aborts wait during each kind of exchange that FSDP gives a device in a step."""
+    held: dict[str, set[bool]] = {}
+
+    def noting(name: str, exchange: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            held.setdefault(name, set()).add(is_held(group_state.launches))
+            return exchange(*args, **options)
+
+        return noted
+
+    state, membership = build_state(job.config, job.task, CPU, job.total_steps), LocalMembership(World(rank, 2, 4), store)
+    with membership.generation(0, False) as (met, _), state.among(replace(met, settle=lambda: None)) as world:
+        state.share(world, lambda: state.begin(None))
+        cursor = Cursor.at(0, job.plan.steps_per_epoch)
+        with closing(build_step(job, state, world, CPU, lambda phase: None)) as step, pytest.MonkeyPatch.context() as patch:
+            for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
+                patch.setattr(dist, name, noting(name, getattr(dist, name)))
+            feed = feed_of(job.plan, cursor, world.played, cached(job, cursor, world.played))
+            step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
+    return held
+
+
+@pytest.mark.parametrize(("reduction", "scatters"), [("exact", "all_to_all_single"), ("overlapped", "reduce_scatter_single")])
+def test_an_abort_waits_for_the_exchanges_that_fsdp_begins(pool: Pool, data: Path, tmp_path: Path, reduction: str, scatters: str) -> None:
+    job = fsdp_job(tmp_path / "run", data, train__reduction=reduction)
+    assert pool.run(2, exchanges_of_a_step, job) == [{"all_gather_single": {True}, scatters: {True}}] * 2
