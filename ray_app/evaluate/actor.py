@@ -118,9 +118,9 @@ class Evaluator:
             return
         job, context = self._job, ray.get_runtime_context()
         earlier = [e for e in read_events(job.paths, "evaluator_started") if (e.fence, e.details["by"]) == (job.fence, job.follower)]
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         facts = {"by": job.follower, "node": context.get_node_id(), "pid": os.getpid(), "after_step": self._done_step}
         self._is_noted = put_event(job.paths, "evaluator_started", job.fence, **facts)
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if deaths_in_a_row([e.details for e in earlier], self._done_step, alive) >= MAX_DEATHS:
             reader, rows = job.data.reader, job.data.manifest.num_rows
             raise died(f"while it evaluated the checkpoint after step {commit.step} on {rows:,} rows of {reader.root}")
@@ -148,8 +148,8 @@ class Evaluator:
                 wait_s = min(_LONGEST_PAUSE_S, 2 * max(wait_s, look_s))
             except Exception as error:  # only the end of the driver is waited for now
                 logger.exception("The evaluator gives up")
-                found, wait_s = own_error(error), look_s
-                self._error = found if isinstance(found, DataError) and is_refusal(found) else f"{type(found).__name__}: {found}"
+                cause, wait_s = own_error(error), look_s
+                self._error = cause if isinstance(cause, DataError) and is_refusal(cause) else f"{type(cause).__name__}: {cause}"
             self._stopped.wait(wait_s)
         return None
 
