@@ -99,10 +99,11 @@ def collective() -> Iterator[None]:
 
 @contextmanager
 def peers_to_blame() -> Iterator[None]:
-    """Likewise for all that a generation does, user code included, which may have computed from what never came.
+    """Turns the failure of a step that a lost peer is to blame for into `PeerLostError`, whether our code or user code raised it.
 
-    An optimizer of sharded parameters has collectives of its own, and a forward may meet what a broken exchange has left. While the group
-    is whole, what user code raised is only a peer's if it was raised inside torch.distributed.
+    User code may have computed from values that never came: an optimizer of sharded parameters has collectives of its own, and a forward
+    may meet what a broken exchange has left. While the group is whole, an error of user code is only a peer's if it was raised inside
+    torch.distributed.
     """
     try:
         yield
@@ -114,17 +115,17 @@ def peers_to_blame() -> Iterator[None]:
 
 
 def _is_of_a_peer(error: BaseException | None) -> bool:
-    """Whether another generation may do without an error.
+    """Whether an error may not come again in another generation.
 
-    While the group is broken that is so whatever was raised: the same is done again there, and what was not of the group is met again.
+    While the group is broken this holds for every error: the next generation repeats the step, and an error with another cause comes again.
     Otherwise the type or the words of an error have to name a peer.
     """
     if group_state.is_broken():
         return True
-    said = str(error).lower()
-    if not isinstance(error, RuntimeError) or _OF_THIS_RANK.search(said):
+    message = str(error).lower()
+    if not isinstance(error, RuntimeError) or _OF_THIS_RANK.search(message):
         return False
-    return isinstance(error, dist.DistError) or _OF_A_PEER.search(said) is not None
+    return isinstance(error, dist.DistError) or _OF_A_PEER.search(message) is not None
 
 
 def _was_raised_in_distributed(error: BaseException | None) -> bool:

@@ -99,7 +99,7 @@ class _Gather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """Likewise for gradients.
+    """FSDP's own reduce-scatter of gradients, into which no abort comes, see `World.launching`.
 
     Args:
         world: The workers of now.

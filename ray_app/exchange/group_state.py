@@ -7,8 +7,6 @@ words after an abort (those of "nccl" in torch 2.15 are plain `RuntimeError`), s
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 launches = threading.RLock()
@@ -20,7 +18,7 @@ class Breakable(Protocol):
     """A group that knows its state.
 
     Attributes:
-        is_aborted: Whether this process has given it up.
+        is_aborted: Whether this process has aborted the group.
     """
 
     @property
@@ -32,22 +30,12 @@ class Breakable(Protocol):
 
 
 group: Breakable | None = None
-"""The one of this process, if it is watched."""
+"""The group of this process; None outside of a generation, and in a generation of one worker."""
 
 
 def is_broken() -> bool:
-    """Whether the group was given up here, or its backend has failed."""
+    """Whether this process has aborted its group, or the backend of the group has failed."""
     return group is not None and (group.is_aborted or group.has_failed())
-
-
-@contextmanager
-def watched(breakable: Breakable) -> Iterator[None]:
-    """The time in which a group is the one of this process."""
-    watch(breakable)
-    try:
-        yield
-    finally:
-        unwatch(breakable)
 
 
 def watch(breakable: Breakable) -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,16 @@ class State:
         return self.failed
 
 
+@contextmanager
+def watched(state: State) -> Iterator[None]:
+    """Makes a group the one of this process for a context."""
+    group_state.watch(state)
+    try:
+        yield
+    finally:
+        group_state.unwatch(state)
+
+
 def refused_collective(error: Exception) -> Exception:
     """What an error becomes that a collective raises."""
     with pytest.raises((PeerLostError, type(error))) as caught, collective():
@@ -117,27 +129,27 @@ STRANGE = RuntimeError("words of no version that is known")
 
 
 def test_whatever_a_collective_raises_after_the_backend_failed_is_a_lost_peer() -> None:
-    with group_state.watched(State()):
+    with watched(State()):
         assert refused_collective(STRANGE) is STRANGE
-    with group_state.watched(State(failed=True)):
+    with watched(State(failed=True)):
         assert isinstance(refused_collective(STRANGE), PeerLostError)
     assert refused_collective(STRANGE) is STRANGE, "no group is watched any more"
 
 
 def test_a_group_that_was_given_up_is_given_no_more_to_exchange() -> None:
     begun = []
-    with group_state.watched(State(is_aborted=True)), pytest.raises(PeerLostError, match="given up"), collective():
+    with watched(State(is_aborted=True)), pytest.raises(PeerLostError, match="given up"), collective():
         begun.append("a launch on a communicator that another thread aborts")
     assert not begun
 
 
 @pytest.mark.parametrize("error", [STRANGE, ValueError("not in range")], ids=["RuntimeError", "ValueError"])
 def test_what_user_code_raises_is_a_lost_peer_in_a_broken_group_alone(error: Exception) -> None:
-    with group_state.watched(State()):
+    with watched(State()):
         assert isinstance(raised(error), TaskError)
-    with group_state.watched(State(failed=True)):
+    with watched(State(failed=True)):
         assert isinstance(raised(error), PeerLostError)
-    with group_state.watched(State(is_aborted=True)):
+    with watched(State(is_aborted=True)):
         assert isinstance(raised(error), PeerLostError)
 
 

@@ -124,8 +124,8 @@ class ProcessGroup:
     def _error(self) -> str | None:
         """What a backend says of itself, if it has failed; a backend that this process aborts is not asked."""
         with group_state.launches:
-            found = (group._get_backend(self._device).get_error() for group in self._all() if not self.is_aborted)
-            return next((error.name for error in found if error != ErrorType.SUCCESS), None)
+            errors = (group._get_backend(self._device).get_error() for group in self._all() if not self.is_aborted)
+            return next((error.name for error in errors if error != ErrorType.SUCCESS), None)
 
     def has_failed(self) -> bool:
         """See `Breakable`."""
