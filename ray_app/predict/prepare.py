@@ -13,8 +13,9 @@ import torch
 from ray_app.config.config import Config
 from ray_app.data.dataset.arrays import ArraySpec
 from ray_app.data.dataset.contents import contents
+from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.dataset.files import parquet, place_of
+from ray_app.data.dataset.files import place_of
 from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Reader, ReadSpec, cut_specs, rows_per_task
 from ray_app.errors import ConfigError, DataError
@@ -194,8 +195,8 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
     """
     for name in (name for name in columns if dataset.facts.columns[name].nulls):
         for path in dataset.manifest.paths:
-            with parquet(place_of(dataset.root) / path) as file:
-                missing = file.read([name], use_threads=False).column(0).is_null().to_numpy()
+            with DataFile(dataset.root, path, dataset.manifest.partitions) as file:
+                missing = file.read([name]).column(0).is_null().to_numpy()
             if missing.any():
                 raise DataError(
                     f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no value there, and"

@@ -481,6 +481,11 @@ def test_a_file_may_hold_the_column_of_its_folders_if_it_says_the_same(tmp_path:
         column(tmp_path, "k")
 
 
+def test_a_type_that_no_text_is_read_as_is_not_compared_with_the_folders(tmp_path: Path) -> None:
+    hive(tmp_path, ["k=1.5"], k=pa.array(np.array([1.5, 1.5], np.float16)))
+    assert column(tmp_path, "k") == [1.5, 1.5]
+
+
 def test_folders_above_the_data_set_are_no_column(tmp_path: Path) -> None:
     hive(tmp_path, ["k=0"])
     assert "k" not in open_dataset(str(tmp_path / "k=0")).facts.columns

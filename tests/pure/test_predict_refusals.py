@@ -18,12 +18,14 @@ from rich.console import Console
 from ray_app.cli import predict as command
 from ray_app.cli.predict import main
 from ray_app.config.config import Config
+from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.read.ray_tasks import Pool
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, DataError
 from ray_app.predict import prepare
 from ray_app.predict.actor import Model
 from ray_app.predict.prepare import MADE_FROM, PredictSection, prepare_prediction
 from ray_app.record.files import put_json, read_json
+from ray_app.task.tabular import TabularRegression
 from tests.support.finished_run import CHAMPION, Finished, champion_run, predict_command
 
 
@@ -159,3 +161,13 @@ def test_several_gpus_for_an_actor_are_refused_since_it_uses_one(tmp_path: Path)
     section = PredictSection(data=str(tmp_path), out=str(tmp_path / "out"), num_gpus=2)
     with pytest.raises(ConfigError, match=r"predict.num_gpus is 2, but an actor computes on one GPU.* predict.workers to the number of"):
         prepare_prediction(Config(), section)
+
+
+def test_a_folder_without_a_value_is_a_missing_value_of_what_the_model_reads(tmp_path: Path) -> None:
+    for folder in ("k=1", "k=__HIVE_DEFAULT_PARTITION__"):
+        (tmp_path / folder).mkdir()
+        pq.write_table(pa.table({"x": [1.0, 2.0], "y": [0.0, 1.0]}), tmp_path / folder / "a.parquet")
+    dataset = open_dataset(str(tmp_path))
+    task = TabularRegression("y", ["x", "k"])
+    with pytest.raises(DataError, match=r"k=__HIVE.*a.parquet, row 0: column 'k' of predict.data .* has no value there, and 2 missing"):
+        prepare._reader(dataset, task)

@@ -133,6 +133,9 @@ class DataFile:
         try:
             wanted = pa.scalar(text, pa.string()).cast(column.type)
             same = column.is_null() if text is None else pc.fill_null(pc.equal(column, wanted), False)
+        except NotImplementedError:
+            # Arrow reads no text as a value of this type (half precision), so that nothing can be compared.
+            return None
         except pa.ArrowException:  # the folder's text is no value of the column's type
             return 0 if len(column) else None
         row = pc.index(same, False).as_py()
