@@ -28,6 +28,9 @@ from ray_app.process import handler_kept, uninterrupted, variables
 _READING_CPUS = 1
 _SOCKET_TOO_LONG = "AF_UNIX path length"
 """What Ray and Python say of the path of a socket that the system cannot hold."""
+_SET_TOKEN = (
+    "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH names, or RAY_AUTH_TOKEN."
+)
 _ANY = 1_000_000
 
 
@@ -145,15 +148,18 @@ def connection_errors() -> Iterator[None]:
     """The time of connecting to Ray; what a user can change about an error is said.
 
     Raises:
-        ConfigError: The cluster wants a token, or the folder of Ray's sockets has too long a path.
+        ConfigError: The cluster does not answer or wants a token, or the folder of Ray's sockets has too long a path.
     """
     try:
         yield
     except AuthenticationError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ConfigError(f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}") from error
+    except ConnectionError as error:
+        # To a process that gives no token a cluster that wants one does not answer.
         raise ConfigError(
-            f"The Ray cluster wants a token, and this process gave none, or another: {next(iter(str(error).splitlines()), '')} Set"
-            " RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH names, or"
-            " RAY_AUTH_TOKEN."
+            f"Ray does not answer: {error}. Check the address (run.ray_address, RAY_ADDRESS) and that the cluster runs. `ray start` may"
+            f" also have asked for a token. {_SET_TOKEN}"
         ) from error
     except OSError as error:
         if _SOCKET_TOO_LONG not in str(error):

@@ -326,6 +326,8 @@ def test_what_a_user_can_change_about_a_connection_is_said() -> None:
         raise AuthenticationError("the token is missing")
     with pytest.raises(ConfigError, match="set RAY_TMPDIR to a short folder"), connection_errors():
         raise OSError("AF_UNIX path length cannot exceed 107 bytes: /a/b")
+    with pytest.raises(ConfigError, match=r"does not answer: Failed to connect.*RAY_ADDRESS.*RAY_AUTH_MODE=token"), connection_errors():
+        raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379")
     with pytest.raises(OSError, match="no route"), connection_errors():
         raise OSError("no route")
 
