@@ -225,6 +225,26 @@ def test_a_mask_with_an_orientation_is_turned_as_its_image() -> None:
     assert mask_of(encoded, exif_orientation=False).tolist() == numbers.tolist()
 
 
+@pytest.mark.parametrize("kind", ["16 bits", "palette"])
+def test_the_values_of_a_turned_mask_become_their_classes(kind: str) -> None:
+    values = np.array([[0, 7, 200], [200, 7, 0]])
+    if kind == "palette":
+        image = Image.fromarray(values.astype(np.uint8)).convert("L")
+        image.putpalette(list(range(256)) * 3)
+    else:
+        values = values * 300
+        image = Image.fromarray(values.astype(np.uint16))
+    classes = dict(zip(sorted({*values.ravel().tolist()}), (2, 0, 1), strict=True))
+    options: dict[str, Any] = {"mask_values": classes}
+    module = ModuleTask({"class_path": "torch.nn.Identity"}, ["image"], "mask", {"class_path": "torch.nn.CrossEntropyLoss"}, **options)
+    module.kinds = {"image": "image", "mask": "mask"}
+    photo = encode(Image.fromarray(np.zeros((2, 3, 3), np.uint8)), "png", exif=orientation(6))
+    decoded = module.decode({"image": [photo], "mask": [encode(image, "png", exif=orientation(6))]})
+    assert np.asarray(decoded["mask"]).tolist() == [[[1, 2], [0, 0], [2, 1]]]
+    assert np.asarray(decoded["mask"]).dtype == np.uint8
+    assert np.asarray(decoded["image"]).shape == (1, 3, 3, 2)
+
+
 def test_tasks_can_be_told_to_leave_images_as_they_are_stored() -> None:
     stored = with_exif(orientation(6), "png")
     off: dict[str, Any] = {"exif_orientation": False}
