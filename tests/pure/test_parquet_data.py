@@ -29,6 +29,7 @@ from ray_app.data.dataset.data_file import DataFile
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.dataset.files import unusable
 from ray_app.data.dataset.labels import read_labels
+from ray_app.data.feed.disk_cache_folder import cached_fetch
 from ray_app.data.read.first import first_row, probe, specs_like
 from ray_app.data.read.missing import missing_reasons
 from ray_app.data.read.reader import Reader, RowSource, Span, stored, whole
@@ -169,6 +170,17 @@ def test_a_column_of_an_extension_type_is_named_by_ingest(tmp_path: Path, kind: 
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    x: "))
     assert "not usable: convert it" in line or "1 rows with a missing value" in line
+
+
+def test_a_disk_cache_gives_the_reasons_of_missing_values_again(tmp_path: Path) -> None:
+    put(tmp_path / "data" / "t.parquet", pa.table({"row": range(6), "x": [0, None, 2, 3, None, 5]}), row_group_size=4)
+    _, source = reader_of(tmp_path / "data", ["row", "x"], skips=True)
+    cached = cached_fetch(fetch_here, source, "", str(tmp_path / "cache"), 1.0)
+    first = load_all(cached, source)
+    (tmp_path / "data" / "t.parquet").write_bytes(b"")
+    again = load_all(cached, source)
+    assert first.arrays["row"].tolist() == again.arrays["row"].tolist() == [0, 0, 2, 3, 0, 5]
+    assert first.reasons == again.reasons == dict.fromkeys((1, 4), "column 'x' has no value; fill it or drop the row before training")
 
 
 def test_a_row_group_of_missing_values_alone_is_skipped(tmp_path: Path) -> None:
