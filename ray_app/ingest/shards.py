@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.dataset.arrays import spec_of
+from ray_app.data.dataset.arrays import is_number, spec_of
 from ray_app.data.dataset.files import publish
 from ray_app.errors import DataError
 from ray_app.record.files import Location
@@ -139,10 +139,6 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
-
-
 def _item_bytes(kind: pa.DataType) -> int:
     """Bytes of a number, or of a list of one size."""
     if pa.types.is_fixed_size_list(kind):
@@ -177,7 +173,7 @@ def column_facts(column: pa.Field) -> dict[str, Any]:
         return {"type": "array", "shape": list(spec.shape), "dtype": np.dtype(spec.dtype).name, "nulls": 0}
     if _is_bytes(column.type) or _is_list(column.type):
         return {"type": str(column.type), "shape": None, "dtype": None, "nulls": 0}
-    dtype = np.dtype(column.type.to_pandas_dtype()).name if _is_number(column.type) else None
+    dtype = np.dtype(column.type.to_pandas_dtype()).name if is_number(column.type) else None
     return {"type": str(column.type), "shape": [], "dtype": dtype, "nulls": 0}
 
 

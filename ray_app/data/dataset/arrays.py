@@ -80,6 +80,11 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
+def is_number(kind: pa.DataType) -> bool:
+    """Whether values are integers, fractions or truth values."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
 def is_bytes(kind: pa.DataType) -> bool:
     """Whether values are bytes of any length, in any of Arrow's layouts."""
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
@@ -126,7 +131,7 @@ def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
                 return None
             size, inner = (int(sizes[0]) if len(sizes) else 0), inner.flatten()
         shape += (size,)
-    if inner.null_count or not _is_number(inner.type):
+    if inner.null_count or not is_number(inner.type):
         return None
     return Ragged(inner.to_numpy(zero_copy_only=False).reshape(len(flat.values), *shape), offsets)
 
@@ -137,7 +142,7 @@ def list_spec(kind: pa.DataType) -> ArraySpec | None:
     while pa.types.is_fixed_size_list(kind):
         shape.append(kind.list_size)
         kind = kind.value_type
-    if not shape or not _is_number(kind):
+    if not shape or not is_number(kind):
         return None
     return ArraySpec(np.dtype(kind.to_pandas_dtype()).str, tuple(shape))
 
@@ -169,13 +174,9 @@ def is_numbers(kind: pa.DataType) -> bool:
     """Whether a column's values are lists of numbers or truth values, or lists of those."""
     while _is_list(kind) or pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
-        if _is_number(kind):
+        if is_number(kind):
             return True
     return False
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import is_bytes, is_numbers, is_text, list_spec, spec_of
+from ray_app.data.dataset.arrays import is_bytes, is_number, is_numbers, is_text, list_spec, spec_of
 from ray_app.data.dataset.below import files_below
 from ray_app.data.dataset.files import Place, find, folders_in, is_folder, place_of
 from ray_app.data.dataset.footers import Footers, Range, kept_footers, read_footers
@@ -125,7 +125,7 @@ def _column_facts(field: pa.Field, found: Range) -> ColumnFacts:
     if spec is not None:
         return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape, found.least, found.most)
     kind = field.type
-    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind):
+    if is_number(kind):
         dtype = str(kind.to_pandas_dtype().__name__)
         is_float = pa.types.is_floating(kind)
         return ColumnFacts("number" if is_float else "integer", dtype, (), found.least, found.most, found.nulls, found.group_span)

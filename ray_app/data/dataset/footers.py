@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.dataset.arrays import is_numbers, spec_of
+from ray_app.data.dataset.arrays import is_number, is_numbers, spec_of
 from ray_app.data.dataset.files import CONNECTIONS, Place, fragment_of, parsing, reading, relative
 from ray_app.data.dataset.footer_check import check_footers
 from ray_app.errors import DataError
@@ -196,7 +196,7 @@ def _leaf(field: pa.Field) -> str | None:
     kind = field.type
     if spec_of(field) is not None:
         return None
-    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind):
+    if is_number(kind):
         return str(field.name)
     return f"{field.name}.list.element" if is_numbers(kind) else None
 

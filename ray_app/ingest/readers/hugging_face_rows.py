@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.dataset.arrays import is_text
+from ray_app.data.dataset.arrays import is_bytes, is_number, is_text
 from ray_app.data.dataset.files import File
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
@@ -58,7 +58,7 @@ def value_type(kind: pa.DataType) -> pa.DataType:
 def unusable(kind: pa.DataType, is_label: bool) -> str | None:
     """Why a column of this type cannot be kept."""
     value = value_type(kind)
-    if is_label and not (_is_number(value) or is_text(value)):
+    if is_label and not (is_number(value) or is_text(value)):
         return f"is to be the label, but holds {kind}; a label is a ClassLabel, an integer, text or a truth value"
     if nested.is_list(kind):
         return f"holds lists that are not of numbers ({kind})" if nested.number_type(kind) is None else None
@@ -66,16 +66,11 @@ def unusable(kind: pa.DataType, is_label: bool) -> str | None:
         return "holds objects; allowed are numbers, text, bytes, images and lists of numbers"
     if pa.types.is_null(value):
         return "has no value at all"
-    is_bytes = pa.types.is_binary(value) or pa.types.is_large_binary(value) or pa.types.is_binary_view(value)
-    is_bytes = is_bytes or pa.types.is_fixed_size_binary(value)
-    is_time = pa.types.is_temporal(value) and not pa.types.is_interval(value)
-    if _is_image(kind) or _is_number(value) or is_text(value) or is_bytes or is_time:
+    has_bytes = is_bytes(value) or pa.types.is_fixed_size_binary(value)
+    has_time = pa.types.is_temporal(value) and not pa.types.is_interval(value)
+    if _is_image(kind) or is_number(value) or is_text(value) or has_bytes or has_time:
         return None
     return f"holds {kind}; allowed are numbers, text, bytes, times, images and lists of numbers"
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def check_unique(file: File, names: list[str]) -> None:
