@@ -136,7 +136,7 @@ class LightningTask(BatchTask):
         """What a step returned as its loss, shape (), and what it logged, whose metrics hold the batch inside the block."""
         fields, step = self.fields(batch), getattr(model, name)
         arguments = (fields if isinstance(self.batch, dict) else tuple(fields.values()), NoNumber(name))
-        with played(model, name) as log:
+        with played(model, name, rows_in(batch)) as log:
             returned = step(*arguments[: len(inspect.signature(step).parameters)])
             loss = returned.get("loss") if isinstance(returned, dict) else returned
             yield None if loss is None else mean_of(f"{name}'s loss", loss), log
@@ -152,6 +152,7 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     optimizers, schedulers = returned if pair else (returned if isinstance(returned, list | tuple) else [returned], [])
     if len(optimizers) == 1 and isinstance(optimizers[0], dict):
         given = optimizers[0]
+        _refuse_unknown(given, ("optimizer", "lr_scheduler", "monitor"))
         optimizers, schedulers = [given.get("optimizer")], [given["lr_scheduler"]] if given.get("lr_scheduler") is not None else []
     if len(optimizers) != 1 or len(schedulers) > 1 or not isinstance(optimizers[0], Optimizer):
         raise ConfigError(
@@ -160,16 +161,31 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
             " turn_loss."
         )
     settings = schedulers[0] if schedulers and isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]} if schedulers else {}
+    _refuse_unknown(settings, ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"))
     schedule = settings.get("scheduler")
     if schedule is None:
+        if settings:
+            raise ConfigError(f"configure_optimizers returned a schedule without scheduler, {settings}. Give one, or leave it out.")
         return optimizers[0], None
-    if not isinstance(schedule, LRScheduler) or settings.get("interval", "epoch") != "step" or settings.get("frequency", 1) != 1:
+    by_value = isinstance(schedule, ReduceLROnPlateau) or settings.get("reduce_on_plateau")
+    by_step = settings.get("interval", "epoch") == "step" and settings.get("frequency", 1) == 1
+    if not isinstance(schedule, LRScheduler) or by_value or not by_step:
         raise ConfigError(
             f"configure_optimizers returned {type(schedule).__name__}, {_told_settings(settings)}; a schedule here is one of"
             " torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval': 'step'} and count its numbers in"
             " steps, or return the optimizer alone and write `schedule` in the configuration."
         )
     return optimizers[0], schedule
+
+
+def _refuse_unknown(given: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Refuses fields that Lightning does not know, either: what is misspelled would be left out in silence.
+
+    Raises:
+        ConfigError: There are such.
+    """
+    if unknown := sorted(map(str, given.keys() - set(known))):
+        raise ConfigError(f"configure_optimizers returned a dictionary with {', '.join(unknown)}; its fields are {', '.join(known)}.")
 
 
 def _told_settings(settings: dict[str, Any]) -> str:

@@ -129,7 +129,7 @@ class MlflowRun:
         """Logs points in their order; returns when MLflow has them."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(_key(name), value, p.time_ms, p.step) for p in points for name, value in p.metrics.items()]
+        metrics = [Metric(mlflow_key(name), value, p.time_ms, p.step) for p in points for name, value in p.metrics.items()]
         for some in _chunks(metrics, METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=some, synchronous=True)
 
@@ -209,7 +209,7 @@ def _compared(
     """What the MLflow run lacks, and the tags for what it has with another value than the last driver's."""
     new, other = {}, {}
     for name, value in values.items():
-        key, text, tag = _key(name), redact(str(value))[:most_chars], _key(_RESUMED_WITH + name)
+        key, text, tag = mlflow_key(name), redact(str(value))[:most_chars], mlflow_key(_RESUMED_WITH + name)
         if key not in known:
             new[key] = text
         elif tags.get(tag, known[key]) != text:
@@ -222,7 +222,7 @@ def _chunks(items: list[Any], most: int) -> Iterator[list[Any]]:
         yield items[start : start + most]
 
 
-def _key(name: str) -> str:
+def mlflow_key(name: str) -> str:
     """The name as MLflow takes it: letters, digits and `_-. :/`, and no path that leads elsewhere."""
     key = re.sub(r"[^\w\-. :/]", "_", name)[:_KEY_CHARS]
     is_path = posixpath.normpath(key) == key and not key.startswith(("/", ".."))

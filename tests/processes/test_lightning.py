@@ -175,6 +175,11 @@ def test_every_form_of_one_optimizer_is_taken(does: str) -> None:
         ("asks for steps", "configure_optimizers asks the trainer for estimated_stepping_batches"),
         ("every second step", "returned StepLR, interval 'step', frequency 2 (leave it out: let the schedule count 2 times as many steps)"),
         ("by a loss", "returned ReduceLROnPlateau, interval 'epoch', monitor 'val_loss', a value that no step has; a schedule here"),
+        ("by a loss every step", "returned ReduceLROnPlateau, interval 'step', monitor 'val_loss', a value that no step has"),
+        ("by a value", "returned StepLR, interval 'step', monitor None, a value that no step has"),
+        ("misspells the schedule", "a dictionary with lr_schedule; its fields are optimizer, lr_scheduler, monitor"),
+        ("misspells the interval", "a dictionary with intervall; its fields are scheduler, interval, frequency"),
+        ("lacks the schedule", "a schedule without scheduler"),
         ("several", "returned 2 optimizers and 0 schedulers"),
         (
             "counts rows",

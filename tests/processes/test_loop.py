@@ -90,6 +90,7 @@ def test_a_loss_of_each_row_is_taken(does: str, pool: Pool, data: Path, tmp_path
         ("adds twice", "step.add was called twice"),
         ("never moves", "called optimizer.step 0 times"),
         ("moves twice", "called optimizer.step 2 times"),
+        ("moves the schedule", "the script moved the schedule that it keeps"),
     ],
 )
 def test_a_loop_that_does_not_fit_ends_the_run_with_words(does: str, said: str, pool: Pool, data: Path, tmp_path: Path) -> None:

@@ -45,6 +45,21 @@ def test_the_mean_is_the_one_of_torch(name: str, init_args: dict[str, Any], outp
     assert sums.loss / sums.weight == pytest.approx(wanted.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "init_args", "outputs", "target"),
+    [
+        ("cross_entropy", {}, SCORES, LABELS),
+        ("cross_entropy", {"weight": [1, 2, 0], "ignore_index": 1}, PIXELS, MASKS),
+        ("nll_loss", {"weight": [1, 2, 5]}, SCORES.log_softmax(1), LABELS),
+    ],
+)
+def test_the_mean_of_a_function_is_the_one_of_torch(name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor) -> None:
+    spec = {"class_path": f"torch.nn.functional.{name}", "init_args": init_args}
+    sums = summed(None, Losses.of(loss_of_rows(spec, outputs, target)))
+    tensors = {key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value for key, value in init_args.items()}
+    assert sums.loss / sums.weight == pytest.approx(getattr(nn.functional, name)(outputs, target, **tensors).item(), rel=1e-5)
+
+
 def test_two_outputs_are_not_compared_with_one_number() -> None:
     with pytest.raises(ConfigError, match=r"outputs are of shape \(rows, 6\), the target of \(rows\); torch.nn.MSELoss compares each with"):
         loss_of_rows({"class_path": "torch.nn.MSELoss"}, torch.randn(6, 6), NUMBERS)

@@ -108,13 +108,25 @@ def test_a_mistake_in_what_computes_a_metric_is_refused_and_too_few_rows_are_tol
 class Alike(TinyImages):
     """Has two metrics that MLflow calls the same."""
 
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
     def metrics(self) -> MetricCollection:
-        return MetricCollection({name: super(Alike, self).metrics()["accuracy"] for name in ("top@1", "top_1")})
+        return MetricCollection({name: super(Alike, self).metrics()["accuracy"] for name in self.names})
 
 
-def test_metrics_that_become_one_in_mlflow_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"The metrics 'top@1' and 'top_1' have one name in MLflow"):
-        trial(tmp_path, Alike(), evaluate__metric="loss")
+LONG = "m" * 250
+
+
+@pytest.mark.parametrize("names", [("top@1", "top_1"), (LONG + "a", LONG + "b"), ("of//rows", "of__rows")])
+def test_metrics_that_become_one_in_mlflow_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"The metrics '{names[0]}' and '{names[1]}' have one name in MLflow, 'eval_"):
+        trial(tmp_path, Alike(*names), evaluate__metric="loss")
+
+
+def test_metrics_that_stay_apart_in_mlflow_are_taken(tmp_path: Path) -> None:
+    trial(tmp_path, Alike("accuracy", "of/rows", "of_rows", "m" * 244 + "a", "m" * 244 + "b"))
 
 
 def test_a_mean_loss_is_refused(tmp_path: Path) -> None:

@@ -69,6 +69,14 @@ class Good(pl.LightningModule):
                 "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
             },
+            "by a loss every step": lambda: {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "interval": "step", "monitor": "val_loss"},
+            },
+            "by a value": lambda: ([optimizer], [{**by_step, "reduce_on_plateau": True}]),
+            "misspells the schedule": lambda: {"optimizer": optimizer, "lr_schedule": by_step},
+            "misspells the interval": lambda: ([optimizer], [{**by_step, "intervall": "epoch"}]),
+            "lacks the schedule": lambda: {"optimizer": optimizer, "lr_scheduler": {"interval": "step"}},
             "several": lambda: tuple(layers),
         }
         return forms.get(self.does, lambda: ([optimizer], [by_step]))()

@@ -44,8 +44,9 @@ def _found(model: nn.Module, rows: dict[str, Tensor], does: str) -> dict[str, An
 def train(loop: Loop, does: str = "", told: str | None = None) -> None:
     model = loop.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = StepLR(optimizer, 3, 0.5)
     if does != "keeps nothing":
-        loop.keep(optimizer, StepLR(optimizer, 3, 0.5))
+        loop.keep(optimizer, schedule)
     if does == "has no loop":
         return
     for step in loop:
@@ -63,6 +64,8 @@ def train(loop: Loop, does: str = "", told: str | None = None) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for _ in range({"never moves": 0, "moves twice": 2}.get(does, 1)):
             optimizer.step()
+        if does == "moves the schedule":
+            schedule.step()
     if told is not None:
         with Path(told).open("a") as file:
             file.write("after the loop\n")

@@ -12,6 +12,7 @@ from ray_app.data.dataset.dataset import Dataset
 from ray_app.data.dataset.files import parquet, place_of
 from ray_app.errors import DataError
 from ray_app.plan.facts import ColumnFacts, DataFacts, similar_names
+from ray_app.runs.preparing.metric_checks import MAX_ROWS
 from ray_app.task.base import Task
 
 _ROW_ID = "row_id"
@@ -43,6 +44,23 @@ def similar_class_doubts(facts: DataFacts) -> list[str]:
         f"The classes {', '.join(map(repr, names))} of {facts.path} differ in upper and lower case, blanks or the form of a character"
         " alone, and are trained on as different classes. If they are meant to be one, correct the labels and ingest the data again."
         for names in similar_names(facts.classes or ())
+    ]
+
+
+def constant_target_doubts(task: Task, evaluated: DataFacts, num_rows: int) -> list[str]:
+    """What to say of data to evaluate on whose target has one value in all rows, as the statistics of its files show it.
+
+    Args:
+        task: The prepared task.
+        evaluated: The data to evaluate on.
+        num_rows: How many rows it has; of few, the metrics themselves are tried.
+    """
+    facts = {name: evaluated.columns.get(name) for name in task.targets()} if num_rows > MAX_ROWS else {}
+    return [
+        f"All {num_rows:,} rows of {evaluated.path} have {column.minimum + 0.0:g} in {name!r}: metrics that compare classes (AUROC) or need"
+        " different numbers (R2) say nothing of them. Evaluate on rows with different values."
+        for name, column in facts.items()
+        if column is not None and column.kind in ("integer", "number") and column.minimum is not None and column.minimum == column.maximum
     ]
 
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +22,10 @@ from ray_app.task.schema import named_classes
 from ray_app.train.state.initial import read, refuse_others, unreadable
 
 _REGISTERED = "models:/"
+_MODELS = ("model", "model_args", "module", "detector")
+"""Arguments of tasks that say how a model is made."""
+_PRETRAINED = ("weights", "weights_backbone", "pretrained")
+"""Arguments of models (torchvision, timm) that ask for pretrained parameters."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,25 @@ def find_beginning(config: Config, before: Config | None) -> Beginning:
     found, classes = _registered(config, place) if place.startswith(_REGISTERED) else (_read(place), _classes_beside(place))
     refuse_others(found, place, config.train.init_digest)
     return Beginning(config.replace(train__init_digest=params_digest(found)), found, classes)
+
+
+def replaced_weights_doubts(config: Config) -> list[str]:
+    """What to say of pretrained parameters that a model is made with, and that `train.init_from` replaces."""
+    if config.train.init_from is None:
+        return []
+    given = config.task.init_args
+    names = [name for key in _MODELS for name in _weights_of(given.get(key), f"task.init_args.{key}")]
+    return [f"{name} has no effect: the parameters are those of train.init_from. Set it to null." for name in names]
+
+
+def _weights_of(given: Any, place: str) -> list[str]:
+    """Where arguments ask for pretrained parameters."""
+    if isinstance(given, list):
+        return [name for i, one in enumerate(given) for name in _weights_of(one, f"{place}[{i}]")]
+    if not isinstance(given, dict):
+        return []
+    own = [f"{place}.{key}" for key in _PRETRAINED if isinstance(given.get(key), str) or given.get(key) is True]
+    return own + [name for key, one in given.items() for name in _weights_of(one, f"{place}.{key}")]
 
 
 def _place(given: str) -> str:

@@ -29,7 +29,7 @@ from ray_app.task.script.batches import BatchTask, rows_in
 
 MAX_ROWS = 16
 """Rows that are looked at."""
-_MIN_ROWS = 8
+MIN_ROWS = 8
 """Fewer are taken several times."""
 _MAX_SECONDS = 3.0
 """Time for the forward passes of the rows; what was done by then is looked at."""
@@ -62,7 +62,7 @@ def check_metrics(task: Task, model: nn.Module, rows: Arrays, has_all: bool) -> 
     count = len(next(iter(rows.values())))
     with own_code(lambda: "evaluating some rows"), torch.no_grad():
         if isinstance(task, BatchTask):
-            _check_means(task, model, _repeated(rows, max(count, _MIN_ROWS)))
+            _check_means(task, model, repeated(rows, max(count, MIN_ROWS)))
         outputs = _forward(task, model, rows)
         _check_states(task, outputs)
         doubts = _check_computed(task, outputs, has_all and len(outputs) == count)
@@ -193,7 +193,7 @@ def _need_equal(task: Task, expected: Values, combined: MetricCollection, parts:
     """
     found = _values(combined) if expected else {}
     for name, value in expected.items():
-        if name in found and _is_close(value, found[name]):
+        if name in found and are_close(value, found[name]):
             continue
         kinds = ", ".join(f"{key} ({type(each).__name__})" for key, each in combined.items(keep_base=True))
         raise ConfigError(
@@ -204,7 +204,8 @@ def _need_equal(task: Task, expected: Values, combined: MetricCollection, parts:
         )
 
 
-def _is_close(a: Any, b: Any) -> bool:
+def are_close(a: Any, b: Any) -> bool:
+    """Whether values are equal but for rounding; NaN equals NaN."""
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return first.shape == second.shape and bool(np.allclose(first, second, _RTOL, _ATOL, equal_nan=True))
 
@@ -257,7 +258,7 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
     if more or not isinstance(scores, Tensor) or not scores.is_floating_point() or bool(((scores >= 0) & (scores <= 1)).all()):
         return
     generator = torch.Generator().manual_seed(0)
-    count = max(len(scores), _MIN_ROWS)
+    count = max(len(scores), MIN_ROWS)
     taken = torch.arange(count) % len(scores)
     shape = (count, *scores.shape[1:])
     mixed = torch.randn(shape, generator=generator) * 3
@@ -267,7 +268,7 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
         expected, found = _values(_updated(task, rows)), _values(_combined(task, [_states(task, [each]) for each in rows]))
     except Exception:  # metrics may want more of outputs than their shape, and raise what they like
         return
-    if different := [name for name, value in expected.items() if name in found and not _is_close(value, found[name])]:
+    if different := [name for name, value in expected.items() if name in found and not are_close(value, found[name])]:
         raise ConfigError(
             f"The metric {different[0]!r} of {type(task).__name__} gets outputs that are not probabilities: torchmetrics takes those of a"
             " batch for probabilities if all are between 0 and 1, so the value would depend on evaluate.batch_size. Give it"
@@ -276,7 +277,7 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
         )
 
 
-def _repeated(rows: Arrays, count: int) -> Arrays:
+def repeated(rows: Arrays, count: int) -> Arrays:
     """So many rows, in turn."""
     have = len(next(iter(rows.values())))
     if have >= count:
@@ -299,15 +300,15 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> None:
     count = len(next(iter(rows.values())))
     cut = max(1, count // 3)
     batches = [to_batch({name: values[part] for name, values in rows.items()}) for part in (slice(count), slice(cut), slice(cut, count))]
-    for trial in range(3 if sum(p.numel() for p in model.parameters()) <= _MAX_DISTURBED else 1):
-        with _disturbed(model, trial):
+    for trial in range(num_trials(model)):
+        with disturbed(model, trial):
             whole, *parts = (task.evaluated(model, batch) for batch in batches)
         for name, value in {**whole.logged, "loss": whole.loss}.items():
             known = [each.loss if name == "loss" else each.logged.get(name) for each in parts]
             if any(each is None for each in known):
                 continue
             mean = sum(float(each) * rows_in(batch) for each, batch in zip(known, batches[1:], strict=True) if each is not None) / count
-            if np.isfinite(float(value)) and not _is_close(float(value), mean):
+            if np.isfinite(float(value)) and not are_close(float(value), mean):
                 raise ConfigError(_no_mean(type(task).__name__, name, float(value), mean, count, cut))
 
 
@@ -321,8 +322,13 @@ def _no_mean(task: str, name: str, value: float, mean: float, count: int, cut: i
     )
 
 
+def num_trials(model: nn.Module) -> int:
+    """How many sets of parameters are tried: of a large model its own alone."""
+    return 3 if sum(p.numel() for p in model.parameters()) <= _MAX_DISTURBED else 1
+
+
 @contextmanager
-def _disturbed(model: nn.Module, trial: int) -> Iterator[None]:
+def disturbed(model: nn.Module, trial: int) -> Iterator[None]:
     """The model with other parameters inside the block, in the first trial with its own."""
     kept = [p.detach().clone() for p in model.parameters()] if trial else []
     generator = torch.Generator().manual_seed(trial)

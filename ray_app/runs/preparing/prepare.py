@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 import safetensors.torch
 from torch import Tensor
@@ -29,9 +30,9 @@ from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.by_epoch import refuse_other_fields
 from ray_app.runs.preparing.changed_data import DataVersions, changed_data, data_versions, is_recorded, put_data_versions
 from ray_app.runs.preparing.code import Code, changed_code, code_of, completed, put_code
-from ray_app.runs.preparing.described import described_data, similar_class_doubts
+from ray_app.runs.preparing.described import constant_target_doubts, described_data, similar_class_doubts
 from ray_app.runs.preparing.growing import refuse_other_run
-from ray_app.runs.preparing.initial import Beginning, find_beginning
+from ray_app.runs.preparing.initial import Beginning, find_beginning, replaced_weights_doubts
 from ray_app.runs.preparing.metric_checks import MAX_ROWS
 from ray_app.runs.preparing.names import new_run_name
 from ray_app.runs.preparing.pickling import refuse_unpicklable
@@ -125,13 +126,13 @@ def prepare(config: Config) -> Prepared:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
     beyond = [Beyond.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest(rows))]
-    data, some = None, None
+    data, some, constant = None, None, list[str]()
     if config.data.eval_path is not None:
-        data, more, some = _prepare_evaluation(job, config.data.eval_path)
+        data, more, some, constant = _prepare_evaluation(job, config.data.eval_path)
         beyond.append(more)
     first = longest(rows) if isinstance(task, LoopTask) else shortest(rows)  # a script takes all at once
     has_all = data is not None and data.manifest.num_rows <= MAX_ROWS
-    doubts = rehearse(job, first, initial, beyond, some, has_all)
+    doubts = rehearse(job, first, initial, beyond, some, has_all, partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS))
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")
@@ -143,7 +144,7 @@ def prepare(config: Config) -> Prepared:
         initial,
         code,
         tuple(changed),
-        (*mixing_doubts(config, dataset, plan), *doubts, *similar_class_doubts(dataset.facts)),
+        (*mixing_doubts(config, dataset, plan), *replaced_weights_doubts(config), *constant, *doubts, *similar_class_doubts(dataset.facts)),
         tuple(described_data(task, dataset)),
         files,
         tuple(changed_data(paths, config, files) if before is not None else ()),
@@ -250,8 +251,8 @@ def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
         )
 
 
-def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond, Arrays | None]:
-    """The evaluation data, what it has that the training data does not have, and some of its rows, decoded.
+def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond, Arrays | None, list[str]]:
+    """The evaluation data, what it has that the training data does not have, some of its rows, decoded, and what is to be said of it.
 
     Raises:
         DataError: It is not like the training data, or not what this run was evaluated on before.
@@ -267,7 +268,8 @@ def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond, Arrays 
         )
     check_evaluation_data(job.paths, config, source.manifest.digest)
     some = sample_rows(dataset, job.task.columns(), job.task.decode, MAX_ROWS)
-    return source, Beyond.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready), some
+    constant = constant_target_doubts(job.task, dataset.facts, source.manifest.num_rows)
+    return source, Beyond.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready), some, constant
 
 
 def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:

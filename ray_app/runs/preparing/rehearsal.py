@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,7 @@ from ray_app.runs.preparing.attempt import SHORT, Attempt, cut, numbers_of
 from ray_app.runs.preparing.beyond import Beyond
 from ray_app.runs.preparing.buffers import kept_whole
 from ray_app.runs.preparing.extremes import refuse_out_of_range
+from ray_app.runs.preparing.gradient_checks import cut_unevenly, gradient_doubts, moved_parameters, parameters_without_gradient
 from ray_app.runs.preparing.kernels import Kernels
 from ray_app.runs.preparing.metric_checks import check_metrics
 from ray_app.runs.preparing.norms import refuse_single_values, single_value_doubts, values_of_statistics
@@ -40,6 +41,8 @@ from ray_app.task.module import ModuleTask
 from ray_app.task.own_code import own_code
 from ray_app.task.rows.ragged import Arrays, to_batch, twice
 from ray_app.task.score.scoring import Chunk, combine, score
+from ray_app.task.script.batches import BatchTask
+from ray_app.track.client import mlflow_key
 from ray_app.train.job import Job
 from ray_app.train.keep.snapshots import copies_doubts, refuse_if_too_big
 from ray_app.train.state.copies import copied
@@ -63,6 +66,7 @@ def rehearse(
     beyond: Sequence[Beyond] = (),
     evaluated: Arrays | None = None,
     has_all: bool = False,
+    sample: Callable[[], Arrays | None] = lambda: None,
 ) -> list[str]:
     """Makes model, optimizer and schedule once and takes a row through all of the task, to refuse before the start what cannot work.
 
@@ -73,6 +77,7 @@ def rehearse(
         beyond: What the data to train and to evaluate on have that the row does not have.
         evaluated: Some decoded rows of the data to evaluate on, if there is such.
         has_all: Whether that data has no others.
+        sample: Reads some decoded rows of the data to train on; None: they cannot be decoded.
 
     Returns:
         What is to be said at the start, in sentences.
@@ -87,7 +92,7 @@ def rehearse(
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
                 state.begin(initial)
-                doubts = _try_rows(job, state, {name: twice(values) for name, values in row.items()}, beyond, evaluated, has_all)
+                doubts = _try_rows(job, state, {name: twice(values) for name, values in row.items()}, beyond, evaluated, has_all, sample)
             finally:
                 task.finish(state.model)
     except TaskError as error:
@@ -163,7 +168,15 @@ def _refuse_rates(state: TrainingState, when: str) -> None:
         raise ConfigError(f"The learning rate is {wrong[0]} {when}; it must be finite. Correct optimizer, its groups or schedule.")
 
 
-def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Beyond], evaluated: Arrays | None, has_all: bool) -> list[str]:
+def _try_rows(
+    job: Job,
+    state: TrainingState,
+    rows: Arrays,
+    beyond: Sequence[Beyond],
+    evaluated: Arrays | None,
+    has_all: bool,
+    sample: Callable[[], Arrays | None],
+) -> list[str]:
     """`_try_task` with short rows, the greatest numbers of the data in these, and its longest rows once; and the metrics with some rows.
 
     Returns:
@@ -175,7 +188,7 @@ def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Bey
     """
     attempt, doubts = Attempt(job.task, state), list[str]()
     with values_of_statistics(state.model, len(next(iter(rows.values())))) as counts:
-        short = _try_short(job, attempt, rows)
+        short, unused = _try_short(job, attempt, rows)
     if isinstance(job.task, ModuleTask) and evaluated is not None:
         try:
             job.task.refuse_target(evaluated)
@@ -186,15 +199,19 @@ def _try_rows(job: Job, state: TrainingState, rows: Arrays, beyond: Sequence[Bey
     known = numbers_of(short) // 2
     for each in beyond:
         known = each.refuse(attempt, short, known)
+    is_short = _is_cut(job.task) and numbers_of(short) == numbers_of(cut(rows, SHORT))
     if job.config.data.eval_path is not None:
-        is_short = _is_cut(job.task) and numbers_of(short) == numbers_of(cut(rows, SHORT))
-        some = short if evaluated is None else cut(evaluated, SHORT) if is_short else evaluated
+        some = short if evaluated is None else cut_unevenly(evaluated) if is_short else evaluated
         doubts = check_metrics(job.task, state.model, some, has_all)
-    return [*doubts, *single_value_doubts(state.model, job.plan, counts)]
+    doubts = [*doubts, *single_value_doubts(state.model, job.plan, counts)]
+    if unused or isinstance(job.task, BatchTask):
+        trained = sample()
+        doubts += gradient_doubts(job, attempt, unused, cut_unevenly(trained) if is_short and trained is not None else trained)
+    return doubts
 
 
-def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> Arrays:
-    """`_try_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with.
+def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> tuple[Arrays, dict[str, nn.Parameter]]:
+    """`_try_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with, and what it returned.
 
     Raises:
         TaskError: See `_try_task`.
@@ -203,19 +220,16 @@ def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> Arrays:
     task, short = job.task, cut(rows, SHORT)
     if _is_cut(task) and numbers_of(short) < numbers_of(rows):
         try:
-            _try_task(job, attempt, short)
+            return short, _try_task(job, attempt, short)
         except TaskError:  # if it is not the length, the rows as they are say it
             pass
-        else:
-            return short
     try:
-        _try_task(job, attempt, rows)
+        return rows, _try_task(job, attempt, rows)
     except TaskError as error:
         for evaluates in (False, True) if job.config.data.eval_path is not None else (False,):
             if isinstance(task, ModuleTask) and (why := attempt.too_long(rows, evaluates)) is not None:
                 raise ConfigError(f"{why} What was raised: {error}") from error
         raise
-    return rows
 
 
 def _is_cut(task: Task) -> bool:
@@ -223,14 +237,15 @@ def _is_cut(task: Task) -> bool:
     return isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
 
 
-def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
-    """Takes two rows through training and evaluation, as workers and evaluator will.
+def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> dict[str, nn.Parameter]:
+    """Takes two rows through training and evaluation, as workers and evaluator will; returns the parameters that get no gradient.
 
     Raises:
         TaskError: Something of it fails.
         ConfigError: The losses are not one for each row, a GPU would refuse an operation, or no metric is the one that decides.
     """
     task, state, count, config = job.task, attempt.state, len(next(iter(rows.values()))), job.config
+    unused = dict[str, nn.Parameter]()
     state.train()
     trained_on = own_code(lambda: "training on two rows")
     with kept_whole(state.model, config.optimizers is not None), trained_on, _kernels(config, config.scaling.gpus_per_worker) as gpus:
@@ -241,17 +256,20 @@ def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> None:
             losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)
             found = of_rows(task, losses, count)
             summed(task, found)
+            moved = moved_parameters(state, turn)
+            unused |= {name: moved[name] for name in parameters_without_gradient(found.values, moved)}
             if gpus and found.values.requires_grad:
                 parameters = [p for p in state.model.parameters() if p.requires_grad]
                 torch.autograd.grad(found.values.sum(), parameters, allow_unused=True)
     if config.data.eval_path is None:
-        return
+        return unused
     with _kernels(config, config.scaling.gpus_per_worker if job.workers_evaluate else config.evaluate.num_gpus):
         chunks = list(score(task, state.model, rows, count, torch.device("cpu")))
         _refuse_unknown_metric(job, chunks)
     with own_code(lambda: "predicting two rows"), torch.inference_mode():
         batch = to_batch(rows)
         task.predicted(task.forward(state.model, batch), batch)
+    return unused
 
 
 def _look_at_target(job: Job, task: ModuleTask, model: nn.Module, fields: Batch) -> None:
@@ -288,11 +306,10 @@ def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
         known = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
     keys: dict[str, str] = {}
     for name in known:
-        # What MLflow takes in a name, see `track/client.py`.
-        if (other := keys.setdefault(re.sub(r"[^\w\-. :/]", "_", name), name)) != name:
+        if (other := keys.setdefault(key := mlflow_key(f"eval_{name}"), name)) != name:
             raise ConfigError(
-                f"The metrics {other!r} and {name!r} have one name in MLflow, which takes letters, digits and '_-. :/' and replaces all"
-                " else by '_'. Give one of them another name."
+                f"The metrics {other!r} and {name!r} have one name in MLflow, {key!r}: it takes letters, digits and '_-. :/', all else and"
+                " what is no path become '_', and names are cut to 250 characters. Give one of them another name."
             )
     if metric not in known:
         given = "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"

@@ -166,10 +166,18 @@ def _rows(values: Tensor) -> str:
 
 def _counted(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
     """How much each value of a loss that goes by class indices counts, as torch's own mean has it; None: as much as the others."""
-    if losses.shape != target.shape or target.is_floating_point() or (ignored := getattr(loss, "ignore_index", None)) is None:
+    if losses.shape != target.shape or target.is_floating_point() or (ignored := _option(loss, "ignore_index")) is None:
         return None
-    weights, counted = getattr(loss, "weight", None), target != ignored
+    weights, counted = _option(loss, "weight"), target != ignored
     return counted.to(losses.dtype) if weights is None else weights[torch.where(counted, target, 0)] * counted
+
+
+def _option(loss: Any, name: str) -> Any:
+    """An option of a loss, or of a function that is one (`torch.nn.functional.cross_entropy`); None: it has no such."""
+    if not isinstance(loss, partial):
+        return getattr(loss, name, None)
+    option = inspect.signature(loss).parameters.get(name)
+    return None if option is None or option.default is option.empty else option.default
 
 
 @lru_cache(64)

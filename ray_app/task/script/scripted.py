@@ -171,13 +171,19 @@ class Running:
         """Lets the script move the parameters by the gradients that they hold."""
         assert self._loop._kept is not None
         steps: list[object] = []
-        hook = self._loop._kept[0].register_step_post_hook(lambda *_: steps.append(None))
+        optimizer, schedule = self._loop._kept
+        moved = None if schedule is None else schedule.last_epoch
+        hook = optimizer.register_step_post_hook(lambda *_: steps.append(None))
         found = self._say(_Said.GRADIENTS)
         hook.remove()
         if found is not _Said.WAITS:
             raise _too_early("left `for step in loop` before it ended")
         if len(steps) != 1:
             raise RuntimeError(f"the script called optimizer.step {len(steps)} times in a step of its loop; call it once, after the rows")
+        if schedule is not None and schedule.last_epoch != moved:
+            raise RuntimeError(
+                "the script moved the schedule that it keeps, which is moved after every step anyway; leave schedule.step out"
+            )
 
     def end(self) -> None:
         """Ends the loop, and waits for what the script does after it."""

@@ -25,8 +25,25 @@ _NEVER_CALLED = (
     "optimizer_zero_grad",
     "setup",
     "teardown",
+    "training_epoch_end",
+    "training_step_end",
     "transfer_batch_to_device",
+    "validation_epoch_end",
+    "validation_step_end",
 )
+_LOG_OPTIONS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+)
+"""Arguments of Lightning's `log` and `log_dict` after the values, in their order."""
 
 
 def has_own(kind: type, name: str) -> bool:
@@ -77,10 +94,16 @@ def _metric_of(value: Any, parts: list[Any]) -> Metric | None:
 
 
 @contextmanager
-def played(module: nn.Module, method: str) -> Iterator[Log]:
+def played(module: nn.Module, method: str, rows: int | None = None) -> Iterator[Log]:
     """The time in which a method of a module is called: what it logs is kept, and whoever asks for a trainer hears that there is none.
 
-    The states of its torchmetrics objects are those of the batch until it ends; then nothing of them stays from step to step.
+    Args:
+        module: The module.
+        method: Name of the method.
+        rows: Rows of the batch that it gets; not given: it gets none.
+
+    Yields:
+        What it logs. The states of its torchmetrics objects are those of the batch until it ends; then nothing of them stays.
     """
     logged, own_metrics = Log({}, {}), [part for part in module.modules() if hasattr(part, "_update_count") and hasattr(part, "reset")]
 
@@ -89,6 +112,13 @@ def played(module: nn.Module, method: str) -> Iterator[Log]:
         if (metric := _metric_of(value, own_metrics)) is not None:
             logged.metrics[recorded] = metric
             return
+        options = {**dict(zip(_LOG_OPTIONS, flags, strict=False)), **options}
+        counted = options.get("batch_size")
+        if counted is not None and rows is not None and int(counted) != rows:
+            raise ValueError(
+                f"{name!r} is logged with batch_size {int(counted)}, and the batch has {rows} rows, by which its mean counts here. Leave"
+                " batch_size out; a mean over something else than rows (tokens) is a torchmetrics.MeanMetric that is updated with weights"
+            )
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
             raise ValueError(f"{name!r} is logged with reduce_fx; means over rows are recorded, or torchmetrics objects, nothing else")
         logged.numbers[recorded] = mean_of(name, value).detach().float()
@@ -96,7 +126,7 @@ def played(module: nn.Module, method: str) -> Iterator[Log]:
     def log_dict(values: Any, *flags: Any, **options: Any) -> None:
         is_collection = isinstance(values, nn.Module)  # a MetricCollection, whose items may be copies
         for name, value in values.items(keep_base=False, copy_state=False) if is_collection else values.items():
-            log(name, value, **options)
+            log(name, value, *flags, **options)
 
     shadows = {"log": log, "log_dict": log_dict, "_trainer": _NoTrainer(method)}
     parts = [vars(part) for part in module.modules() if part is module or "_trainer" in vars(part)]
