@@ -193,7 +193,7 @@ def make_loss(spec: str, device: str) -> Any:
     init_args = {**(given.get("init_args") or {}), "reduction": "none"}
     tensors = {name: torch.tensor(init_args[name], dtype=torch.float32) for name in _OF_CLASSES if isinstance(init_args.get(name), list)}
     if (called := _function_of(given, init_args)) is not None:
-        return partial(called, **init_args, **{name: value.to(device) for name, value in tensors.items()})
+        return partial(called, **(init_args | {name: value.to(device) for name, value in tensors.items()}))
     loss = made({**given, "init_args": init_args | tensors}, "task.init_args.loss")
     return loss.to(device) if isinstance(loss, nn.Module) else loss
 
