@@ -189,13 +189,13 @@ def _try_rows(
     attempt, doubts = Attempt(job.task, state), list[str]()
     with values_of_statistics(state.model, len(next(iter(rows.values())))) as counts:
         short, unused = _try_short(job, attempt, rows)
+    refuse_single_values(state.model, job.plan, counts)
+    refuse_out_of_range(attempt, short)
     if isinstance(job.task, ModuleTask) and evaluated is not None:
         try:
             job.task.refuse_target(evaluated)
         except ValueError as error:
             raise ConfigError(f"data.eval_path {job.config.data.eval_path}, in the first rows: {error}.") from error
-    refuse_single_values(state.model, job.plan, counts)
-    refuse_out_of_range(attempt, short)
     known = numbers_of(short) // 2
     for each in beyond:
         known = each.refuse(attempt, short, known)
