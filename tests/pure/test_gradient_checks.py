@@ -21,6 +21,7 @@ from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
 from ray_app.runs.preparing.gradient_checks import parameters_without_gradient
 from ray_app.runs.preparing.prepare import prepare
+from ray_app.train.state.schedules import make_schedule
 
 HERE = "tests.pure.test_gradient_checks."
 MODULE, LIGHTNING = "ray_app.task.module.ModuleTask", "ray_app.task.lightning.LightningTask"
@@ -225,3 +226,16 @@ def test_pretrained_parameters_that_init_from_replaces_are_said(tmp_path: Path, 
     doubts = prepare(config_of(data, MODULE, init_args, {"lr": 0.1}, **fields)).doubts
     assert len(doubts) == said
     assert all("task.init_args.model.init_args.weights has no effect" in each for each in doubts)
+
+
+@pytest.mark.parametrize(
+    ("init_args", "steps"), [({}, 20), ({"total_steps": 40}, 40), ({"epochs": 3, "steps_per_epoch": 7}, 21), ({"steps_per_epoch": 7}, None)]
+)
+def test_the_length_that_a_schedule_is_given_is_not_replaced(init_args: dict[str, Any], steps: int | None) -> None:
+    spec = ClassSpec("torch.optim.lr_scheduler.OneCycleLR", {"max_lr": 0.1, **init_args})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    if steps is None:
+        with pytest.raises(ValueError, match="You must define either total_steps OR"):
+            make_schedule(spec, optimizer, 20)
+        return
+    assert make_schedule(spec, optimizer, 20).total_steps == steps

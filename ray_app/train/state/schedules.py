@@ -12,6 +12,9 @@ from ray_app.config.class_path import load_class
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
 
+_LENGTHS = {"total_steps", "epochs", "steps_per_epoch"}
+"""Arguments by which a schedule (`OneCycleLR`) is told how long it is; where one is given, nothing is added."""
+
 
 def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """Makes a schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
@@ -34,8 +37,8 @@ def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LR
             f"schedule {made.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters, whose own rates {rates} it"
             " would replace; give max_lr as a list, one for each of these."
         )
-    if "total_steps" in parameters and "epochs" not in args:
-        args.setdefault("total_steps", total_steps)
+    if "total_steps" in parameters and not _LENGTHS & args.keys():
+        args["total_steps"] = total_steps
     return made(optimizer=optimizer, **args)
 
 
@@ -46,4 +49,4 @@ def counts_total_steps(spec: ClassSpec) -> bool:
         ClassSpec(part["class_path"], part.get("init_args") or {}) for part in parts if isinstance(part, dict) and "class_path" in part
     ]
     takes = "total_steps" in inspect.signature(load_class(spec)).parameters
-    return (takes and not {"epochs", "total_steps"} & spec.init_args.keys()) or any(map(counts_total_steps, inner))
+    return (takes and not _LENGTHS & spec.init_args.keys()) or any(map(counts_total_steps, inner))
