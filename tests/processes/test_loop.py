@@ -137,6 +137,19 @@ def test_what_can_be_known_before_the_start_is_refused_there(changed: dict[str, 
     assert threading.active_count() == before, "a loop still waits"
 
 
+@pytest.mark.parametrize(("does", "said"), [("", 0), ("one for each", 0), ("as losses", 0), ("a loss between rows", 1)])
+def test_a_loss_that_is_no_mean_over_rows_is_said_at_the_start(does: str, said: int, data: Path, tmp_path: Path) -> None:
+    config = load_config(
+        task={"class_path": "ray_app.task.loop.LoopTask", "init_args": arguments(does=does)},
+        data__path=str(data),
+        scaling__max_workers=2,
+        run__storage_path=str(tmp_path / "runs"),
+    )
+    doubts = [each for each in prepare(config).doubts if "is not a mean over rows" in each]
+    assert len(doubts) == said, doubts
+    assert all(each.startswith("The loss that the step of LoopTask gives is not a mean over rows") for each in doubts)
+
+
 @pytest.mark.rest
 def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = (block.text for block in blocks(ROOT / "docs" / "loop.md") if block.language in ("python", "yaml"))
