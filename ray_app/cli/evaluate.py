@@ -17,7 +17,7 @@ from ray_app.cluster.labels import labelled
 from ray_app.config.checks import check
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec, EvaluateSection
-from ray_app.errors import ConfigError, EvaluationError, RayAppError
+from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.actor import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.record.evaluations import Evaluation, read_evaluations
@@ -150,7 +150,8 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
             except ray.exceptions.RayActorError as error:
                 gave_up = str(error)
             if gave_up is not None:
-                raise EvaluationError(f"The evaluator gave up: {gave_up}")
+                kind = DataError if isinstance(gave_up, DataError) else EvaluationError
+                raise kind(f"The evaluator gave up: {gave_up}")
             asked = evaluator.error.remote()
         elif not waits:
             console.print("The evaluator waits for room in the cluster ...")

@@ -11,18 +11,18 @@ from typing import Any
 import ray
 from rich.console import Console
 
+from ray_app.cli.ending import exit_code
 from ray_app.cluster.autoscaler import most_resources
 from ray_app.config.config import Config
 from ray_app.data.read.ray_tasks import Pool, through
 from ray_app.data.read.reader import ReadSpec
-from ray_app.errors import ConfigError, DataError, is_refusal, own_error
+from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, facts_of
 from ray_app.predict.prepare import MADE_FROM, PredictSection, PreparedPrediction, prepare_prediction, refuse_other
 from ray_app.record.files import Location, names, put_json, read_json, remove_temporary
 from ray_app.record.redact import redact
 from ray_app.runs.cluster import cluster, workers_that_fit
 from ray_app.runs.given.configuration import parse_more
-from ray_app.runs.signals import ending_at_sigterm
 
 _DESCRIPTION = "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
 DONE = "predictions.json"
@@ -114,6 +114,8 @@ class _Progress:
         self._parts, self._rows, self._of = parts, rows, prepared
         self._console, self._first_row, self._started_s, self._told_s = console, rows, time.monotonic(), time.monotonic()
         kept = f"; {parts:,} parts are there already" if parts else ""
+        for line in prepared.columns:
+            self._say(line)
         self._say(f"{prepared.rows:,} rows of {prepared.source['data']} to {len(prepared.job.parts):,} parts in {prepared.out}{kept}")
 
     def add(self, rows: int) -> None:
@@ -145,24 +147,16 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> i
     """The command.
 
     Returns:
-        Exit code: 0 done, 1 failed, 2 refused before anything was written, 75 interrupted; starting it again goes on.
+        See `exit_code`; a prediction that was interrupted, or failed, goes on with the parts that are missing when it is started again.
     """
-    console, started = Console(file=sys.stdout), False
-    try:
-        with ending_at_sigterm():
-            config, sections = parse_more(arguments, {"predict": PredictSection}, prog, description=_DESCRIPTION)
-            section: PredictSection = sections["predict"]
-            prepared = prepare_prediction(config, section)
-            started = True
-            result = predict(prepared, config, section, console)
-    except KeyboardInterrupt:
-        print("Interrupted; starting it again goes on with the parts that are missing.", file=sys.stderr)
-        return 75
-    except Exception as error:
-        error = own_error(error)  # type: ignore[assignment]
-        refused = isinstance(error, ConfigError) or (is_refusal(error) and not started)
-        print(redact(f"{'' if refused else 'The prediction failed: '}{type(error).__name__}: {error}"), file=sys.stderr)
-        return 2 if refused else 1
-    for line in _summary(result, prepared.out):
-        console.print(redact(line), markup=False, highlight=False, soft_wrap=True)
-    return 0
+
+    def work() -> None:
+        console = Console(file=sys.stdout)
+        config, sections = parse_more(arguments, {"predict": PredictSection}, prog, description=_DESCRIPTION)
+        section: PredictSection = sections["predict"]
+        prepared = prepare_prediction(config, section)
+        result = predict(prepared, config, section, console)
+        for line in _summary(result, prepared.out):
+            console.print(redact(line), markup=False, highlight=False, soft_wrap=True)
+
+    return exit_code(work, "The prediction failed")

@@ -174,8 +174,8 @@ class PredictActor:
                 outputs = self._predict(batch)
             on_cpu = _on_cpu(outputs)
             rows = {name: values[low : low + self._job.batch_size] for name, values in arrays.items()}
-            if (row := _bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
-                raise _bad_row(spec, low + row, "a number in it is NaN or infinite, and so is what the model gives")
+            if (bad := _bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
+                raise _bad_row(spec, low + bad[0], f"{bad[1]!r} is NaN or infinite, and so is what the model gives")
             found.append(self._job.model.task.predicted(on_cpu, batch))
         whole = {name: joined([one[name] for one in found]) for name in found[0]}
         for name, values in whole.items():
@@ -195,15 +195,16 @@ def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
     raise AssertionError("the part has fewer rows")
 
 
-def _bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> int | None:
-    """The first row that has a number that is NaN or infinite, in the decoded row and in what the model gives for it."""
+def _bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[int, str] | None:
+    """The first row, and its field, with a number that is NaN or infinite, in the decoded row and in what the model gives for it."""
     bad = np.zeros(count, np.bool_)
     for values in _tensors(outputs):
         if values.is_floating_point() and values.shape[:1] == (count,):
             bad |= ~values.reshape(count, -1).isfinite().all(1).numpy()
     for row in np.flatnonzero(bad).tolist():
-        if any(_not_finite(values[row : row + 1]) is not None for values in rows.values()):
-            return int(row)
+        for name, field in rows.items():
+            if _not_finite(field[row : row + 1]) is not None:
+                return int(row), name
     return None
 
 

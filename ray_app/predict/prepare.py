@@ -26,6 +26,7 @@ from ray_app.predict.actor import PredictJob
 from ray_app.predict.model import model_of_package, model_of_run
 from ray_app.record.files import Location, folders, location, names, read_json
 from ray_app.runs.preparing.code import files_of
+from ray_app.runs.preparing.described import described_columns
 from ray_app.task.base import Task
 from ray_app.task.rows.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_schema
@@ -77,6 +78,7 @@ class PreparedPrediction:
         made_from: Everything that decides the content of the parts.
         source: Where model and data come from, for people.
         rows: Rows of the data.
+        columns: Which columns are used, and which are not, a line each.
     """
 
     job: PredictJob
@@ -84,6 +86,7 @@ class PreparedPrediction:
     made_from: dict[str, Any]
     source: dict[str, Any]
     rows: int
+    columns: list[str]
 
     @property
     def out(self) -> Location:
@@ -144,9 +147,9 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     out = str(location(section.out))
-    counts = section.batch_size, section.threads
+    counts, described = (section.batch_size, section.threads), described_columns(reader.columns, dataset, carried)
     job = PredictJob(model, dataset.root, reader.fields, carried, manifest.partitions, parts, out, digest, *counts, device)
-    prepared = PreparedPrediction(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows)
+    prepared = PreparedPrediction(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows, described)
     refuse_other(prepared)
     return prepared
 

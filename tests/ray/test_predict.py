@@ -24,12 +24,13 @@ from ray_app import load_model
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.predict import main
+from ray_app.cli.train import main as train
 from ray_app.data.dataset.arrays import from_column, spec_of
 from ray_app.data.dataset.dataset import open_dataset
 from ray_app.data.read.first import probe
 from ray_app.data.read.reader import Reader, whole
 from ray_app.data.read.slices import fetch_here
-from ray_app.errors import DataError
+from ray_app.errors import BadRowError
 from ray_app.predict.actor import Model, PredictActor, PredictJob
 from ray_app.predict.prepare import parts_of
 from ray_app.runs.outcome.exporting import ExportOptions, export_run
@@ -176,7 +177,7 @@ def predictor_of(task: Task, data: Path, out: Path) -> tuple[PredictActor, list[
     state = dict(model.state_dict())
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(parts_of(dataset.manifest, 4))}
     made = Model(task, safetensors.torch.save(state), None, params_digest(state))
-    job = PredictJob(made, dataset.root, reader.fields, [], parts, str(out), "digest", 3, torch.get_num_threads(), "cpu")
+    job = PredictJob(made, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu")
     return PredictActor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
 
 
@@ -192,7 +193,29 @@ def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: N
     with torch.inference_mode():
         expected = model(torch.from_numpy(features.astype(np.float32))[:, None])[:, 0].numpy()
     assert np.allclose(whole_of(tmp_path / "out").column("predicted").to_numpy(), expected, rtol=1e-5, atol=1e-6)
-    predictor, tables, _ = predictor_of(task, tmp_path / "bad", tmp_path / "out2")
-    predictor(tables[0])
-    with pytest.raises(DataError, match="'predicted' of row 6 of the data is NaN"):
-        predictor(tables[1])
+    with pytest.raises(BadRowError, match=r"part-00000\.parquet, row group 1, row 2: column 'a' is NaN or infinite"):
+        predictor_of(task, tmp_path / "bad", tmp_path / "out2")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, None])
+def test_a_row_that_cannot_be_predicted_is_refused(
+    ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float | None
+) -> None:
+    features = [0.5] * 8
+    for name, last in (("good", 0.5), ("bad", value)):
+        (tmp_path / name).mkdir()
+        columns = {"a": [*features[:-1], last], "note": ["x"] * 8}
+        pq.write_table(pa.table({**columns, "target": features}), tmp_path / name / "part-0.parquet", row_group_size=4)
+    storage = ["--run.storage_path", str(tmp_path / "runs"), "--tracking.enabled", "false", "--train.strategy", "single"]
+    task = ["--task.class_path", "ray_app.task.tabular.TabularRegression"]
+    data = ["--data.path", str(tmp_path / "good"), "--data.global_batch_size", "4", "--train.epochs", "1"]
+    assert train([*task, *data, *storage, "--run.name", "run"]) == 0
+    asked = ["--predict.run", str(tmp_path / "runs" / "run"), "--predict.data", str(tmp_path / "bad")]
+    capsys.readouterr()
+    assert main([*task, *data, *storage, *asked, "--predict.out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert "part-0.parquet, row" in said.err
+    assert "column 'a'" in said.err
+    if value is not None:
+        assert "row group 1, row 3" in said.err
+        assert "Columns used: a\nColumns not used: 'note' (text), 'target' (number, not named)\n" in said.out

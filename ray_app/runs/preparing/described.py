@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pyarrow as pa
@@ -29,13 +29,29 @@ def described_data(task: Task, dataset: Dataset) -> list[str]:
     """
     columns, targets = task.columns(), task.targets()
     inputs = [name for name in columns if name not in targets]
-    lines = [f"Columns used: {_some(inputs)}" + (f"; to predict {_some(targets)}" if targets else "") + _classes(task)]
-    unused = {name: facts for name, facts in dataset.facts.columns.items() if name not in columns}
-    if unused:
-        odd = _odd_values(dataset, [name for name, facts in unused.items() if facts.kind == "text" and name != _ROW_ID])
-        reasons = [f"{name!r} ({_why(name, facts, dataset.facts)}{odd.get(name, '')})" for name, facts in unused.items()]
-        lines.append(f"Columns not used: {_some(reasons)}")
-    return lines
+    used = f"Columns used: {_some(inputs)}" + (f"; to predict {_some(targets)}" if targets else "") + _classes(task)
+    return [used, *_unused(dataset, columns)]
+
+
+def described_columns(columns: Sequence[str], dataset: Dataset, carried: Sequence[str]) -> list[str]:
+    """Which columns a prediction reads and carries through, and which columns it does not use and why, in one or two lines.
+
+    Args:
+        columns: The columns that are read.
+        dataset: The data that is predicted.
+        carried: The columns that are beside the predictions.
+    """
+    used = f"Columns used: {_some(columns)}" + (f"; beside the predictions {_some(carried)}" if carried else "")
+    return [used, *_unused(dataset, [*columns, *carried])]
+
+
+def _unused(dataset: Dataset, used: Sequence[str]) -> list[str]:
+    unused = {name: facts for name, facts in dataset.facts.columns.items() if name not in used}
+    if not unused:
+        return []
+    odd = _odd_values(dataset, [name for name, facts in unused.items() if facts.kind == "text" and name != _ROW_ID])
+    reasons = [f"{name!r} ({_why(name, facts, dataset.facts)}{odd.get(name, '')})" for name, facts in unused.items()]
+    return [f"Columns not used: {_some(reasons)}"]
 
 
 def similar_class_doubts(facts: DataFacts) -> list[str]:
@@ -107,6 +123,5 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _some(names: Sequence[str] | Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:_MAX_NAMED]) + (f", ... ({len(every)})" if len(every) > _MAX_NAMED else "")
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_NAMED]) + (f", ... ({len(names)})" if len(names) > _MAX_NAMED else "")
