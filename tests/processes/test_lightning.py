@@ -193,6 +193,12 @@ def test_what_does_not_fit_is_refused_before_the_start(does: str, said: str, dat
     assert said in str(found.value)
 
 
+def test_a_number_that_is_drawn_in_an_evaluation_is_said_and_taken(data: Path, tmp_path: Path) -> None:
+    said = [each for each in prepare(config_of(data, tmp_path, "Good", does="draws")).doubts if "each time that the same rows" in each]
+    assert len(said) == 1
+    assert said[0].startswith("'noise', as the evaluation of LightningTask gives it, is another number each time")
+
+
 @pytest.mark.parametrize(
     ("module", "fields", "said"),
     [

@@ -61,11 +61,10 @@ def check_metrics(task: Task, model: nn.Module, rows: Arrays, has_all: bool) -> 
     model.eval()
     count = len(next(iter(rows.values())))
     with own_code(lambda: "evaluating some rows"), torch.no_grad():
-        if isinstance(task, BatchTask):
-            _check_means(task, model, repeated(rows, max(count, MIN_ROWS)))
+        doubts = _check_means(task, model, repeated(rows, max(count, MIN_ROWS))) if isinstance(task, BatchTask) else []
         outputs = _forward(task, model, rows)
         _check_states(task, outputs)
-        doubts = _check_computed(task, outputs, has_all and len(outputs) == count)
+        doubts += _check_computed(task, outputs, has_all and len(outputs) == count)
         if not isinstance(task, BatchTask):
             _check_logits(task, outputs)
     return doubts
@@ -291,8 +290,11 @@ def repeated(rows: Arrays, count: int) -> Arrays:
     }
 
 
-def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> None:
+def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     """Refuses numbers logged of a batch that are no means over its rows, by comparing a batch with two parts of it.
+
+    Returns:
+        Which numbers are drawn at random, in sentences; of these a comparison says nothing.
 
     Raises:
         ConfigError: There is one.
@@ -300,16 +302,26 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> None:
     count = len(next(iter(rows.values())))
     cut = max(1, count // 3)
     batches = [to_batch({name: values[part] for name, values in rows.items()}) for part in (slice(count), slice(cut), slice(cut, count))]
+    drawn: set[str] = set()
     for trial in range(num_trials(model)):
         with disturbed(model, trial):
-            whole, *parts = (task.evaluated(model, batch) for batch in batches)
+            again, whole, *parts = (task.evaluated(model, batch) for batch in (batches[0], *batches))
+        repeats = {**again.logged, "loss": again.loss}
         for name, value in {**whole.logged, "loss": whole.loss}.items():
+            if name not in repeats or not np.array_equal(float(value), float(repeats[name]), equal_nan=True):
+                drawn.add(name)
+                continue
             known = [each.loss if name == "loss" else each.logged.get(name) for each in parts]
             if any(each is None for each in known):
                 continue
             mean = sum(float(each) * rows_in(batch) for each, batch in zip(known, batches[1:], strict=True) if each is not None) / count
             if np.isfinite(float(value)) and not are_close(float(value), mean):
                 raise ConfigError(_no_mean(type(task).__name__, name, float(value), mean, count, cut))
+    return [
+        f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same rows are evaluated: what"
+        " it draws at random makes it depend on evaluate.batch_size. Draw only where self.training is true."
+        for name in sorted(drawn)
+    ]
 
 
 def _no_mean(task: str, name: str, value: float, mean: float, count: int, cut: int) -> str:
