@@ -49,8 +49,9 @@ def killed_on_ray(bench: Bench) -> Found:
         evaluate__num_gpus=evaluator,
         tracking__enabled=False,
     )
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    ray.init(address="local", num_cpus=4, num_gpus=bench.gpus, **quiet)  # Ray's own count of GPUs fails where NVML does
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    # Ray's own count of GPUs fails where NVML does.
+    ray.init(address="local", num_cpus=4, num_gpus=bench.gpus, include_dashboard=False, **quiet)
     try:
         result = run_training(config, Console(quiet=True), Faults(train=Hooks(after_step=Dies(str(folder), (1,)))))
     finally:

@@ -79,7 +79,9 @@ class Champion:
 
     @property
     def classes(self) -> Sequence[str] | None:
-        """Names of its classes; None, if they have none."""
+        """Names of its classes; None if they have none, or if another program has made the version."""
+        if not self.version.params_digest:
+            return None
         return named_classes(json.loads(self.files[DESCRIPTION]).get("classes") or [])
 
     def _stage(self, name: str) -> dict[str, Any]:

@@ -143,9 +143,13 @@ def test_frozen_parameters_are_in_no_group(data: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(data: Path, tmp_path: Path, groups: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):  # some before the start, the others once the optimizer is there
+    def make_state() -> TrainingState:
+        """The configuration's check refuses some groups, the optimizer the others."""
         job = job_of(tmp_path / "run", data, optimizer=optimizer(groups=groups))
-        TrainingState(job.config, job.task, CPU, 10)
+        return TrainingState(job.config, job.task, CPU, 10)
+
+    with pytest.raises(ConfigError, match=said):
+        make_state()
 
 
 def test_a_schedule_that_would_replace_the_rates_is_refused(data: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import ray
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
-from ray_app.cluster.control import elastic
+from ray_app.cluster.control import elastic, hooks
 from ray_app.errors import PreemptedError
 
 TRAINS = WorkerStatus(running=True)
@@ -96,7 +96,7 @@ def test_who_has_left_does_not_count_as_going_on(
 ) -> None:
     """None: the others start again; where all have ended without an error the next look takes the run for finished."""
     decide = "_make_and_handle_scaling_decision_for_non_running_worker_group"
-    monkeypatch.setattr(elastic, "ray", SimpleNamespace(get=lambda found: found))
+    monkeypatch.setattr(hooks, "ray", SimpleNamespace(get=lambda asked, timeout: asked, exceptions=ray.exceptions))
     monkeypatch.setattr(elastic, "id_of", lambda actor: actor)
     monkeypatch.setattr(TrainController, decide, lambda self, state: "restart")
     ours = Controller(Group(**workers), draining, retired)

@@ -259,8 +259,3 @@ def test_tasks_can_be_told_to_leave_images_as_they_are_stored() -> None:
         for on in (True, False)
     }
     assert not np.array_equal(pixels[True]["image"], pixels[False]["image"])
-
-
-@pytest.mark.parametrize("task", [ImageClassification, ModuleTask, ObjectDetection])
-def test_models_from_before_the_argument_see_images_as_they_did(task: Any) -> None:
-    assert task.of_settings({}).exif_orientation is False

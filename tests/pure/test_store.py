@@ -586,7 +586,7 @@ def test_a_run_falls_back_and_ends_with_the_same_bits(job: Job, damage: str, new
 
 
 def record_of(step: int, loss: float = 0.5, generation: str = "1.1") -> StepRecord:
-    return StepRecord(step, 0, 1e9 + step, loss, 0.1, float("inf"), 1.0, 0.5, 2, [3, 4], [2**64 - 1, 0], generation)
+    return StepRecord(step, 0, 1e9 + step, loss, 0.1, 2.5, 1.0, 0.5, 2, [3, 4], [2**64 - 1, 0], generation)
 
 
 def test_metrics_come_back_and_a_repeated_step_counts_once(paths: RunPaths) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -153,16 +152,6 @@ def test_a_micro_batch_of_one_token_for_each_row_is_compared_as_longer_ones_are(
     scores, target = model.scores.weight[[*chain(*rows)]], torch.tensor([*chain(*tags)])
     wanted = nn.CrossEntropyLoss()(scores, target) if outputs == 3 else nn.MSELoss()(scores[:, 0], target.float())
     assert found.loss / found.weight == pytest.approx(wanted.item())
-
-
-def test_settings_of_before_have_what_came_since() -> None:
-    task = tagging(kind="number", loss={"class_path": "torch.nn.MSELoss"})
-    kept = {name: value for name, value in vars(task).items() if name not in ("classes_last", "train_accuracy")}
-    made = ModuleTask.of_settings(json.loads(json.dumps(kept)))
-    outputs, batch = torch.randn(2, 1), {"tokens": torch.ones(2, 3), "tags": torch.randn(2)}
-    assert made.predictions(outputs)["predicted"].shape == (2, 1)
-    assert Losses.of(made.loss(outputs, batch)).values.shape == (2,)
-    made.update(made.metrics(), outputs, batch)
 
 
 def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:

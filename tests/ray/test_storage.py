@@ -84,6 +84,7 @@ def test_a_run_on_s3_is_the_same(
         "data.json",
         "manifest.json",
         "report.html",
+        "schema.json",
         "summary.json",
         "tracking.json",
     ]
