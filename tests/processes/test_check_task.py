@@ -39,7 +39,7 @@ def test_nothing_is_wrong_with_the_digits(digits: Path, tmp_path: Path, capfd: p
     assert main([f"--config={ROOT}/conf/digits.yaml", *arguments]) == 0
     shown = capfd.readouterr().out.splitlines()
     assert [line.split()[:2] for line in shown] == [
-        ["ok", name] for name in ("one", "randomness", "workers", "resume", "evaluation", "export")
+        ["ok", name] for name in ("data", "data", "one", "randomness", "workers", "resume", "evaluation", "export")
     ]
     assert not ray.is_initialized()
     assert list(tmp_path.iterdir()) == [], "something was left behind"
