@@ -27,7 +27,9 @@ def test_a_detector_trains_with_the_same_bits_for_any_number_of_workers(tmp_path
     data = {f"data__{name}": value for name, value in write_shapes(tmp_path / "shapes").items()}
     found = check_task(config.replace(task__init_args=config.task.init_args | {"detector": small}, **data))
     levels = {finding.topic: finding.level for finding in found.findings}
-    assert levels == dict.fromkeys(("one row", "randomness", "workers", "resume", "evaluation"), "ok") | {"export": "warning"}, found
+    assert levels == dict.fromkeys(("data", "one row", "randomness", "workers", "resume", "evaluation"), "ok") | {"export": "warning"}, (
+        found
+    )
     said = {finding.topic: finding.text for finding in found.findings}
     assert "map_50 " in said["evaluation"]
     assert "loss" not in said["evaluation"]

