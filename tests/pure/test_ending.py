@@ -232,7 +232,7 @@ BAD_ROW, AWAY, REFUSED = BadRowError("a.parquet", 0, 1, "cut"), StorageError("th
 
 @pytest.mark.parametrize(
     ("error", "preparing", "working"),
-    [(BAD_ROW, 2, 1), (AWAY, 1, 1), (REFUSED, 2, 2), (OSError(5, "the disk"), 1, 1)],
+    [(BAD_ROW, 2, 2), (AWAY, 1, 1), (REFUSED, 2, 2), (OSError(5, "the disk"), 1, 1)],
     ids=lambda value: type(value).__name__,
 )
 def test_a_prediction_is_refused_only_for_what_stays_wrong(
