@@ -114,22 +114,29 @@ class LightningTask(BatchTask):
         return Losses(returned.expand(rows), metrics={name: value.expand(rows) for name, value in logged.items()})
 
     def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """What `validation_step` returns and logs."""
+        """What `validation_step` returns and logs; a `MeanMetric` that it logs as `val_loss` or `loss` is the loss, with its weights."""
         if not has_own(type(model), "validation_step"):
             raise ConfigError(
                 f"{type(model).__name__} has no validation_step, but data.eval_path is given. Write one, or leave data.eval_path out."
             )
-        from ray_app.task.score.logged import need_no_clash, take_metrics
+        from ray_app.task.score.logged import need_no_clash, take_metrics, weighted_mean
 
         with self._stepped(model, "validation_step", batch) as (returned, log):
+            means = [weighted_mean(log.metrics[name]) for name in _VALIDATION_LOSSES if name in log.metrics]
             metrics = take_metrics(log.metrics)
         need_no_clash(log.numbers, metrics)
         device = next(iter(batch.values())).device
-        logged = {name: value.to(device) for name, value in log.numbers.items()}
-        loss = next((value for value in (returned, *map(logged.get, _VALIDATION_LOSSES)) if value is not None), None)
+        logged = {name: value.to(device) for name, value in log.numbers.items() if name != "loss"}
+        metrics = {name: metric for name, metric in metrics.items() if name != "loss"}
+        if (mean := next((each for each in means if each is not None), None)) is not None:
+            return Evaluated(mean.value.to(device), logged, metrics, mean.weight.to(device))
+        loss = next((value for value in (returned, *map(log.numbers.get, _VALIDATION_LOSSES)) if value is not None), None)
         if loss is None:
-            raise ConfigError(f"{type(model).__name__}.validation_step has no loss; return it, or log it as val_loss.")
-        return Evaluated(loss, {name: value for name, value in logged.items() if name != "loss"}, metrics)
+            raise ConfigError(
+                f"{type(model).__name__}.validation_step has no loss; return it, or log it as val_loss: a number, or a"
+                " torchmetrics.MeanMetric."
+            )
+        return Evaluated(loss.to(device), logged, metrics)
 
     @contextmanager
     def _stepped(self, model: nn.Module, name: str, batch: Batch) -> Iterator[tuple[Tensor | None, Log]]:

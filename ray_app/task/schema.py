@@ -75,7 +75,7 @@ def refuse_other_names(known: Sequence[str] | None, classes: Sequence[str] | Non
     """
     if not known or not classes:
         return
-    numbers = enumerate(zip_longest(classes[: max(len(known), len(classes))], known))
+    numbers = enumerate(zip_longest(classes, known))
     number, (one, other) = next(((i, pair) for i, pair in numbers if pair[0] is not None and pair[0] != pair[1]), (0, (None, None)))
     if one is None:
         return

@@ -145,6 +145,20 @@ def test_a_module_that_logs_metrics_is_not_refused(data: Path, tmp_path: Path) -
     assert prepare(config_of(data, tmp_path, "Measuring", how="object")).doubts == ()
 
 
+def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_path: Path) -> None:
+    assert prepare(config_of(data, tmp_path, "OverTokens")).doubts == ()
+    task = LightningTask({"class_path": MODULES + "OverTokens"}, ["image", "label"], "label")
+    task.kinds = {"image": "image", "label": "integer"}
+    model = task.build_model().eval()
+    images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 4
+    arrays = {"image": (images * 255).byte().numpy(), "label": labels.numpy()}
+    squares = model((images * 255).byte().float() / 255).square()
+    expected = float(squares[torch.arange(64) < labels[:, None]].mean().detach())
+    for size in (25, 10, 1):  # by ones there are batches without any token
+        found = combine(task, score(task, model, arrays, size, CPU)).values
+        assert found == pytest.approx({"loss": expected, "val_loss": expected}, rel=1e-6)
+
+
 def test_a_metric_logged_in_training_is_that_of_the_micro_batches(pool: Pool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task_of(does="logs an object"), train__max_steps=2)
     pool.run_job(job, 2)

@@ -307,7 +307,7 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
         with disturbed(model, trial):
             again, whole, *parts = (task.evaluated(model, batch) for batch in (batches[0], *batches))
         repeats = {**again.logged, "loss": again.loss}
-        for name, value in {**whole.logged, "loss": whole.loss}.items():
+        for name, value in (whole.logged if whole.weight is not None else {**whole.logged, "loss": whole.loss}).items():
             if name not in repeats or not np.array_equal(float(value), float(repeats[name]), equal_nan=True):
                 drawn.add(name)
                 continue

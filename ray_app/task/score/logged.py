@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from ray_app.errors import ConfigError
 from ray_app.task.score.states import States, isolate, load_states, reset_parts, states_of
@@ -35,6 +35,21 @@ def take_metrics(logged: Mapping[str, Metric]) -> dict[str, LoggedMetric]:
     for metric in logged.values():
         reset_parts(metric)
     return {name: LoggedMetric(_copy(name, metric), states[id(metric)]) for name, metric in logged.items()}
+
+
+class WeightedMean(NamedTuple):
+    """The mean of a batch and its weight, each of shape ()."""
+
+    value: Tensor
+    weight: Tensor
+
+
+def weighted_mean(metric: Metric) -> WeightedMean | None:
+    """What a `MeanMetric` holds of a batch, with 0 for the mean of no weight; None for any other metric."""
+    if not isinstance(metric, MeanMetric):
+        return None
+    weight = metric.weight.detach()
+    return WeightedMean((metric.mean_value.detach() / weight).where(weight != 0, 0.0), weight)
 
 
 def _copy(name: str, metric: Metric) -> Metric:

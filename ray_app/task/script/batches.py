@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch
+from ray_app.task.losses import Losses
 from ray_app.task.module import ModuleTask
 from ray_app.task.rows.transforms import Spec
 from ray_app.task.score.deciding import Mode
@@ -28,11 +29,13 @@ class Evaluated(NamedTuple):
         loss: The mean over its rows, shape ().
         logged: Other means over its rows, each of shape ().
         metrics: The torchmetrics objects that saw it, which are combined over all rows.
+        weight: How much the batch counts in the mean loss of all batches, shape (), such as its number of tokens; not given: its rows.
     """
 
     loss: Tensor
     logged: dict[str, Tensor]
     metrics: Mapping[str, LoggedMetric] = MappingProxyType({})
+    weight: Tensor | None = None
 
 
 class BatchTask(ModuleTask):
@@ -96,11 +99,15 @@ class BatchTask(ModuleTask):
     def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
         """See `Task.evaluated`."""
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """The mean of an evaluated batch, for each of its rows."""
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
+        """The mean of an evaluated batch, for each of its rows, with the share of each in the batch's weight if it has one."""
         if not isinstance(outputs, Evaluated):
             raise ConfigError(f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the outputs.")
-        return outputs.loss.expand(rows_in(batch))
+        rows = rows_in(batch)
+        if outputs.weight is None:
+            return outputs.loss.expand(rows)
+        share = outputs.weight / rows
+        return Losses((outputs.loss * share).expand(rows), share.expand(rows))
 
     def metrics(self) -> MetricCollection:
         """The means over rows of what was said of batches, and the metrics that saw them."""
