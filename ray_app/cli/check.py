@@ -18,10 +18,10 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app check") -> int
     Returns:
         Exit code: 0 all is well, 1 a check failed, 2 the configuration or the data is refused.
     """
-    config, _ = parse_more(arguments, {}, prog, description=_DESCRIPTION)
     failed: list[bool] = []
 
     def work() -> None:
+        config, _ = parse_more(arguments, {}, prog, description=_DESCRIPTION)
         check = check_task(config)
         show(Console(), list(check.findings))
         failed.append(not check.ok)

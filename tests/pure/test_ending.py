@@ -21,6 +21,7 @@ from ray_app.cli import evaluate as evaluating
 from ray_app.cli import export, ingest, register, report, track
 from ray_app.cli import predict as predicting
 from ray_app.cli import train as training
+from ray_app.cli.check import main as check
 from ray_app.cli.drill import main as drill
 from ray_app.cli.ending import exit_code
 from ray_app.cli.predict import main as predict
@@ -225,6 +226,15 @@ def test_what_is_refused_before_the_start_holds_no_secret(
     said = capsys.readouterr().err
     assert "***" in said
     assert SECRET not in said
+
+
+@pytest.mark.parametrize("main", [check, drill, predict, retrain, submit, train])
+def test_a_refused_configuration_is_exit_code_2_of_each_command(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = {predict: ["--predict.data", "data", "--predict.out", "out"]}
+    assert main(["--config", str(ROOT / "conf" / "digits.yaml"), "--train.epochs", "-1", *sections.get(main, [])]) == 2
+    assert "train.epochs is -1" in capsys.readouterr().err
 
 
 BAD_ROW, AWAY, REFUSED = BadRowError("a.parquet", 0, 1, "cut"), StorageError("the disk is away"), ConfigError("no")
