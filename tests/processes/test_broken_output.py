@@ -22,11 +22,11 @@ _PROCESS_S = 240
     ("redirected", "settings", "failures"),
     [
         pytest.param("> /dev/full", {}, 1, id="full disk"),
-        pytest.param("> /dev/full 2>&1", {}, 1, id="full disk, standard error as well"),
-        pytest.param("2> /dev/full", {}, 0, id="standard error alone"),
+        pytest.param("> /dev/full 2>&1", {}, 1, id="full disk, standard error as well", marks=pytest.mark.rest),
+        pytest.param("2> /dev/full", {}, 0, id="standard error alone", marks=pytest.mark.rest),
         pytest.param("> >(exec true)", {}, 1, id="nobody reads"),
-        pytest.param(">&- 2>&-", {}, 0, id="closed from the beginning"),
-        pytest.param("> /dev/null", {"PYTHONIOENCODING": "ascii"}, 0, id="ascii"),
+        pytest.param(">&- 2>&-", {}, 0, id="closed from the beginning", marks=pytest.mark.rest),
+        pytest.param("> /dev/null", {"PYTHONIOENCODING": "ascii"}, 0, id="ascii", marks=pytest.mark.rest),
     ],
 )
 def test_a_run_ends_as_it_should(command: Callable[..., list[str]], redirected: str, settings: dict[str, str], failures: int) -> None:

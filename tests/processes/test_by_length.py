@@ -72,7 +72,7 @@ def starts(job: Job) -> Iterator[Cursor]:
     yield Cursor(1, 2)
 
 
-@pytest.mark.parametrize("last", ["keep", "drop"])
+@pytest.mark.parametrize("last", ["keep", pytest.param("drop", marks=pytest.mark.rest)])
 @pytest.mark.parametrize(("shard", "sampling"), ORDERS)
 def test_the_same_micro_batches_however_they_are_read(tmp_path: Path, data: Path, shard: str, sampling: str, last: str) -> None:
     options = {"data__shard": shard, "data__sampling": sampling, "data__last_batch": last}
@@ -99,7 +99,10 @@ def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Pa
         texts_job(tmp_path, data, data__shard="file", data__sampling="balanced")
 
 
-@pytest.mark.parametrize(("shard", "sampling"), [("file", "none"), ("row", "balanced"), ("off", "none")])
+@pytest.mark.parametrize(
+    ("shard", "sampling"),
+    [("file", "none"), pytest.param("row", "balanced", marks=pytest.mark.rest), pytest.param("off", "none", marks=pytest.mark.rest)],
+)
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, tmp_path: Path, data: Path, shard: str, sampling: str
 ) -> None:
