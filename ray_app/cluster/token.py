@@ -15,7 +15,8 @@ from ray._private.authentication.authentication_token_setup import (
     enable_token_auth_by_default,
     ensure_token_if_auth_enabled,
 )
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from ray_app.process import variables
 
@@ -41,5 +42,5 @@ def mode_put_back() -> Iterator[None]:
         with variables(**{AUTH_MODE_ENV_VAR: None}):
             yield
     finally:
-        Config.initialize("")
+        RayConfig.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()

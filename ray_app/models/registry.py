@@ -32,7 +32,8 @@ happens to a version that serves removes it.
 FIRST, _FIRST = "first version", "1"
 """Why the first version of all serves, and its number, which MLflow gives to no other, also when it is deleted."""
 _BACK_BECAUSE, _BACK_AT, _BACK_BY = "ray_app.rolled_back_because", "ray_app.rolled_back_at", "ray_app.rolled_back_by"
-_TAG_CHARS, _KEPT_CHARS = 5000, 1000
+_TAG_CHARS = 5000
+_KEPT_CHARS = 1000
 
 
 @dataclass(frozen=True)

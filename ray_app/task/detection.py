@@ -17,7 +17,7 @@ from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Rows, Task, need_column
 from ray_app.task.losses import Losses
-from ray_app.task.rows.pictures import image_of, is_image
+from ray_app.task.rows.pictures import image_of, is_image_column
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Ragged
 from ray_app.task.rows.transforms import Spec, made, made_once, plain, transformed
 
@@ -73,7 +73,7 @@ class ObjectDetection(Task):
         """Looks at the columns; see `Task.prepare`."""
         require("pycocotools", "Mean average precision")
         require("torchvision", "Object detection")
-        if not is_image(need_column(data, self.image, ("bytes", "array"), "detector")):
+        if not is_image_column(need_column(data, self.image, ("bytes", "array"), "detector")):
             raise DataError(
                 f"Column {self.image!r} of {data.path} holds arrays that are no images; images are files, or uint8 of shape (height, width)"
                 " or (height, width, channels). Name another column in task.init_args.image."

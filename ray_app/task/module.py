@@ -24,7 +24,7 @@ from ray_app.task.configured.targets import range_of, refuse_values
 from ray_app.task.losses import Losses
 from ray_app.task.rows.columns import too_many_classes
 from ray_app.task.rows.lengths import need_as_long, without_padding
-from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image, is_mask
+from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image_column, is_mask
 from ray_app.task.rows.plain import need_finite, of_kind
 from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
 from ray_app.task.rows.there import constant
@@ -143,13 +143,13 @@ class ModuleTask(Task):
         need_lists(data, facts, (name.removesuffix(_PADDING) for name in self._named() if name.endswith(_PADDING)))
         if type(self).loss is ModuleTask.loss:
             need_flat(data, self.target, facts[self.target])
-        beside_images = any(is_image(facts[name]) for name in self._columns_of_model())
+        beside_images = any(is_image_column(facts[name]) for name in self._columns_of_model())
         for name, column in facts.items():
             is_target = name not in self._columns_of_model()
             if is_target and beside_images and is_mask(column):
                 prepared.kinds[name] = MASK
             else:
-                prepared.kinds[name] = IMAGE if is_image(column) else column.kind
+                prepared.kinds[name] = IMAGE if is_image_column(column) else column.kind
             if prepared.kinds[name] == IMAGE:
                 need_channels(name, column, mean=self.mean, std=self.std)
             if column.kind == "bytes":

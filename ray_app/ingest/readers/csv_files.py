@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv
+from pyarrow import csv as arrow_csv
 
 from ray_app.data.dataset.files import File, Place, parsing
 from ray_app.errors import DataError
@@ -27,7 +27,7 @@ from ray_app.ingest.readers.csv_format import (
 )
 from ray_app.ingest.readers.text_files import open_text, text_files
 
-NULLS = pa.array(csv.ConvertOptions().null_values)
+NULLS = pa.array(arrow_csv.ConvertOptions().null_values)
 KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
 """Types of CSV columns, the narrowest first."""
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -204,12 +204,12 @@ def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterat
         return "skip"
 
     has_header = form.has_header(file)
-    read = csv.ReadOptions(use_threads=False, block_size=base.BLOCK_BYTES, column_names=None if has_header else form.column_names)
-    convert = csv.ConvertOptions(default_column_type=pa.string())
-    parse = csv.ParseOptions(delimiter=form.delimiter, newlines_in_values=True, invalid_row_handler=None if bad is None else keep)
+    read = arrow_csv.ReadOptions(use_threads=False, block_size=base.BLOCK_BYTES, column_names=None if has_header else form.column_names)
+    convert = arrow_csv.ConvertOptions(default_column_type=pa.string())
+    parse = arrow_csv.ParseOptions(delimiter=form.delimiter, newlines_in_values=True, invalid_row_handler=None if bad is None else keep)
     try:
         with parsing(file, form.advice(has_header)), open_text(file) as stream:
-            reader = csv.open_csv(stream, read, parse, convert)
+            reader = arrow_csv.open_csv(stream, read, parse, convert)
             names = reader.schema.names  # decoded here, where it is known of which file they are
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in names], schema=reader.schema)
             yield from reader

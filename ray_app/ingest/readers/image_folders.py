@@ -26,7 +26,7 @@ from ray_app.data.dataset.files import (
 )
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.task.rows.file_kinds import HEAD_BYTES, is_image, name_other_format
+from ray_app.task.rows.file_kinds import HEAD_BYTES, has_image_signature, name_other_format
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp")
 """A file with such a name is a row, which is refused if it cannot be decoded."""
@@ -96,7 +96,7 @@ class Images:
 
     def _is_row(self, file: File) -> bool:
         """Whether a file is an image by its name or, whatever it is called, by its first bytes."""
-        return _is_called_image(file) or is_image(self._heads[file.place])
+        return _is_called_image(file) or has_image_signature(self._heads[file.place])
 
     def _why_left_out(self, place: Place) -> str:
         """Why a file or folder is no row, as a text that is the same each time."""

@@ -27,7 +27,7 @@ _OTHERS = {
 _BRANDS = {b"avif": "an AVIF image", b"avis": "an AVIF image", b"heic": "a HEIC image", b"heix": "a HEIC image", b"mif1": "a HEIF image"}
 
 
-def is_image(head: bytes) -> bool:
+def has_image_signature(head: bytes) -> bool:
     """Returns whether a file that begins so is in a format of images that is decoded: JPEG, PNG, GIF or WebP."""
     return _IMAGES.match(head) is not None
 
@@ -56,7 +56,7 @@ def name_foreign_file(head: bytes) -> str | None:
 
 
 def name_other_format(head: bytes) -> str | None:
-    """Names a file that is in another format than those of `is_image`, as the end of "it is ..."; None where that is not known."""
+    """Names a format that `has_image_signature` does not know, as the end of "it is ..."; None where the format is not known."""
     if foreign := name_foreign_file(head):
         return foreign
     if head[4:8] == b"ftyp" and (brand := _BRANDS.get(head[8:12])):

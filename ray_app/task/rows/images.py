@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_app.errors import without_addresses
-from ray_app.task.rows.file_kinds import HEAD_BYTES, is_image, name_other_format
+from ray_app.task.rows.file_kinds import HEAD_BYTES, has_image_signature, name_other_format
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +114,7 @@ def _explained(encoded: bytes) -> Iterator[None]:
         raise
     except Exception as error:
         head = bytes(encoded[:HEAD_BYTES])
-        if not is_image(head):
+        if not has_image_signature(head):
             other = name_other_format(head) or f"no image: it begins with {head[:8]!r}"
             raise ValueError(f"it is {other}") from error
         raise ValueError(_first_line(error)) from error

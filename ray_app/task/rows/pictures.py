@@ -20,7 +20,7 @@ _SIGNED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
 """What PyTorch can compute with, of the types that it can only hold."""
 
 
-def is_image(facts: ColumnFacts) -> bool:
+def is_image_column(facts: ColumnFacts) -> bool:
     """Whether a column holds images: encoded, or as uint8 of shape (height, width) or (height, width, channels)."""
     return facts.kind == "bytes" or (facts.kind == "array" and len(facts.shape) in (2, 3) and facts.dtype == "|u1")
 

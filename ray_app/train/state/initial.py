@@ -12,7 +12,7 @@ from ray_app.errors import ConfigError
 from ray_app.record.files import location
 from ray_app.task.rows.file_kinds import HEAD_BYTES, name_foreign_file
 
-_MOST_NAMED = 5
+_MAX_SHARED_NAMED = 5
 
 
 def contiguous(model: nn.Module) -> nn.Module:
@@ -116,5 +116,5 @@ def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[st
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    more = f" and {len(names) - _MAX_SHARED_NAMED} more" if len(names) > _MAX_SHARED_NAMED else ""
+    return ", ".join(names[:_MAX_SHARED_NAMED]) + more
