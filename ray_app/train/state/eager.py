@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
