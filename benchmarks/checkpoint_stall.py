@@ -34,11 +34,10 @@ import torch
 
 from benchmarks.harness import ROOT, ingest_rows
 from ray_app.config.config import Config
-from ray_app.exchange.exchange import World
-from ray_app.record.progress.journal import MetricsReader, read_events
-from ray_app.record.progress.segments import StepRecord
-from ray_app.train.group.messages import Flags, Formed, Phase
+from ray_app.reduction.base import World
+from ray_app.runlog.journal import MetricsReader, StepRecord, read_events
 from ray_app.train.job import Job
+from ray_app.train.membership import Flags, Formed, Phase
 
 BATCH, PERIOD, PAIRS = 64, 20, 4
 FIRST = PERIOD + PERIOD // 2
@@ -168,12 +167,12 @@ def saving(job: Job, folder: Path) -> Callable[[], None]:
 
 def side(name: str, folder: Path) -> Cost:
     """Runs one side in this process."""
-    from ray_app.data.feed.windows import CachedWindows
-    from ray_app.data.read.slices import fetch_here
-    from ray_app.data.read.whole import load_all
-    from ray_app.record.lease import acquire
-    from ray_app.runs.preparing.prepare import claim, prepare
-    from ray_app.train.hooks import Hooks
+    from ray_app.data.local_readers import load_all
+    from ray_app.data.reader import fetch_here
+    from ray_app.data.windows import CachedWindows
+    from ray_app.preflight.prepare import claim, prepare
+    from ray_app.runlog.lease import acquire
+    from ray_app.train.job import Hooks
     from ray_app.train.loop import train
 
     generator = np.random.default_rng(0)

@@ -20,16 +20,16 @@ import torch
 from torch import nn
 
 from ray_app.config.config import Config
-from ray_app.data.feed.windows import MicroBatch
-from ray_app.exchange.build import build_exchange
-from ray_app.exchange.exchange import World
-from ray_app.plan.cursor import Cursor
+from ray_app.data.windows import MicroBatch
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World
+from ray_app.reduction.build import build_exchange
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state
-from ray_app.train.group.messages import Flags
+from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step
-from ray_app.train.strategies.sharded_step import ShardedStep
+from ray_app.train.strategies.fully_sharded import ShardedStep
 
 ROWS, PIXELS = 32, 32
 SIDES: dict[str, dict[str, Any]] = {"ddp": {}, "central_storage": {}, "fsdp": {}, "fsdp, offloaded": {"train__cpu_offload": True}}

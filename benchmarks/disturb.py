@@ -275,7 +275,7 @@ def start_nodes(scenario: Scenario, head_cpus: int) -> Any | None:
         return None
     from ray.cluster_utils import Cluster
 
-    from ray_app.cluster.token import require_token
+    from ray_app.cluster.ray_private import require_token
 
     require_token()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False})

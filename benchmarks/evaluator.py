@@ -52,8 +52,8 @@ def beside(folder: Path, number: int, evaluated: bool) -> Sample:
     from rich.console import Console
 
     from ray_app import run_training
-    from ray_app.runs.faults import Faults
-    from ray_app.train.hooks import Hooks
+    from ray_app.driver.run import Faults
+    from ray_app.train.job import Hooks
 
     watch = Stopwatch(str(folder / f"watch-{number}"), WARM_UP, STEPS)
     config = make_config(
@@ -72,7 +72,7 @@ def trained(folder: Path) -> Any:
     from rich.console import Console
 
     from ray_app import run_training
-    from ray_app.runs.preparing.prepare import prepare
+    from ray_app.preflight.prepare import prepare
 
     fields = {"train__max_steps": CHECKPOINTS * 10, "checkpoint__every_steps": 10, "checkpoint__keep_last": CHECKPOINTS}
     run_training(make_config(folder, "trained", data__eval_path=None, **fields), Console(quiet=True))
@@ -100,8 +100,8 @@ class Commits:
 
     def evaluated_s(self, step: int) -> float:
         """Commits a step; returns the seconds until it is evaluated."""
-        from ray_app.record.evaluations import evaluated_steps
-        from ray_app.record.files import put_atomic
+        from ray_app.runlog.evaluations import evaluated_steps
+        from ray_app.storage.files import put_atomic
 
         began = time.perf_counter()
         put_atomic(self._hidden[step], self._contents[step])
@@ -121,7 +121,7 @@ def stays(job: Any) -> list[float]:
     """Seconds per checkpoint of one actor for all; the first, which starts it, counts too."""
     import ray
 
-    from ray_app.evaluate.actor import start_evaluator
+    from ray_app.evaluate.evaluator import start_evaluator
 
     commits = Commits(job)
     commits.hide()
@@ -135,7 +135,7 @@ def fresh(job: Any) -> list[float]:
     """Seconds per checkpoint of an actor for each."""
     import ray
 
-    from ray_app.evaluate.actor import start_evaluator
+    from ray_app.evaluate.evaluator import start_evaluator
 
     commits, found = Commits(job), []
     commits.hide()

@@ -22,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_app.data.dataset.below import files_below
-from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.dataset.footers import KEPT, read_footers
+from ray_app.data.dataset import open_dataset
+from ray_app.data.parquet_files import KEPT, read_footers
+from ray_app.storage.data_files import files_below
 
 ROW_GROUPS, ROWS, ROUNDS, MANY, DIFFERENT = 10, 10, 3, 100_000, 50
 

@@ -16,10 +16,10 @@ from benchmarks.gpu_speed import trace_of
 from benchmarks.gpu_workers import Bench
 from benchmarks.newcomers import AT, Dies
 from ray_app import load_config, run_training
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.journal import MetricsReader
-from ray_app.runs.faults import Faults
-from ray_app.train.hooks import Hooks
+from ray_app.driver.run import Faults
+from ray_app.runlog.journal import MetricsReader
+from ray_app.runlog.paths import RunPaths
+from ray_app.train.job import Hooks
 
 Spans = list[tuple[float, float]]
 

@@ -15,11 +15,11 @@ from benchmarks.gpu_workers import Bench
 from benchmarks.harness import ROOT
 from ray_app import load_config
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.record.evaluations import read_evaluations
-from ray_app.task import environment
+from ray_app.runlog.evaluations import read_evaluations
+from ray_app.task import device
 from ray_app.task.base import Task
 from ray_app.task.detection import ObjectDetection
-from ray_app.train.hooks import Hooks
+from ray_app.train.job import Hooks
 from tests.support.campaign import Campaign
 from tests.support.local_world import DieAfter, KilledError
 from tests.support.server_world import World as ServedWorld
@@ -115,7 +115,7 @@ def served(bench: Bench) -> Found:
     digests = {}
     for workers in (1, 2):
         job = bench.job(transformer(bench), bench.small, logical_workers=L, batch=bench.sizes.digest_batch, **fields)
-        environment.set_up_torch(job.config, bench.first)
+        device.set_up_torch(job.config, bench.first)
         ServedWorld(job, workers, device=bench.first).run()
         digests[workers] = CheckpointStore(job.paths).commits()[-1].params_digest
     same = len(set(digests.values())) == 1
@@ -139,7 +139,7 @@ def fsdp_offloaded(bench: Bench) -> Found:
 def captured(bench: Bench) -> Found:
     """Both networks as CUDA graphs, on other numbers of workers, against eager steps."""
     if bench.device == "cpu":
-        raise NotYetError("a dry run captures nothing; tests/processes/test_capture.py looks at a stand-in")
+        raise NotYetError("a dry run captures nothing; tests/processes/train/step/test_cuda_graphs.py looks at a stand-in")
     said, same, told = [], True, {}
     options: dict[str, Any] = {"transformer": {}, "network": BF16}
     for make in (transformer, network):

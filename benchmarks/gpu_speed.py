@@ -16,9 +16,8 @@ from benchmarks.gpu_lines import Found, Line, NotYetError
 from benchmarks.gpu_loops import WARM_UP, Clock, bare, plain_ddp
 from benchmarks.gpu_models import Dense, resnet
 from benchmarks.gpu_workers import Bench
-from ray_app.record.progress.journal import read_events
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
+from ray_app.runlog.journal import read_events
+from ray_app.train.job import Hooks, Job
 from tests.support.local_world import Pool
 
 SHARDED: dict[str, Any] = {"train__strategy": "fsdp", "train__reduction": "overlapped"}

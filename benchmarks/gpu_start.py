@@ -15,16 +15,15 @@ from benchmarks.gpu_digests import L, network, shown
 from benchmarks.gpu_lines import Found, Line
 from benchmarks.gpu_workers import HERE, Bench, place_of
 from ray_app.checkpoint.store import CheckpointStore
+from ray_app.driver.single import train_here
 from ray_app.errors import PeerLostError
-from ray_app.exchange import group_state
-from ray_app.exchange.exchange import collective
-from ray_app.record.evaluations import read_evaluations
-from ray_app.task import environment
-from ray_app.train.group.alone import Alone
-from ray_app.train.group.messages import Formed
-from ray_app.train.group.process_group import ProcessGroup
-from ray_app.train.hooks import Hooks
-from ray_app.train.single import train_here
+from ray_app.reduction import group_state
+from ray_app.reduction.base import collective
+from ray_app.runlog.evaluations import read_evaluations
+from ray_app.task import device as environment
+from ray_app.train.job import Hooks
+from ray_app.train.membership import Alone, Formed
+from ray_app.train.process_group import ProcessGroup
 from tests.support.library_names import LIBRARIES, missing, names
 from tests.support.local_world import DieAfter, KilledError
 

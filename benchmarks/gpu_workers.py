@@ -14,21 +14,18 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu_models import DRY, ON_GPU, Sizes, write_rows
-from ray_app.data.feed.streamed import StreamedWindows
-from ray_app.data.feed.windows import CachedWindows, Windows
-from ray_app.data.read.slices import fetch_here
-from ray_app.data.read.threads import by_threads
-from ray_app.data.read.whole import load_all
-from ray_app.exchange.exchange import World, collective
-from ray_app.plan.cursor import Cursor
-from ray_app.runs.preparing.prepare import evaluation_source
+from ray_app.data.local_readers import by_threads, load_all
+from ray_app.data.prefetch import StreamedWindows
+from ray_app.data.reader import fetch_here
+from ray_app.data.windows import CachedWindows, Windows
+from ray_app.plan.order import Cursor
+from ray_app.preflight.prepare import evaluation_source
+from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
-from ray_app.train.group.alone import Alone
-from ray_app.train.group.messages import Formed
-from ray_app.train.group.process_group import ProcessGroup
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
+from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
+from ray_app.train.membership import Alone, Formed
+from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import Outcome, Pool, Trained, make_job, result_of
 
 PRELOADED = ("ray_app.train.loop", "ray_app.task.image", "torchmetrics", "torchvision", "benchmarks.gpu_models")

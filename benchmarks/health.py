@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Sample, Stopwatch, alternate, ingest_rows, report
 from ray_app.drill.faults import Proofs
-from ray_app.drill.flips import Flip, What
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.journal import read_events
-from ray_app.record.progress.steps import read_steps
-from ray_app.runs.faults import Faults
+from ray_app.drill.memory_faults import Flip, What
+from ray_app.driver.run import Faults
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
-from ray_app.train.hooks import Hooks
+from ray_app.train.job import Hooks
 
 UNIT_S, SLOW = 0.04, 2
 ROWS, COST_STEPS, WARM_UP, RATE = 2048, 125, 5, 0.2

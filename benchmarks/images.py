@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 from benchmarks.harness import Sample, alternate, report
-from ray_app.task.rows.images import pixels_of
+from ray_app.task.images import pixels_of
 
 HEIGHT, WIDTH = 375, 500
 Decode = Callable[[bytes], object]

@@ -29,16 +29,14 @@ import torch
 
 from benchmarks.harness import Sample, alternate, ingest_rows, report
 from benchmarks.reading import BATCH, PIXELS, Epochs, photos_of, small_cluster, source_of
-from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.feed.disk_cache_folder import cached_fetch
-from ray_app.data.feed.windows import CachedWindows, Windows
-from ray_app.data.read.ray_tasks import fetch_ray
-from ray_app.data.read.reader import Fetch, RowSource, whole
-from ray_app.data.read.slices import fetch_here
-from ray_app.data.read.threads import by_threads
-from ray_app.data.read.whole import load_all
+from ray_app.data.dataset import open_dataset
+from ray_app.data.disk_cache import cached_fetch
+from ray_app.data.local_readers import by_threads, load_all
+from ray_app.data.ray_tasks import fetch_ray
+from ray_app.data.reader import Fetch, RowSource, fetch_here, whole
+from ray_app.data.windows import CachedWindows, Windows
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.task.rows.pictures import IMAGE, decoded
+from ray_app.task.images import IMAGE, decoded
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from ray_app.record.ends import put_summary, read_ends
-from ray_app.record.files import put_json
-from ray_app.record.paths import RunPaths
+from ray_app.runlog.endings import put_summary, read_ends
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import put_json
 
 
 def main() -> None:

@@ -58,12 +58,11 @@ def side(kind: str, spares: int) -> None:
     from rich.console import Console
 
     from ray_app import load_config, run_training
+    from ray_app.driver.run import Faults
     from ray_app.ingest.ingest import IngestOptions, ingest
-    from ray_app.record.paths import RunPaths
-    from ray_app.record.progress.journal import MetricsReader, read_events
-    from ray_app.runs.faults import Faults
-    from ray_app.train.hooks import Hooks
-    from ray_app.train.job import Job
+    from ray_app.runlog.journal import MetricsReader, read_events
+    from ray_app.runlog.paths import RunPaths
+    from ray_app.train.job import Hooks, Job
 
     folder = Path(tempfile.mkdtemp())
     ingest(IngestOptions(source="digits", out=str(folder / "data")))

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from ray_app.plan.assign import logical_workers_of
+from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
 

@@ -14,16 +14,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from ray_app.data.dataset.dataset import Dataset, open_dataset
-from ray_app.data.feed.feed import Feed
-from ray_app.data.feed.streamed import StreamedWindows
-from ray_app.data.feed.windows import Windows
-from ray_app.data.read.bad_rows import Decode
-from ray_app.data.read.first import probe
-from ray_app.data.read.ray_tasks import fetch_ray
-from ray_app.data.read.reader import Fetch, Reader, RowSource, rows_per_task
-from ray_app.plan.cursor import Cursor
-from ray_app.plan.order import Plan
+from ray_app.data.bad_rows import Decode
+from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.feed import Feed
+from ray_app.data.prefetch import StreamedWindows
+from ray_app.data.probes import probe
+from ray_app.data.ray_tasks import fetch_ray
+from ray_app.data.reader import Fetch, Reader, RowSource, rows_per_task
+from ray_app.data.windows import Windows
+from ray_app.plan.order import Cursor, Plan
 from ray_app.task.image import ImageClassification
 
 BATCH, PIXELS, READ_TASK_MB = 32, 224, 64.0

@@ -21,15 +21,14 @@ from pathlib import Path
 from unittest import mock
 
 from ray_app.config.config import Config
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.history import goodput, recoveries, world_sizes
-from ray_app.record.progress.journal import MetricsWriter, put_event, read_events
-from ray_app.record.progress.segments import MOST_SMALL, StepRecord, join
-from ray_app.record.progress.steps import read_steps
-from ray_app.record.progress.system import Look, join_looks, put_look
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
-from ray_app.track.points import Backlog, Sent
+from ray_app.runlog.history import goodput, recoveries, world_sizes
+from ray_app.runlog.journal import MOST_SMALL, MetricsWriter, StepRecord, join, put_event, read_events
+from ray_app.runlog.node_metrics import Look, join_looks, put_look
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.step_records import read_steps
+from ray_app.track.mlflow_client import Backlog, Sent
 
 _FLUSH_STEPS, _LOOK_STEPS = 50, 10
 _MASK = 2**64 - 1

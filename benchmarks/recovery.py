@@ -90,11 +90,10 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
     from rich.console import Console
 
     from ray_app import load_config, run_training
-    from ray_app.record.paths import RunPaths
-    from ray_app.record.progress.journal import read_events
-    from ray_app.runs.faults import Faults
-    from ray_app.train.hooks import Hooks
-    from ray_app.train.job import Job
+    from ray_app.driver.run import Faults
+    from ray_app.runlog.journal import read_events
+    from ray_app.runlog.paths import RunPaths
+    from ray_app.train.job import Hooks, Job
 
     cluster = start_nodes(scenario, head_cpus=1)  # for reading
     disturber = Disturber(scenario, folder, cluster)

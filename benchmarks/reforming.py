@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ray_app.train.group.messages import Formed
-from ray_app.train.group.process_group import ProcessGroup
+from ray_app.train.membership import Formed
+from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import KilledError, Pool
 
 HERE, SIZES, ROUNDS = "127.0.0.1", (3, 5), 5

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness import ROOT, ingest_rows
-from ray_app.data.feed.feed import Feed
-from ray_app.data.feed.streamed import StreamedWindows
-from ray_app.data.read.ray_tasks import fetch_ray
-from ray_app.plan.cursor import Cursor
+from ray_app.data.feed import Feed
+from ray_app.data.prefetch import StreamedWindows
+from ray_app.data.ray_tasks import fetch_ray
+from ray_app.plan.order import Cursor
 from ray_app.train.job import Job
 
 ROWS, COLUMNS, BATCH, WINDOW = 200_000, 64, 100, 10_000
@@ -42,7 +42,7 @@ _READ_AHEAD_S = 3.0
 def make_job(folder: Path) -> Job:
     """A run over rows that are made on the fly."""
     from ray_app import load_config
-    from ray_app.runs.preparing.prepare import prepare
+    from ray_app.preflight.prepare import prepare
 
     generator = np.random.default_rng(0)
     ingest_rows(folder, generator.random((ROWS, COLUMNS), dtype=np.float32), generator.integers(0, 10, ROWS))

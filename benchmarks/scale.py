@@ -32,22 +32,20 @@ import numpy as np
 import torch
 
 from benchmarks.scale_picture import draw
-from ray_app.cluster.rendezvous.lines import beat_of, orders_of, packed
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.exchange.doubling import RING_AT_MOST, rounds
-from ray_app.exchange.exchange import World
+from ray_app.cluster.rendezvous.server import beat_of, orders_of, packed
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
-from ray_app.plan.route import route
-from ray_app.record.files import names
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress import segments
-from ray_app.record.progress.journal import FLUSH_S
-from ray_app.record.progress.segments import MOST_SMALL, StepRecord
-from ray_app.record.progress.steps import _Columns
-from ray_app.train.group.messages import Beat
-from ray_app.train.step import table
-from ray_app.train.step.table import Row, Table
+from ray_app.reduction.base import World, route
+from ray_app.reduction.transport import RING_AT_MOST, rounds
+from ray_app.runlog import journal
+from ray_app.runlog.journal import FLUSH_S, MOST_SMALL, StepRecord
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.step_records import _Columns
+from ray_app.storage.files import names
+from ray_app.train.membership import Beat
+from ray_app.train.step import step_stats
+from ray_app.train.step.step_stats import Row, Table
 
 SIZES = (10, 100, 1000, 3000, 10_000)
 EACH, LOOKS_PER_S = 8, 5
@@ -151,7 +149,7 @@ def tabled(workers: int) -> dict[str, float]:
     world = World(0, workers, workers)
     rows = [Row(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, 0.1, 0.0, 0.0, 0.1, {"accuracy": 16.0}) for v in range(workers)]
     step, sent = Table(world), dict[int, torch.Tensor]()
-    with patch.multiple(table, gather=lambda value, world: [value], summed=lambda mine, world: sent.setdefault(0, mine)):
+    with patch.multiple(step_stats, gather=lambda value, world: [value], summed=lambda mine, world: sent.setdefault(0, mine)):
         step.exchange(rows)  # all rows once: what the network brings from then on
         took = cpu_s(lambda: step.exchange(rows[:1]), max(3, 3000 // workers))
     return {"table of a step, ms of a rank": 1e3 * took, "table of a step, kB": sent[0].nbytes / 1e3}
@@ -175,13 +173,13 @@ def recorded(workers: int, folder: Path) -> dict[str, float]:
     clock = SimpleNamespace(time_ns=lambda: int(now[0] * 1e9))
     paths, rows, hashes = RunPaths(folder / f"run-{workers}"), [32] * workers, [2**63 + v for v in range(workers)]
     began = time.process_time()
-    with patch.multiple(segments, put_atomic=put, names=listed, time=clock):
+    with patch.multiple(journal, put_atomic=put, names=listed, time=clock):
         for step in range(1, flushes + 1):
             now[0] += FLUSH_S
             record = StepRecord(step, 0, now[0], 0.5, 0.1, 1.0, 1000.0, 1.0, workers, rows, hashes, "1.1")
-            segments.put_segment(paths, 1, [record])
+            journal.put_segment(paths, 1, [record])
             if step % MOST_SMALL == 0:
-                segments.join(paths)
+                journal.join(paths)
     return {
         "record, ms of rank 0 per step": 1e3 * (time.process_time() - began) / flushes,
         "record, kB written per step": counted["bytes"] / flushes / 1e3,

@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 import ray
 
-from ray_app.cluster.rendezvous.actor import start_rendezvous
-from ray_app.cluster.rendezvous.lines import orders_of, packed
-from ray_app.train.group.messages import Beat, Orders
+from ray_app.cluster.rendezvous.server import orders_of, packed, start_rendezvous
+from ray_app.train.membership import Beat, Orders
 
 SECONDS, CALLS, TICK_S = 10.0, 1000, 0.05
 

@@ -155,8 +155,8 @@ class Ours:
         from rich.console import Console
 
         from ray_app import load_config, run_training
-        from ray_app.runs.faults import Faults
-        from ray_app.train.hooks import Hooks
+        from ray_app.driver.run import Faults
+        from ray_app.train.job import Hooks
 
         self._number += 1
         watch = Stopwatch(str(self._folder / f"watch-{self._number}"), WARM_UP, STEPS)
@@ -181,7 +181,7 @@ def evaluated(ours: bool) -> None:
     import torch
 
     from ray_app.process import keep_freed_memory
-    from ray_app.task.score.scoring import combine, score
+    from ray_app.task.metrics import combine, score
     from ray_app.task.tabular import TabularClassification
 
     torch.set_num_threads(1)

@@ -25,8 +25,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ROOT
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.steps import read_steps
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.step_records import read_steps
 
 LEAST, AGAIN, RUN, SINGLE = "the least of Ray", "the least again", "two workers", "single"
 BARS = {RUN: "1.25", SINGLE: "4 s"}

@@ -41,10 +41,10 @@ from torch import Tensor
 from benchmarks.harness import ROOT, Sample, alternate, report
 from ray_app import load_config, run_training
 from ray_app.config.config import Config
+from ray_app.driver.run import Faults
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.record.paths import RunPaths
-from ray_app.runs.faults import Faults
-from ray_app.train.hooks import Hooks
+from ray_app.runlog.paths import RunPaths
+from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
 from ray_app.train.strategies.parameter_server.actors import server_names
 

@@ -45,8 +45,8 @@ class Digits:
         from rich.console import Console
 
         from ray_app import load_config, run_training
-        from ray_app.runs.faults import Faults
-        from ray_app.train.hooks import Hooks
+        from ray_app.driver.run import Faults
+        from ray_app.train.job import Hooks
 
         self._number += 1
         watch = Stopwatch(str(self._folder / f"watch-{self._number}"), WARM_UP, STEPS)

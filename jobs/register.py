@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ray_app.cli.command import run
+from ray_app.cli.main import run
 
 if __name__ == "__main__":
     sys.exit(run(sys.argv[0], "register"))

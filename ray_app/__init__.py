@@ -10,21 +10,19 @@ from ray_app.version import __version__
 
 if TYPE_CHECKING:
     from ray_app.drill.local import LocalCluster, kill_worker
-    from ray_app.ingest.from_arrays import ingest_arrays
-    from ray_app.models.exported import load_for_training, load_model, read_rows
+    from ray_app.driver.background import Training, Worker, start_training
+    from ray_app.driver.parsing import load_config
+    from ray_app.driver.result import Result, compare_runs
+    from ray_app.driver.run import run_training
+    from ray_app.ingest.ingest import ingest_arrays
+    from ray_app.models.export import load_for_training, load_model, read_rows
+    from ray_app.preflight.check import TaskCheck, check_task
     from ray_app.report.comparison import Comparison
-    from ray_app.runs.background import Training, Worker, start_training
-    from ray_app.runs.given.configuration import load_config
-    from ray_app.runs.in_process import run_training
-    from ray_app.runs.outcome.comparing import compare_runs
-    from ray_app.runs.outcome.result import Result
-    from ray_app.runs.trial.check import TaskCheck, check_task
-    from ray_app.task.losses import Losses
-    from ray_app.task.rows.drawing import drawing
-    from ray_app.task.rows.ragged import Ragged
-    from ray_app.task.script.scripted import Loop
-    from ray_app.watch.observer import Observer
-    from ray_app.watch.webhook import Webhook
+    from ray_app.task.base import Losses
+    from ray_app.task.ragged import Ragged
+    from ray_app.task.transforms import drawing
+    from ray_app.task.user_loop import Loop
+    from ray_app.watch.observers import Observer, Webhook
 
 __all__ = [
     "Comparison",
@@ -59,26 +57,26 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 _PLACES = {
     "Comparison": "report.comparison",
     "LocalCluster": "drill.local",
-    "Loop": "task.script.scripted",
-    "Losses": "task.losses",
-    "Observer": "watch.observer",
-    "Ragged": "task.rows.ragged",
-    "Result": "runs.outcome.result",
-    "TaskCheck": "runs.trial.check",
-    "Training": "runs.background",
-    "Webhook": "watch.webhook",
-    "Worker": "runs.background",
-    "check_task": "runs.trial.check",
-    "compare_runs": "runs.outcome.comparing",
-    "drawing": "task.rows.drawing",
-    "ingest_arrays": "ingest.from_arrays",
+    "Loop": "task.user_loop",
+    "Losses": "task.base",
+    "Observer": "watch.observers",
+    "Ragged": "task.ragged",
+    "Result": "driver.result",
+    "TaskCheck": "preflight.check",
+    "Training": "driver.background",
+    "Webhook": "watch.observers",
+    "Worker": "driver.background",
+    "check_task": "preflight.check",
+    "compare_runs": "driver.result",
+    "drawing": "task.transforms",
+    "ingest_arrays": "ingest.ingest",
     "kill_worker": "drill.local",
-    "load_config": "runs.given.configuration",
-    "load_for_training": "models.exported",
-    "load_model": "models.exported",
-    "read_rows": "models.exported",
-    "run_training": "runs.in_process",
-    "start_training": "runs.background",
+    "load_config": "driver.parsing",
+    "load_for_training": "models.export",
+    "load_model": "models.export",
+    "read_rows": "models.export",
+    "run_training": "driver.run",
+    "start_training": "driver.background",
 }
 
 

@@ -1,8 +1,10 @@
 """The command as a module: `python -m ray_app train ...` is `ray-app train ...`, also where no console script is on the path."""
 
+from __future__ import annotations
+
 import sys
 
-from ray_app.cli.command import run
+from ray_app.cli.main import run
 
 if __name__ == "__main__":
     sys.exit(run(prog="python -m ray_app"))

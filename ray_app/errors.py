@@ -111,7 +111,7 @@ class NonFiniteError(RayAppError):
 
 
 class TaskError(RayAppError):
-    """The task's own code, or what it called, raised; made by `ray_app.task.own_code`, and kept as text, since any class may not pickle.
+    """The task's own code, or what it called, raised; made by `ray_app.task.user_code`, and kept as text, since any class may not pickle.
 
     Args:
         said: The error and the line of the user's that raised it: `KeyError: 'labels' (my_task.py, line 31, in update)`.

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 pytest_plugins = ["tests.support.cluster", "tests.support.train_command"]
 
 if TYPE_CHECKING:
-    from ray_app.record.s3 import S3Path
+    from ray_app.storage.object_stores import S3Path
     from tests.support.local_world import Pool
     from tests.support.s3_server import S3Server
 
@@ -102,7 +102,7 @@ def s3_folder(s3_server: S3Server) -> Iterator[S3Path]:
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
     """Gives this process its settings back after a worker's code ran in it."""
-    from ray_app.task.environment import given_back
+    from ray_app.task.device import given_back
 
     with given_back():
         yield

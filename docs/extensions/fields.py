@@ -13,10 +13,10 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from ray_app.cli.drill import DrillSection
+from ray_app.config.checks import ABOVE_ZERO, AT_LEAST
 from ray_app.config.config import SECTIONS
-from ray_app.config.ranges import ABOVE_ZERO, AT_LEAST
-from ray_app.predict.prepare import PredictSection
-from ray_app.retrain.section import RetrainSection
+from ray_app.predict.predict import PredictSection
+from ray_app.retrain.options import RetrainSection
 from ray_app.submit.options import SubmitSection
 
 PAGE = "reference/configuration"

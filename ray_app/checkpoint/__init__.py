@@ -1,1 +1,1 @@
-"""Snapshots made durable: their files, and the store that commits, verifies, falls back and tidies up."""
+"""The checkpoint store: files of a checkpoint, atomic commit, verification, fallback and retention."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ray_app.errors import CheckpointError
-from ray_app.record.files import Content, in_memory
+from ray_app.storage.files import Content, in_memory
 
 MODEL, TRAINING = "model.safetensors", "training.pt"
 

@@ -4,28 +4,38 @@ A directory without a valid `COMMIT.json` does not exist. Loading verifies the d
 highest fence, and walks back over bad ones, marking those whose bytes have changed. Nothing is moved, appended to, or replaced before it is
 committed. A writer that a later start has taken the run over from commits nothing; should both happen at the same moment, the commit is
 still one that the run can go on from, under its own fence.
+
+Files of a checkpoint, put where there are none: two workers may write the same checkpoint at once.
+
+What `COMMIT.json` says, which makes a folder a checkpoint; a digest of its own finds any change of it.
+
+Which checkpoints may go: one pure function.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, cast
 
-from ray_app.checkpoint.commit import COMMIT, NAME, Commit, key_of, parsed, sealed
-from ray_app.checkpoint.format import Snapshot, unpack
-from ray_app.checkpoint.put import put_if_absent
-from ray_app.checkpoint.retention import Hold, removable
+from ray_app.checkpoint.format import TRAINING, Snapshot, same_values, unpack
 from ray_app.errors import CheckpointError, DamagedError, LeaseLostError
-from ray_app.record.files import (
+from ray_app.runlog.lease import refuse_if_lost
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import (
     Content,
     Location,
+    in_memory,
     listing,
     names,
+    put_atomic,
     put_json,
     read_all,
     read_all_json,
@@ -33,8 +43,191 @@ from ray_app.record.files import (
     remove_temporary,
     remove_tree,
 )
-from ray_app.record.lease import refuse_if_lost
-from ray_app.record.paths import RunPaths
+
+
+class _Measured:
+    """A file to write to, which knows the digest and the length of what was written.
+
+    Args:
+        file: Where it goes; None: it is only measured.
+    """
+
+    def __init__(self, file: IO[bytes] | None) -> None:
+        self._file, self._sha, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._sha.update(data)
+        self.size += len(data)
+        return self._file.write(data) if self._file is not None else len(data)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def facts(self) -> dict[str, Any]:
+        return {"sha256": self._sha.hexdigest(), "bytes": self.size}
+
+
+def put_if_absent(place: Location, content: Content) -> dict[str, Any] | None:
+    """Writes a file unless there is one; returns its digest and size, or None if it is there with another content.
+
+    Of a file written here they are taken from what was to be written, not from what the storage has made of it.
+    """
+    measured: list[_Measured] = []
+
+    def write(file: IO[bytes] | None) -> None:
+        measured.append(_Measured(file))
+        measured[-1].write(content) if isinstance(content, bytes) else content(cast(IO[bytes], measured[-1]))
+
+    if not place.exists() and put_atomic(place, write, if_absent=True):
+        return measured[-1].facts()
+    write(None)
+    if _facts_of(place) == measured[-1].facts():
+        return measured[-1].facts()
+    found = place.read_bytes()
+    return _facts(found) if place.name == TRAINING and same_values(found, in_memory(content)) else None
+
+
+def _facts_of(place: Location) -> dict[str, Any]:
+    if not isinstance(place, Path):
+        return _facts(place.read_bytes())
+    with place.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
+
+
+def _facts(data: bytes) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+SCHEMA_VERSION = 1
+COMMIT = "COMMIT.json"
+NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What `COMMIT.json` says of a checkpoint.
+
+    Args:
+        step: Finished steps of the run.
+        fence: Number of the driver's start that wrote it.
+        epoch: Epoch of the next step.
+        epoch_step: The next step, counted in its epoch.
+        why: `cadence` for the planned ones, `extra` for those made for a stop or a resize.
+        config_digest: Digest of the run's configuration.
+        manifest_digest: Digest of the run's data.
+        logical_workers: L.
+        params_digest: Digest of the parameters and persistent buffers.
+        environment: What the bits depend on besides: torch build, instruction set, device.
+        time_s: When it was committed, seconds since 1970 (UTC).
+        files: SHA-256 and size of every file.
+        schema_version: Version of this layout.
+    """
+
+    step: int
+    fence: int
+    epoch: int
+    epoch_step: int
+    why: Literal["cadence", "extra"]
+    config_digest: str
+    manifest_digest: str
+    logical_workers: int
+    params_digest: str
+    environment: dict[str, str]
+    time_s: float
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+
+def sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of `COMMIT.json` with a digest of their own, so that a change of any of them is found."""
+    return values | {"sha256": _digest(values)}
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def parsed(name: str, data: bytes) -> Commit:
+    """The commit in a `COMMIT.json`.
+
+    Args:
+        name: The checkpoint's folder.
+        data: Content of the file.
+
+    Raises:
+        DamagedError: It is not what was committed.
+        CheckpointError: Another version of this application has committed it.
+    """
+    try:
+        values: dict[str, Any] = dict(json.loads(data))
+    except (ValueError, TypeError) as error:
+        raise DamagedError(f"{COMMIT} is damaged: {error}") from error
+    version = values.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise CheckpointError(f"{COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}")
+    digest = values.pop("sha256", None)
+    if digest != _digest(values):
+        raise DamagedError(f"{COMMIT} is damaged: it differs from what was committed (SHA-256)")
+    commit = Commit(**values)
+    if (commit.step, commit.fence) != key_of(name):
+        raise DamagedError(f"{COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}")
+    return commit
+
+
+def key_of(name: str) -> tuple[int, int]:
+    """Step and fence of a checkpoint's folder."""
+    match = NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+ALL = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Hold:
+    """What a follower (an evaluator) still needs: the newest checkpoints after `done_step`, until it expires.
+
+    Args:
+        done_step: Newest step that it is done with.
+        expires_s: When the hold ends unless it is renewed, seconds since 1970 (UTC).
+        most: How many it keeps alive at most; older ones go, and are recorded as skipped.
+        evaluator: Name of the evaluator; None: the run's own.
+    """
+
+    done_step: int
+    expires_s: float
+    most: int = 32
+    evaluator: str | None = None
+
+
+def removable(steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[int]:
+    """Steps of the checkpoints that nobody needs.
+
+    Args:
+        steps: Steps of all intact checkpoints.
+        keep_last: Newest ones to keep; at least one always stays.
+        best: Steps to keep besides.
+        holds: What the followers say; expired ones do not count.
+        now_s: Seconds since 1970 (UTC).
+    """
+    ordered = sorted(set(steps))
+    kept = set(ordered[-max(1, keep_last) :]) | set(best)
+    for hold in holds:
+        if hold.expires_s > now_s:
+            kept |= set([step for step in ordered if step > hold.done_step][-hold.most :])
+    return set(ordered) - kept
+
+
+def skipped(gone: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[tuple[int, str | None]]:
+    """The removed checkpoints that an evaluator was still waiting for, each with its name; the run's own has none.
+
+    A named one counts while its hold lives; the run's own waits also when it finds no room or is being started again.
+    """
+    waiting = [hold for hold in holds if hold.evaluator is None or hold.expires_s > now_s]
+    return {(step, hold.evaluator) for hold in waiting for step in gone if step > hold.done_step}
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""The commands, one module each, and what their exit codes mean."""
+"""The commands, one module each, which are imported when they are called."""

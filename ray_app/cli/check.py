@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from ray_app.cli.ending import exit_code
-from ray_app.runs.given.configuration import parse_more
-from ray_app.runs.trial.check import check_task
-from ray_app.watch.findings import show
+from ray_app.cli.main import exit_code
+from ray_app.driver.parsing import parse_more
+from ray_app.preflight.check import check_task
+from ray_app.watch.terminal import show
 
 _DESCRIPTION = "Takes some rows of a configuration's data through everything that a run does with the task; nothing is left behind."
 

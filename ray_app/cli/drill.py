@@ -16,16 +16,16 @@ from typing import Any
 import ray
 from rich.console import Console
 
+from ray_app.cluster.resources import cluster, reconnect
 from ray_app.config.config import Config
 from ray_app.drill.cluster import Nodes, local_nodes
 from ray_app.drill.session import SCENARIOS, Drill
+from ray_app.driver.parsing import parse_more
+from ray_app.driver.signals import ending_at_sigterm
 from ray_app.errors import ConfigError, is_refusal, own_error
-from ray_app.record.files import Location, location
-from ray_app.record.redact import redact
-from ray_app.runs.cluster import cluster, reconnect
-from ray_app.runs.given.configuration import parse_more
-from ray_app.runs.preparing.prepare import prepare
-from ray_app.runs.signals import ending_at_sigterm
+from ray_app.preflight.prepare import prepare
+from ray_app.runlog.redaction import redact
+from ray_app.storage.files import Location, location
 
 _DESCRIPTION = "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
 _OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}

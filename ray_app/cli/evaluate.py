@@ -12,27 +12,24 @@ import ray
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.cli.ending import exit_code
-from ray_app.cluster.labels import labelled
+from ray_app.cli.main import exit_code
+from ray_app.cluster.ray_private import labelled
+from ray_app.cluster.resources import cluster
 from ray_app.config.checks import check
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec, EvaluateSection
+from ray_app.driver.finalize import newest_start, report_end
+from ray_app.driver.parsing import Parser, importable_from_here
+from ray_app.driver.trained_run import replay, training_data
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
-from ray_app.evaluate.actor import start_evaluator
-from ray_app.evaluate.job import EvaluationJob, pending
-from ray_app.record.evaluations import Evaluation, read_evaluations
-from ray_app.record.files import location, poll_s
-from ray_app.record.lease import is_held, newest_fence
-from ray_app.record.paths import RunPaths
-from ray_app.record.redact import redact
-from ray_app.record.stored_config import read_config
-from ray_app.runs.cluster import cluster
-from ray_app.runs.given.configuration import Parser, importable_from_here
-from ray_app.runs.outcome.closing import newest_start
-from ray_app.runs.outcome.replay import replay
-from ray_app.runs.outcome.report import report_end
-from ray_app.runs.outcome.stored import training_data
-from ray_app.runs.preparing.prepare import check_evaluation_data, evaluation_source, make_task
+from ray_app.evaluate.evaluator import EvaluationJob, pending, start_evaluator
+from ray_app.preflight.prepare import check_evaluation_data, evaluation_source, make_task
+from ray_app.runlog.evaluations import Evaluation, read_evaluations
+from ray_app.runlog.lease import is_held, newest_fence
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import redact
+from ray_app.runlog.stored_config import read_config
+from ray_app.storage.files import location, poll_s
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from ray_app.cli.ending import exit_code
-from ray_app.record.redact import redact
-from ray_app.runs.given.configuration import importable_from_here
-from ray_app.runs.outcome.exporting import ExportOptions, export_run
+from ray_app.cli.main import exit_code
+from ray_app.driver.model_export import ExportOptions, export_run
+from ray_app.driver.parsing import importable_from_here
+from ray_app.runlog.redaction import redact
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app export") -> int:

@@ -9,11 +9,10 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
-from ray_app.cli.ending import exit_code
-from ray_app.ingest.ingest import DatasetSummary, ingest
+from ray_app.cli.main import exit_code
+from ray_app.ingest.ingest import DatasetSummary, ingest, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.runners import run_in_threads, run_on_cluster
-from ray_app.plan.facts import similar_names
+from ray_app.plan.manifest import similar_names
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> int:
@@ -42,7 +41,7 @@ def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:
         return ingest(options, run_in_threads)
     import ray
 
-    from ray_app.cluster.search_path import job_config
+    from ray_app.cluster.ray_private import job_config
 
     ray.init(address=address, job_config=job_config(), logging_level=logging.WARNING)
     try:

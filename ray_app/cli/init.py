@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from ray_app.cli.ending import exit_code
+from ray_app.cli.main import exit_code
 from ray_app.errors import ConfigError
 
 _TEMPLATE = Path(__file__).parent / "project"

@@ -11,18 +11,18 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from ray_app.cli.ending import exit_code
-from ray_app.cluster.autoscaler import most_resources
+from ray_app.cli.main import exit_code
+from ray_app.cluster.ray_private import most_resources
+from ray_app.cluster.resources import cluster, workers_that_fit
 from ray_app.config.config import Config
-from ray_app.data.read.ray_tasks import Pool, through
-from ray_app.data.read.reader import ReadSpec
+from ray_app.data.ray_tasks import Pool, through
+from ray_app.data.reader import ReadSpec
+from ray_app.driver.parsing import parse_more
 from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, facts_of
-from ray_app.predict.prepare import MADE_FROM, PredictSection, PreparedPrediction, prepare_prediction, refuse_other
-from ray_app.record.files import Location, names, put_json, read_json, remove_temporary
-from ray_app.record.redact import redact
-from ray_app.runs.cluster import cluster, workers_that_fit
-from ray_app.runs.given.configuration import parse_more
+from ray_app.predict.predict import MADE_FROM, PredictSection, PreparedPrediction, prepare_prediction, refuse_other
+from ray_app.runlog.redaction import redact
+from ray_app.storage.files import Location, names, put_json, read_json, remove_temporary
 
 _DESCRIPTION = "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
 DONE = "predictions.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
-from ray_app.cli.ending import exit_code
-from ray_app.runs.given.configuration import importable_from_here
-from ray_app.runs.outcome.registering import RegisterOptions, register_run
-from ray_app.watch.console import model_line
+from ray_app.cli.main import exit_code
+from ray_app.driver.model_export import RegisterOptions, register_run
+from ray_app.driver.parsing import importable_from_here
+from ray_app.watch.terminal import model_line
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> int:

@@ -6,15 +6,15 @@ import argparse
 import logging
 from pathlib import Path
 
-from ray_app.cli.ending import exit_code
+from ray_app.cli.main import exit_code
+from ray_app.driver.finalize import close_orphan
+from ray_app.driver.parsing import importable_from_here
 from ray_app.errors import RayAppError
-from ray_app.record.files import location, put_atomic
-from ray_app.record.paths import RunPaths
-from ray_app.record.redact import redact
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
-from ray_app.runs.given.configuration import importable_from_here
-from ray_app.runs.outcome.closing import close_orphan
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import redact
+from ray_app.storage.files import location, put_atomic
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ray_app.config.config import Config
+from ray_app.driver.parsing import parse_more
+from ray_app.driver.signals import ending_at_sigterm
 from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, own_error
-from ray_app.record.redact import guard, redact
-from ray_app.retrain.paths import RetrainPaths
+from ray_app.retrain.champion import roll_back
+from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
-from ray_app.retrain.rollback import roll_back
-from ray_app.retrain.rounds import entries
-from ray_app.retrain.section import RetrainSection, check_section
-from ray_app.runs.given.configuration import parse_more
-from ray_app.runs.signals import ending_at_sigterm
+from ray_app.retrain.rounds import RetrainPaths, entries
+from ray_app.runlog.redaction import guard, redact
 
 _DESCRIPTION = "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
 _INTERRUPTED = 75

@@ -9,17 +9,16 @@ from typing import Any
 from rich.console import Console
 
 from ray_app.config.config import Config
+from ray_app.driver.parsing import parse_more
 from ray_app.errors import ConfigError, DataError, is_refusal
-from ray_app.record.files import location
-from ray_app.record.paths import RunPaths
-from ray_app.record.redact import redact
-from ray_app.runs.given.configuration import parse_more
-from ray_app.runs.preparing.names import new_run_name
-from ray_app.submit.options import SubmitSection
+from ray_app.preflight.prepare import new_run_name
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import redact
+from ray_app.storage.files import location
+from ray_app.submit.options import SubmitSection, judge, wait_s
 from ray_app.submit.preflight import Preflight, preflight
 from ray_app.submit.server import JobServer, LostContactError
-from ray_app.submit.supervise import judge, wait_s
-from ray_app.watch.findings import refused, show
+from ray_app.watch.terminal import refused, show
 
 _DESCRIPTION = "Submits a run to a Ray cluster as a job, after checks that find what would stop it there."
 _INTERRUPTED = 130

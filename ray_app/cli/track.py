@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ray_app.cli.ending import exit_code
-from ray_app.runs.given.configuration import importable_from_here
-from ray_app.runs.outcome.replay import replay
+from ray_app.cli.main import exit_code
+from ray_app.driver.parsing import importable_from_here
+from ray_app.driver.trained_run import replay
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int:

@@ -7,11 +7,11 @@ import sys
 import psutil
 from rich.console import Console
 
+from ray_app.driver.parsing import parse
+from ray_app.driver.run import opened
+from ray_app.driver.signals import ending_at_sigterm
 from ray_app.errors import is_refusal
-from ray_app.record.redact import redact
-from ray_app.runs.given.configuration import parse
-from ray_app.runs.in_process import opened
-from ray_app.runs.signals import ending_at_sigterm
+from ray_app.runlog.redaction import redact
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
 

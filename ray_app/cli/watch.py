@@ -9,11 +9,10 @@ from functools import partial
 from rich.console import Console
 from rich.live import Live
 
-from ray_app.cli.ending import exit_code
-from ray_app.record.files import location
-from ray_app.record.paths import RunPaths
-from ray_app.watch.looking import Looking
-from ray_app.watch.screen import can_show, is_over, line, screen
+from ray_app.cli.main import exit_code
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import location
+from ray_app.watch.screen import Looking, can_show, is_over, line, screen
 from ray_app.watch.server import PageServer
 
 

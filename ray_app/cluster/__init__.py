@@ -1,1 +1,1 @@
-"""All that knows Ray's private parts, and nothing else: the controller that drops and adds single workers, and the rendezvous."""
+"""Everything that knows Ray Train and Ray's internals: starting workers, scaling, membership."""

@@ -19,27 +19,26 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.control.hooks import Control, FailureBudget, OwnGroupConfig, take_over
-from ray_app.cluster.rendezvous.membership import RayMembership
+from ray_app.cluster.controller.backend import Control, FailureBudget, OwnGroupConfig, take_over
+from ray_app.cluster.rendezvous.client import RayMembership
 from ray_app.config.config import Config
-from ray_app.data.feed.memory_cache import from_memory_cache
-from ray_app.data.feed.streamed import StreamedWindows
-from ray_app.data.feed.windows import CachedWindows, Windows
-from ray_app.data.read.ray_tasks import fetch_ray
-from ray_app.data.read.reader import Fetch
-from ray_app.data.read.threads import by_threads
+from ray_app.data.local_readers import by_threads
+from ray_app.data.memory_cache import from_memory_cache
+from ray_app.data.prefetch import StreamedWindows
+from ray_app.data.ray_tasks import fetch_ray
+from ray_app.data.reader import Fetch
+from ray_app.data.windows import CachedWindows, Windows
 from ray_app.errors import PreemptedError, own_error
-from ray_app.plan.cursor import Cursor
+from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory
-from ray_app.record.output import copied_output
-from ray_app.record.redact import guard
-from ray_app.task.environment import gpu_of
-from ray_app.task.own_code import own_code
-from ray_app.train.group.messages import Flags
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job, OpenWindows
-from ray_app.train.keep.snapshots import SnapshotSender
+from ray_app.runlog.output import copied_output
+from ray_app.runlog.redaction import guard
+from ray_app.task.device import gpu_of
+from ray_app.task.user_code import own_code
+from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
+from ray_app.train.membership import Flags
 from ray_app.train.strategies.parameter_server.actors import Parameters
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 
@@ -101,8 +100,8 @@ def fit(start: Start, max_workers: int, reserved_cpus: float, given_up: threadin
     }
     arguments = {"start": ray.put(start)}
     if in_place:
-        from ray_app.cluster.control.elastic import ElasticTrainer
-        from ray_app.cluster.control.sizes import StoppedWaitingError
+        from ray_app.cluster.controller.controller import ElasticTrainer
+        from ray_app.cluster.controller.scaling_policy import StoppedWaitingError
 
         sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.most_workers + scaling.spare_workers), **options)
         prepare = ray.put(functools.partial(_prepare, arguments))
@@ -130,7 +129,7 @@ def _recovers_in_place(config: Config) -> bool:
     if config.failure.recovery == "restart":
         return False
     try:
-        import ray_app.cluster.control.elastic  # noqa: F401 - whether it can be imported is the question
+        import ray_app.cluster.controller.controller  # noqa: F401 - whether it can be imported is the question
     except ImportError as error:
         logger.warning("Ray %s lacks what recovery in place needs (%s): all workers restart after a failure.", ray.__version__, error)
         return False

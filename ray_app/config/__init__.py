@@ -1,1 +1,1 @@
-"""What can be configured: the sections with their fields, and what is refused before anything starts. No framework."""
+"""The configuration: its sections with their fields, and their checks. No framework."""

@@ -1,14 +1,188 @@
-"""What a configuration must fulfil before anything else looks at it: ranges, choices and combinations, refused all at once."""
+"""What a configuration must fulfil before anything else looks at it: ranges, choices and combinations, refused all at once.
+
+What does not go together with several optimizers, or with one that the task makes.
+
+What single fields of a configuration may hold: ranges and choices.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ray_app.config.config import Config
-from ray_app.config.optimizer_checks import check_optimizers
-from ray_app.config.ranges import check_empty, check_ranges
-from ray_app.config.training import TrainSection
+from ray_app.config.config import SECTIONS, Config, flatten
+from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec
+from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
+
+_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
+_NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "eps")
+
+
+def check_optimizers(config: Config) -> list[str]:
+    """What does not go together with several optimizers, or with one that the task makes."""
+    problems: list[str] = []
+    if config.optimizer.class_path == OWN_OPTIMIZER and config.train.strategy not in ("ddp", "single", "central_storage"):
+        problems.append(
+            f"The task makes the optimizer (configure_optimizers, or Task.own_optimizer), and train.strategy {config.train.strategy} makes"
+            " several. Name it in optimizer, or use ddp, single or central_storage."
+        )
+    problems += _check_spec("optimizer", config.optimizer)
+    for name, spec in (config.optimizers or {}).items():
+        problems += _check_spec(f"optimizers.{name}", spec)
+    schedules = {"schedule": config.schedule} | {
+        f"optimizers.{name}.schedule": spec.schedule for name, spec in (config.optimizers or {}).items()
+    }
+    for field, schedule in schedules.items():
+        if schedule is not None:
+            problems += _check_numbers(f"{field}.init_args", schedule.class_path, schedule.init_args)
+    if not config.optimizers:
+        return problems if config.optimizers is None else ["optimizers is empty; name an optimizer, or leave it out."]
+    if config.optimizer != Config.optimizer:
+        problems.append("optimizer and optimizers are both given; leave one of them out.")
+    if config.schedule is not None:
+        problems.append("schedule is given with optimizers, of which each has its own: optimizers.NAME.schedule.")
+    if config.train.strategy not in ("ddp", "single"):
+        problems.append(
+            f"optimizers are given with train.strategy {config.train.strategy}, whose state belongs to one optimizer that moves all"
+            " parameters in each step. Use ddp or single."
+        )
+    for name, spec in config.optimizers.items():
+        if spec.steps < 1:
+            problems.append(f"optimizers.{name}.steps is {spec.steps}; it must be at least 1.")
+        if not spec.parameters:
+            problems.append(f"optimizers.{name}.parameters is missing; name the parameters that it moves, with * for any text.")
+    return problems
+
+
+def _check_spec(field: str, spec: OptimizerSpec) -> list[str]:
+    """What is wrong with the numbers among the arguments of an optimizer and its groups."""
+    problems = _check_numbers(f"{field}.init_args", spec.class_path, spec.init_args)
+    for i, group in enumerate(spec.groups or []):
+        # Of a group jsonargparse knows no types, and an optimizer takes true for 1.
+        wrong = [name for name in _NUMBERS if name in group and (isinstance(group[name], bool) or not isinstance(group[name], int | float))]
+        problems += [f"{field}.groups has {name} = {group[name]!r}; it must be a number." for name in wrong]
+        problems += _check_numbers(f"{field}.groups[{i}]", spec.class_path, group)
+    return problems
+
+
+def _check_numbers(field: str, class_path: str, arguments: Mapping[str, Any]) -> list[str]:
+    """What is NaN, or what PyTorch's classes do not take: infinity, and a negative learning rate.
+
+    A class of a user's may take infinity for "no limit", and a negative rate.
+    """
+    problems, is_torchs = list[str](), class_path.startswith("torch.")
+    for name, argument in arguments.items():
+        for number in _numbers_in(argument):
+            if math.isnan(number) or (math.isinf(number) and (is_torchs or name in _NUMBERS)):
+                problems.append(f"{field}.{name} is {argument}; it must be finite.")
+            elif number < 0 and is_torchs and name in _NOT_NEGATIVE:
+                problems.append(f"{field}.{name} is {argument}; it must be at least 0.")
+    return problems
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    """The numbers in a value of a configuration."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers_in(part)
+
+
+AT_LEAST: dict[str, float] = {
+    "scaling.min_workers": 1,
+    "scaling.max_workers": 1,
+    "scaling.logical_workers": 1,
+    "scaling.threads_per_worker": 1,
+    "scaling.cpus_per_worker": 0,
+    "scaling.gpus_per_worker": 0,
+    "scaling.spare_workers": 0,
+    "data.global_batch_size": 1,
+    "data.shuffle_window_rows": 1,
+    "data.prefetch_windows": 1,
+    "data.max_bad_rows": 0,
+    "data.reader_threads": 0,
+    "train.epochs": 1,
+    "train.max_steps": 1,
+    "train.steps_per_epoch": 1,
+    "train.local_steps": 1,
+    "train.outer_momentum": 0,
+    "train.servers": 1,
+    "train.server_cpus": 0,
+    "train.min_shard_kb": 1,
+    "train.staleness": 0,
+    "train.ema_decay": 0,
+    "checkpoint.every_steps": 1,
+    "checkpoint.every_epochs": 1,
+    "checkpoint.keep_last": 2,
+    "checkpoint.snapshot_every_steps": 1,
+    "checkpoint.keep_best": 0,
+    "failure.compare_every_steps": 1,
+    "failure.max_failures": -1,
+    "failure.max_preemptions": -1,
+    "evaluate.most_waiting": 1,
+    "evaluate.patience": 1,
+    "evaluate.min_delta": 0,
+    "evaluate.batch_size": 1,
+    "evaluate.num_cpus": 0,
+    "evaluate.num_gpus": 0,
+    "evaluate.threads": 1,
+    "evaluate.drain_timeout_s": 0,
+    "tracking.every_steps": 1,
+}
+ABOVE_ZERO = (
+    "scaling.resize_check_s",
+    "scaling.replace_slow_s",
+    "data.read_task_mb",
+    "data.cache_gb",
+    "train.grad_clip_norm",
+    "train.outer_lr",
+    "train.bucket_mb",
+    "failure.step_timeout_s",
+    "failure.heartbeat_timeout_s",
+    "evaluate.budget",
+    "tracking.system_metrics_s",
+)
+_FINITE = ("data.read_task_mb", "train.bucket_mb")
+
+
+def check_empty(config: Config) -> list[str]:
+    """What is wrong with fields that have nothing in them."""
+    problems = []
+    for section, made in SECTIONS.items():
+        for name, hint in get_type_hints(made).items():
+            if getattr(getattr(config, section), name) is None and type(None) not in get_args(hint):
+                default = getattr(made(), name)
+                problems.append(f"{section}.{name} is empty; give a value, or leave the line out for the default, {default!r}.")
+    return problems
+
+
+def check_ranges(config: Config) -> list[str]:
+    """What is wrong with single values."""
+    values = flatten(config.to_dict())
+    problems = []
+    for section, made in SECTIONS.items():
+        for name, hint in get_type_hints(made).items():
+            allowed = [choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)]
+            value = getattr(getattr(config, section), name)
+            is_number = int in get_args(hint) and isinstance(value, int)
+            if allowed and value is not None and not is_number and value not in allowed:
+                number = "a number or " if int in get_args(hint) else ""
+                problems.append(f"{section}.{name} is {value!r}; it must be {number}one of {', '.join(allowed)}.")
+    for name, least in AT_LEAST.items():
+        if values[name] is not None and not isinstance(values[name], str) and not values[name] >= least:  # also NaN
+            problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")
+    for name in ABOVE_ZERO:
+        if values[name] is not None and not values[name] > 0:
+            problems.append(f"{name} is {values[name]}; it must be greater than 0.")
+    for name in _FINITE:
+        if math.isinf(values[name]):
+            problems.append(f"{name} is {values[name]}; it must be finite.")
+    return problems
+
 
 _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -2,6 +2,8 @@
 
 Fields that change the resulting parameters are made with `result(...)`; the digest of a run covers those that differ from their
 default, so a new field at its default never changes a digest.
+
+The home folder in paths: what a shell makes of `~` where it reads a path itself, and nobody makes of it in a file.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ray_app.config.home import expand_home
-from ray_app.config.optimizers import OptimizerSpec, TurnSpec
+from ray_app.config.import_paths import OptimizerSpec, TurnSpec
 from ray_app.config.sections import (
     CheckpointSection,
     ClassSpec,
@@ -27,10 +29,29 @@ from ray_app.config.sections import (
     RunSection,
     ScalingSection,
     TrackingSection,
+    TrainSection,
     result,
 )
-from ray_app.config.training import TrainSection
 from ray_app.errors import ConfigError, RunExistsError
+
+_SQLITE = "sqlite:///"
+
+
+def expand_home(value: Any) -> Any:
+    """A value of a configuration with `~/...` and `~user/...` replaced by the home folder, also inside lists and mappings.
+
+    A lone `~` stays: in arguments of a class it may be any text, and a path of it is expanded where it is opened.
+    """
+    if isinstance(value, dict):
+        return {name: expand_home(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [expand_home(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    if value.startswith(f"{_SQLITE}~/"):
+        return _SQLITE + os.path.expanduser(value.removeprefix(_SQLITE))
+    return os.path.expanduser(value) if value.startswith("~") and "/" in value else value
+
 
 SECTIONS: dict[str, type] = {
     "run": RunSection,

@@ -1,1 +1,1 @@
-"""What training reads: what is in a data set, planned reads to decoded rows, rows to micro-batches. Making data sets is `ingest`."""
+"""From Parquet row groups to micro-batches. Making data sets is the task of `ingest`."""

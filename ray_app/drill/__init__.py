@@ -1,1 +1,1 @@
-"""The proof: a run undisturbed and under named disturbances on the user's own cluster, and what came of it."""
+"""The drill: a configuration under faults on the user's own cluster, compared with the undisturbed run."""

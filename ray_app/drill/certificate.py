@@ -17,12 +17,11 @@ import ray
 import torch
 from rich.table import Table
 
-from ray_app.drill.ground import Disturbance, Ended, is_gone
-from ray_app.record.holder import Holder
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.history import goodput
-from ray_app.record.progress.journal import MetricsReader
-from ray_app.record.progress.segments import StepRecord
+from ray_app.drill.scenario import Disturbance, Ended, is_gone
+from ray_app.runlog.history import goodput
+from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.runlog.lease import Holder
+from ray_app.runlog.paths import RunPaths
 from ray_app.version import __version__
 
 Outcome = Literal["equal", "different", "failed", "left out"]

@@ -16,10 +16,9 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from ray_app.cluster.search_path import search_path
-from ray_app.cluster.token import require_token
+from ray_app.cluster.ray_private import require_token, search_path
 from ray_app.process import variables
-from ray_app.record.holder import Holder
+from ray_app.runlog.lease import Holder
 
 _SETTLE_S = 60.0
 _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000}

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import Commit
 from ray_app.drill.faults import Proofs
-from ray_app.record.files import location, put_json
+from ray_app.storage.files import location, put_json
 
 HELD_S = 120.0
 """Longest that a worker waits at a step boundary for what is about to happen to its node or its driver."""

@@ -19,13 +19,12 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from ray_app.checkpoint.commit import Commit
+from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
+from ray_app.driver.run import Faults, run_training
 from ray_app.errors import RayAppError
-from ray_app.record.files import listing, location, put_json, read_json
-from ray_app.record.holder import Holder
-from ray_app.runs.faults import Faults
-from ray_app.runs.in_process import run_training
+from ray_app.runlog.lease import Holder
+from ray_app.storage.files import listing, location, put_json, read_json
 
 TOGETHER_S = 20.0
 """Longest that workers which are to die together wait for each other."""

@@ -12,8 +12,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_app.drill.cluster import local_nodes
+from ray_app.driver.background import Training, Worker
 from ray_app.errors import ConfigError
-from ray_app.runs.background import Training, Worker
 
 _LOOK_S = 0.1
 _GONE_S = 60.0

@@ -1,4 +1,7 @@
-"""One drill: the undisturbed run, then every scenario, and a certificate that grows with each."""
+"""One drill: the undisturbed run, then every scenario, and a certificate that grows with each.
+
+A bound for whatever the main thread does, also where it waits in a library.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +21,94 @@ from rich.markup import escape
 from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.cluster.autoscaler import most_resources
+from ray_app.cluster.ray_private import most_resources
+from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config, digest, flatten
-from ray_app.drill import processes
+from ray_app.drill import process_scenarios
 from ray_app.drill.certificate import Start, Trace, conclusion, facts, judge, measures, proof_of, restart, start_since, table, trace_of
-from ray_app.drill.clock import clock_jump
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Proofs, Several
-from ray_app.drill.flips import flip
-from ray_app.drill.ground import Disturbance, Ended, Ground, end_frozen
-from ray_app.drill.head import head
-from ray_app.drill.limit import LimitExceededError, time_limit
-from ray_app.drill.memory import memory
-from ray_app.drill.nodes import grow, node, node_rank0, shrink
-from ray_app.drill.restarts import damage, driver, evaluator_and_driver, torn_write
+from ray_app.drill.memory_faults import flip, memory
+from ray_app.drill.network import half_open, partition
+from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
+from ray_app.drill.process_scenarios import clock_jump, damage, driver, evaluator_and_driver, torn_write
+from ray_app.drill.scenario import Disturbance, Ended, Ground, end_frozen
 from ray_app.drill.tracking import mlflow
-from ray_app.drill.wires import half_open, partition
+from ray_app.driver.result import Result
+from ray_app.driver.run import Faults, Observe, run_training
 from ray_app.errors import ConfigError, own_error
-from ray_app.record.files import Location, location, put_atomic, put_json
-from ray_app.record.paths import RunPaths
-from ray_app.runs.cluster import workers_that_fit
-from ray_app.runs.faults import Faults, Observe
-from ray_app.runs.in_process import run_training
-from ray_app.runs.outcome.result import Result
-from ray_app.runs.preparing.prepare import prepare
+from ray_app.preflight.prepare import prepare
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import Location, location, put_atomic, put_json
 from ray_app.train.job import Job
 
+_AGAIN_S = 60.0
+"""Seconds after which ending what took too long has taken too long itself."""
+
+
+class LimitExceededError(Exception):
+    """Something took longer than it may."""
+
+
+class _Late(BaseException):
+    """Raised wherever the main thread is. No `Exception`: who tries again after those would do so for ever."""
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Bounds what the main thread does in this context; in another thread there is no bound.
+
+    Args:
+        seconds: How long it may take.
+        what: What takes so long, as the subject of a sentence.
+
+    Raises:
+        LimitExceededError: It took longer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    except _Late as error:
+        raise LimitExceededError(f"{what} did not end within {seconds:g} s (drill.limit_s bounds scenarios).") from error
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 _MADE = (
-    *(processes.kill, processes.kill_twice, processes.kill_two, processes.kill_all, processes.kill_exchange, processes.kill_saving),
-    *(processes.kill_forming, processes.kill_joining, processes.kill_phases, processes.rendezvous, processes.evaluator),
-    *(processes.freeze, processes.slow, processes.slow_storage, processes.storage_away, processes.full_disk, flip),
+    *(
+        process_scenarios.kill,
+        process_scenarios.kill_twice,
+        process_scenarios.kill_two,
+        process_scenarios.kill_all,
+        process_scenarios.kill_exchange,
+        process_scenarios.kill_saving,
+    ),
+    *(
+        process_scenarios.kill_forming,
+        process_scenarios.kill_joining,
+        process_scenarios.kill_phases,
+        process_scenarios.rendezvous,
+        process_scenarios.evaluator,
+    ),
+    *(
+        process_scenarios.freeze,
+        process_scenarios.slow,
+        process_scenarios.slow_storage,
+        process_scenarios.storage_away,
+        process_scenarios.full_disk,
+        flip,
+    ),
     *(partition, half_open, memory, clock_jump, node, node_rank0, grow, shrink, head, mlflow),
     *(damage, torn_write, driver, evaluator_and_driver),
 )

@@ -19,14 +19,12 @@ from typing import Any
 
 from ray_app.drill.delays import Hold
 from ray_app.drill.faults import Proofs, Several
-from ray_app.drill.ground import Disturbance, Ended, Ground
-from ray_app.record.files import read_json
-from ray_app.record.progress.journal import MetricsReader
-from ray_app.record.progress.segments import StepRecord
-from ray_app.runs.faults import Faults
-from ray_app.track.client import connect
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
+from ray_app.drill.scenario import Disturbance, Ended, Ground
+from ray_app.driver.run import Faults
+from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.storage.files import read_json
+from ray_app.track.mlflow_client import connect
+from ray_app.train.job import Hooks, Job
 
 _START_S, _LOOK_S, _STEPS_WITHOUT = 120.0, 0.1, 10
 _POINTS = {"loss": lambda r: r.loss, "step_ms": lambda r: r.step_ms, "workers": lambda r: float(r.workers)}

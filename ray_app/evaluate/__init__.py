@@ -1,1 +1,1 @@
-"""The evaluator: an actor with a life of its own that follows the checkpoints."""
+"""The evaluator actor, which scores checkpoints while training goes on."""

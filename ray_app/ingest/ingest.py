@@ -7,27 +7,35 @@ b. each piece is a task (`pieces.py`), in threads or on a cluster (`runners.py`)
 c. the rows of all pieces are put into the order of a hash of their ids, in two stages of tasks (`mixing.py`), unless the source mixes them
    itself; `Shards` cuts them into row groups and files bounded in rows and bytes
 d. what the pieces say of themselves is put together (`described.py`), and the folder becomes the target (`target.py`)
+
+Running the tasks of an ingest: in threads of this process, or as Ray tasks on any CPU of a cluster. Both give results in order.
+
+Arrays of a notebook or a program as a data set.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ray_app.data.dataset.below import files_below
-from ray_app.data.dataset.files import Place, is_within, place_of, relative
-from ray_app.data.dataset.footers import read_footers
-from ray_app.errors import ConfigError, DataError, StorageError
+import numpy as np
+import numpy.typing as npt
+
+from ray_app.data.parquet_files import read_footers
+from ray_app.errors import ConfigError, DataError, StorageError, without_addresses
 from ray_app.ingest import options as checks
-from ray_app.ingest import target as output
-from ray_app.ingest.described import columns_of, describe_parquet, merged, refused_lines
-from ray_app.ingest.mixing import buckets, write_bucket
+from ray_app.ingest import output_folder as output
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.pieces import PieceTask, check_count, write_piece
-from ray_app.ingest.places import side_folder
+from ray_app.ingest.output_folder import side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.cifar import Cifar
@@ -37,10 +45,72 @@ from ray_app.ingest.readers.image_folders import Images
 from ray_app.ingest.readers.json_lines import JsonLines
 from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
-from ray_app.ingest.runners import run_in_threads
-from ray_app.ingest.text_columns import Counts, notes_of
-from ray_app.ingest.texts import Texts
-from ray_app.record.files import Location, location, put_atomic, put_json
+from ray_app.ingest.shards import Counts, columns_of, describe_parquet, merged, notes_of, refused_lines
+from ray_app.ingest.shuffle import buckets, write_bucket
+from ray_app.ingest.splits import PieceTask, check_count, write_piece
+from ray_app.ingest.tokenize import Texts
+from ray_app.storage.data_files import Place, files_below, is_within, place_of, relative
+from ray_app.storage.files import Location, location, put_atomic, put_json
+
+_AHEAD = 4
+"""Ray tasks per CPU that are asked for before the first of them is waited for."""
+_CANCEL_S = 60.0
+_MOST_CHARS = 500
+
+
+def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> Iterator[Any]:
+    """Calls `function` with every item; what takes long (decoding, compressing, reading) does not hold Python's lock.
+
+    Args:
+        function: What to do.
+        items: With what.
+        threads: How many at a time; not given: one per CPU.
+    """
+    if len(items) == 1:
+        yield function(items[0])
+        return
+    pool = ThreadPoolExecutor(threads or os.cpu_count(), "ingest")
+    try:
+        for made in [pool.submit(function, item) for item in items]:
+            yield made.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    """Calls `function` with every item in tasks of the Ray cluster that this process is connected to, each on a CPU.
+
+    A task whose node is lost is run again, and so is one whose process dies, three times in all.
+
+    Raises:
+        ProcessDiedError: The process of a task died again and again.
+    """
+    import ray
+
+    from ray_app.data.ray_tasks import Attempts
+
+    task = ray.remote(_call).options(num_cpus=1, max_retries=0)
+    most = max(_AHEAD, _AHEAD * int(ray.cluster_resources().get("CPU", 1)))
+    waiting: deque[Attempts] = deque()
+    try:
+        for item in items:
+            what = f"while it ingested {without_addresses(str(item))[:_MOST_CHARS]}"
+            waiting.append(Attempts(partial(task.remote, function, item), partial(str, what)))
+            if len(waiting) >= most:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        references = [left.reference for left in waiting]
+        for reference in references:
+            ray.cancel(reference)
+        if references:  # they write no more when the caller goes on
+            ray.wait(references, num_returns=len(references), timeout=_CANCEL_S)
+
+
+def _call(function: Callable[[Any], Any], item: Any) -> Any:
+    return function(item)
+
 
 __all__ = ["READERS", "DatasetSummary", "IngestOptions", "PartSummary", "ingest"]
 
@@ -282,3 +352,48 @@ def _mix(made: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: 
         if put != got:
             raise StorageError(f"{folder}: of {put} rows that were written to be mixed {got} came back. Remove it and start again.")
     return mixed
+
+
+def ingest_arrays(folder: str, *, eval_fraction: float | None = None, seed: int = 0, **arrays: npt.ArrayLike) -> DatasetSummary:
+    """Makes a data set of arrays, as `ray-app ingest --source numpy` does of files: `ingest_arrays("datasets/mine", x=x, y=y)`.
+
+    The same call with the same arrays returns what is there. For a moment the arrays are also in files of the temporary folder.
+
+    Args:
+        folder: What to create, on a disk or on s3://; it holds the data set, or the data sets `train` and `eval`, also `test`.
+        eval_fraction: See `IngestOptions.eval_fraction`.
+        seed: See `IngestOptions.seed`.
+        **arrays: Of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the column `label` (integers) or
+            `target`, others keep their names. With `x_train`, `y_train`, `x_test`, `y_test` the data sets are `train`, `eval` and `test`.
+
+    Raises:
+        ConfigError: The folder holds something else.
+        DataError: The arrays differ in rows, or hold no numbers.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray_app-arrays-") as place:
+        for name, values in arrays.items():
+            file = Path(place) / f"{name}.npy"
+            np.save(file, _numbers(name, values), allow_pickle=False)
+            same_s = int.from_bytes(hashlib.blake2b(file.read_bytes(), digest_size=7).digest(), "big")
+            os.utime(file, ns=(same_s, same_s))  # by its time an ingest knows a file again
+        return ingest(IngestOptions("numpy", folder, place, eval_fraction=eval_fraction, seed=seed))
+
+
+def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
+    """The values as an array of numbers, rows first.
+
+    Raises:
+        DataError: Some are missing, or they are no numbers.
+    """
+    try:
+        array = np.ma.asarray(values) if isinstance(values, np.ma.MaskedArray) else np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise DataError(f"{name}: {error}. Give an array with one entry for each row, all of one shape.") from error
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise DataError(f"{name}: {int(np.ma.count_masked(array))} values are masked. Fill them or leave their rows out.")
+    if array.dtype.kind not in "biuf":
+        raise DataError(
+            f"{name}: an array of {array.dtype}; allowed are bool, integers and floats without missing values. Convert it to numbers,"
+            " labels by numpy.unique(y, return_inverse=True)[1]."
+        )
+    return np.ascontiguousarray(array)

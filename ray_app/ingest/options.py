@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ray_app.data.dataset.files import is_within, place_of
 from ray_app.errors import ConfigError
-from ray_app.record.files import location
+from ray_app.storage.data_files import is_within, place_of
+from ray_app.storage.files import location
 
 Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "tfrecord", "hf", "parquet", "digits"]
 _GROUP_ROWS, _DIGITS_GROUP_ROWS = 500, 5_000

@@ -1,8 +1,17 @@
-"""Parquet shards bounded in rows and bytes, written from a stream of tables, and what `dataset.json` says about them."""
+"""Parquet shards bounded in rows and bytes, written from a stream of tables, and what `dataset.json` says about them.
+
+What `dataset.json` says about a data set: put together from what its pieces say, or read from a folder of Parquet.
+
+Columns of text that hold numbers for the most part: which value in which row made them text.
+
+A single `?` makes a column of a CSV file text, and tasks that take numbers then leave it out.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.dataset.arrays import is_number, spec_of
-from ray_app.data.dataset.files import publish
+from ray_app.data.arrays import is_number, is_text, spec_of
+from ray_app.data.bad_rows import missing_reasons
+from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
-from ray_app.record.files import Location
+from ray_app.ingest.readers.base import Part
+from ray_app.plan.manifest import ColumnFacts
+from ray_app.storage.data_files import parsing, place_of, publish
+from ray_app.storage.files import Location
 
 MAX_COUNTED_LABELS = 100_000
 
@@ -188,3 +202,212 @@ def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
         use_dictionary=[name for name in plain if name != "row_id"],
         write_statistics=[*plain, *lists],
     )
+
+
+_MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 1 << 16, 8 << 20, 4 << 20
+
+
+def merged(part: Part, made: list[dict[str, Any]], refused: int, notes: list[str]) -> dict[str, Any]:
+    """The facts of one side of a part, of which `made` describes the shards, in their order.
+
+    Args:
+        part: The part.
+        made: What describes the shards.
+        refused: Rows that were left out.
+        notes: What is to be said about the part's columns.
+
+    Raises:
+        DataError: Shards have different columns.
+    """
+    shards = [shard for piece in made for shard in piece["shards"]]
+    rows = sum(shard["rows"] for shard in shards)
+    return {
+        "rows": rows,
+        "rows_in": rows + refused,
+        "refused": refused,
+        "classes": part.classes,
+        "class_counts": _class_counts(part, made),
+        "columns": columns_of(made, "shards"),
+        "shards": shards,
+        "skipped_files": len(part.skipped_files),
+        "notes": [*part.notes, *notes],
+    }
+
+
+def refused_lines(refused: list[tuple[str, str]]) -> bytes:
+    """Refused rows, and files that were left out, with the reasons, one JSON object a line."""
+    return "".join(json.dumps({"row_id": row_id, "reason": reason}) + "\n" for row_id, reason in refused).encode()
+
+
+def _class_counts(part: Part, made: list[dict[str, Any]]) -> dict[str, int] | None:
+    labels: Counter[int] = Counter()
+    for piece in made:
+        if piece["labels"] is None:
+            return None
+        labels.update({int(label): rows for label, rows in piece["labels"].items()})
+    if part.classes is not None:
+        return {name: labels[label] for label, name in enumerate(part.classes)}
+    return {str(label): rows for label, rows in sorted(labels.items())} if 0 < len(labels) <= MAX_COUNTED_LABELS else None
+
+
+def columns_of(made: list[dict[str, Any]], files: str) -> dict[str, Any]:
+    """The columns of pieces, missing values counted over all of them; `files`: the name of what they list.
+
+    Raises:
+        DataError: They are not the same in all.
+    """
+    found: dict[str, Any] = {}
+    for piece in made:
+        if not piece[files]:
+            continue
+        facts = piece["columns"]
+        same = {name: {**column, "nulls": 0} for name, column in facts.items()}
+        if found and same != {name: {**column, "nulls": 0} for name, column in found.items()}:
+            raise DataError(
+                f"A part of the input gives the columns {same}, another one {found}; all files of a data set have the same. Correct the"
+                " input."
+            )
+        for name, column in facts.items():
+            found.setdefault(name, {**column, "nulls": 0})["nulls"] += column["nulls"]
+    return found
+
+
+def describe_parquet(path: str) -> dict[str, Any]:
+    """What there is in a file or folder of Parquet that is trained on as it is.
+
+    Raises:
+        DataError: It cannot be trained on.
+    """
+    dataset = open_dataset(path)
+    facts, manifest = dataset.facts, dataset.manifest
+    missing = _missing(dataset)
+    columns = {
+        name: {
+            "type": column.kind,
+            "shape": list(column.shape),
+            "dtype": column.dtype,
+            "nulls": missing[name],
+            "unusable": _why_unusable(column, missing[name], manifest.num_rows),
+        }
+        for name, column in facts.columns.items()
+    }
+    counts = Counter(manifest.paths[int(i)] for i in manifest.file_of)
+    rows: Counter[str] = Counter()
+    for group, held in enumerate(manifest.rows):
+        rows[manifest.paths[int(manifest.file_of[group])]] += int(held)
+    shards = [{"path": name, "rows": rows[name], "row_groups": counts[name]} for name in manifest.paths]
+    classes = list(facts.classes) if facts.classes else None
+    return {"rows": manifest.num_rows, "classes": classes, "class_counts": None, "columns": columns, "shards": shards}
+
+
+def _missing(dataset: Dataset) -> dict[str, int]:
+    """Rows with a missing value in each column; reads all pages once, so that a damaged one is refused here.
+
+    Raises:
+        DataError: A page is damaged, or has another checksum.
+    """
+    manifest, names = dataset.manifest, list(dataset.facts.columns)
+    missing = dict.fromkeys(names, 0)
+    for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
+        path = manifest.paths[number]
+        with (
+            parsing(place_of(dataset.root) / path, "It cannot be read as Parquet; restore it."),
+            DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
+        ):
+            for index in map(int, manifest.index_in_file[list(groups)]):
+                for table in file.iter_batches(index, names, min(_MAX_ROWS, file.rows_within(index, names, _BATCH_BYTES))):
+                    for name in names:
+                        missing[name] += len(missing_reasons(table.select([name])))
+    return missing
+
+
+def _why_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:
+    """Why no task of the application can be trained on a column; None if one can."""
+    if column.kind == "other":
+        return "convert it to numbers, text, bytes or lists of numbers"
+    return "it has no value in any row" if rows and missing == rows else None
+
+
+_MISSING = pa.array(["", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A"])
+_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
+_WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
+"""Numbers as people and spreadsheets write them: with a decimal comma, groups of three digits, a sign of a currency or of per cent."""
+_TRUTH = r"(?i)^\s*(true|false)\s*$"
+_MAX_SAID = 40
+
+Counts = dict[str, Any]
+"""Of a column of text: `values` that are not missing, those that are `numbers`, `written` as numbers in another way or `truth` values, and
+`first`: the id and the value of the first row that is none of what most are."""
+
+
+class TextColumns:
+    """Counts what is in the columns of text of a stream of tables."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counts] = {}
+
+    def add(self, table: pa.Table) -> None:
+        """Takes rows, which have their ids in the first column."""
+        for column in table.schema:
+            if column.name != "row_id" and is_text(column.type):
+                self._add(column.name, table["row_id"], pc.utf8_trim_whitespace(table[column.name].cast(pa.string())))
+
+    def description(self) -> dict[str, Counts]:
+        """The counts by column, plain JSON."""
+        return self._counts
+
+    def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
+        present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, _MISSING)))
+        row_ids, values = row_ids.filter(present), values.filter(present)
+        numbers, truth = (pc.match_substring_regex(values, pattern) for pattern in (_NUMBER, _TRUTH))
+        written = pc.match_substring_regex(values, _WRITTEN)
+        counts = self._counts.setdefault(name, {"values": 0, "numbers": 0, "written": 0, "truth": 0, "first": {}})
+        counts["values"] += len(values)
+        for kind, found in (("numbers", numbers), ("written", pc.and_not(written, numbers)), ("truth", truth)):
+            counts[kind] += pc.sum(found).as_py() or 0
+        # What is no number and, where all are written as such, what is no plain one.
+        for kind, fits in (("numbers", pc.or_(numbers, written)), ("written", numbers), ("truth", truth)):
+            odd = pc.index(fits, False).as_py()
+            if odd >= 0:
+                counts["first"].setdefault(kind, [row_ids[odd].as_py(), values[odd].as_py()[:_MAX_SAID]])
+        if len(values):
+            counts["first"].setdefault("any", [row_ids[0].as_py(), values[0].as_py()[:_MAX_SAID]])
+
+
+def notes_of(described: list[dict[str, Counts]]) -> list[str]:
+    """A sentence about each column of text that is made up of numbers or truth values for the most part.
+
+    Args:
+        described: What `TextColumns` says of the pieces of a source, in their order.
+    """
+    notes = []
+    for name in dict.fromkeys(name for some in described for name in some):
+        parts = [some[name] for some in described if name in some]
+        total = {kind: sum(part[kind] for part in parts) for kind in ("values", "numbers", "written", "truth")}
+        first: dict[str, list[str]] = {}
+        for part in parts:
+            first = part["first"] | first
+        if note := _note(name, total, first):
+            notes.append(note)
+    return notes
+
+
+def _note(name: str, total: dict[str, int], first: dict[str, list[str]]) -> str | None:
+    """What is said about one column; None where most of its values are text."""
+    values, numbers = total["values"], total["numbers"] + total["written"]
+    if not values or 2 * max(numbers, total["truth"]) <= values:
+        return None
+    if numbers >= total["truth"]:
+        kind, odd = "numbers", values - numbers
+        cause = "numbers" if odd else "written" if total["written"] else "any"
+    else:
+        kind, odd, cause = "true or false", values - total["truth"], "truth"
+    row_id, value = first.get(cause) or first["any"]
+    if cause == "any":
+        why = f"all of its {values} values are {kind}, such as {value!r} in {row_id}: they are text in the source, or too long for 64 bits"
+        return f"column {name!r} is text, although {why}."
+    if cause == "written":
+        why = f"{total['written']} of its {values} values are numbers written in another way, the first is {value!r} in {row_id}"
+        return f"column {name!r} is text: {why}. Write them with digits and a decimal point alone, as in 1234.5."
+    why = f"{odd} of its {values} values are not {kind}, the first is {value!r} in {row_id}"
+    return f"column {name!r} is text: {why}. Correct them, or leave them empty where they are missing, if it is to hold {kind}."

@@ -1,1 +1,1 @@
-"""Models that leave a run: packages, exports, versions in the registry, and loading them. MLflow is imported here and in `track` only."""
+"""Trained models as packages, exports and registry versions. Only `models` and `track` import MLflow."""

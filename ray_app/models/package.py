@@ -4,23 +4,411 @@
 
     MLmodel  requirements.txt  ...             MLflow's own: signature, input example, environment
     code/  data/model/                         see `package_files`
+
+The code that a task needs: which source files to ship with a model, and which libraries to name as its requirements.
+
+The files of a packaged model, without pickle: `torch.export` where the model allows it, safetensors and the code otherwise.
+
+::
+
+    code/ray_app_loader_1a2b3c4d.py            a copy of `models/loader.py`; beside it the task's code, if that is needed
+    data/model/package.json                    format, inputs, digest of the parameters, classes, the task's class and settings
+    data/model/model.safetensors               the parameters, also to train on from them
+    data/model/model.pt2                       the task's `forward` for any number of rows, as `torch.export` saves it; or
+    data/model/task.json                       the class and the settings of the prepared task
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib.metadata
+import importlib.util
+import json
+import shutil
+import sys
 import tempfile
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
-from torch import nn
+import safetensors.torch
+import torch
+from torch import Tensor, nn
 
-from ray_app.models.package_files import LOADER_MODULE, Files, write_files
-from ray_app.models.sources import requirements
-from ray_app.task.base import Task
+from ray_app.checkpoint.format import params_digest
+from ray_app.errors import RegistryError
+from ray_app.models import loader
+from ray_app.runlog.redaction import redacted
+from ray_app.storage.files import to_json
+from ray_app.task.base import Batch, Task
+from ray_app.task.ragged import Arrays, Ragged, to_batch
+
+_LIBRARY_FOLDERS = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a module is made of.
+
+    Args:
+        files: The file of every module that is not installed, by the module's dotted name; packages included.
+        libraries: Top-level names of the installed libraries that these import.
+    """
+
+    files: dict[str, Path]
+    libraries: set[str]
+
+
+def sources_of(module: str) -> Sources:
+    """Follows the imports of a module, wherever they stand in the code except under `TYPE_CHECKING`, without running anything.
+
+    Args:
+        module: Dotted name of an importable module.
+
+    Raises:
+        RegistryError: A module is not found, has no source, or needs Ray.
+    """
+    found = followed(module)
+    if module not in found.files:
+        raise RegistryError(f"The task's module {module!r} is not a source file of its own that could be shipped with the model.")
+    if "ray" in found.libraries:
+        raise RegistryError(f"The code of {module!r} imports ray, so the model could not be loaded without it; import it elsewhere.")
+    return found
+
+
+def followed(module: str, ours: bool = True) -> Sources:
+    """`sources_of` whatever is found.
+
+    Args:
+        module: Dotted name of an importable module.
+        ours: Whether files of ray_app count as not installed.
+    """
+    files: dict[str, Path] = {}
+    libraries: set[str] = set()
+    todo = _with_packages(module)
+    while todo:
+        name = todo.pop()
+        top = name.partition(".")[0]
+        if name in files or top in sys.stdlib_module_names:
+            continue
+        if not _is_own(top) or (top == "ray_app" and not ours):
+            libraries.add(top)
+            continue
+        found = _origin(name)
+        if found is None:
+            continue
+        files[name] = found
+        for imported in _imports(name, found):
+            todo += _with_packages(imported)
+    return Sources(files, libraries)
+
+
+def requirements(libraries: set[str]) -> list[str]:
+    """The installed versions of importable libraries, as lines of `requirements.txt`; those that are not installed are left out."""
+    owners = importlib.metadata.packages_distributions()
+    names = {owner for library in libraries for owner in owners.get(library, [])}
+    return sorted(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in names)
+
+
+def _with_packages(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+def _is_own(top: str) -> bool:
+    """Whether a top-level module is the user's or ours, and not an installed library."""
+    if top == "__main__":  # which has no specification
+        return True
+    spec = importlib.util.find_spec(top)
+    if spec is None or top == "ray_app":
+        return spec is not None
+    places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or [])
+    return any(place and not set(_LIBRARY_FOLDERS) & set(Path(place).parts) for place in places)
+
+
+def _origin(module: str) -> Path | None:
+    """The source file of a module, or None if it has none or is not there."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    file = Path(spec.origin).resolve() if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    return file if file is not None and file.is_file() else None  # in a zip there is none
+
+
+def _imports(module: str, file: Path) -> set[str]:
+    """The dotted names that a source file imports; of `from a import b` both `a` and, if it is a module, `a.b`."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(file.read_bytes())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            found.add(base)
+            if base.partition(".")[0] not in sys.stdlib_module_names and _is_own(base.partition(".")[0]):
+                found |= {f"{base}.{alias.name}" for alias in node.names if _origin(f"{base}.{alias.name}") is not None}
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+LOADER_MODULE = f"ray_app_loader_{hashlib.sha256(Path(loader.__file__).read_bytes()).hexdigest()[:8]}"
+"""Another version of the loader is another module, so that one process can load models of both."""
+_SEED = 1
+_CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@dataclass(frozen=True)
+class Files:
+    """The folders `data/model` and `code` of a package.
+
+    Args:
+        folder: Where they are.
+        format: How the model is stored: `torch.export` or `safetensors`.
+        outputs: How its outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`, within 1e-5.
+        refused: Why the formats before this one were not possible.
+        libraries: What loading them needs.
+        example: The input example, (rows, ...) by field.
+        predicted: What the model says to it.
+        ragged: Fields of the example whose second axis, too, may have any length.
+    """
+
+    folder: Path
+    format: str
+    outputs: Literal["equal", "close"]
+    refused: tuple[str, ...]
+    libraries: set[str]
+    example: dict[str, npt.NDArray]
+    predicted: dict[str, npt.NDArray]
+    ragged: set[str]
+
+    @property
+    def data(self) -> Path:
+        """Folder with `package.json`."""
+        return self.folder / "data" / "model"
+
+    @property
+    def code(self) -> Path:
+        """Folder of the loader and the task's code."""
+        return self.folder / "code"
+
+
+def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Files:
+    """Writes the files from which a model is loaded that predicts what a trained one does, and has compared the two; needs no MLflow.
+
+    Args:
+        task: The prepared task.
+        model: The trained model, on the CPU; it is put into evaluation mode and needs no gradients from then on.
+        rows: Every decoded field of some rows; those that `forward` reads become the input example.
+        folder: An empty folder.
+
+    Raises:
+        RegistryError: It can be stored in no way without pickle; the message says why.
+    """
+    model = model.eval().requires_grad_(False)
+    example = {name: values.numpy() for name, values in to_batch(rows).items()}
+    inputs = {name: example[name] for name in read_fields(task, model, example)}
+    ragged = {name for name in inputs if isinstance(rows.get(name), Ragged)}
+    served = loader.Served(task, model, list(inputs)).eval()
+    refused: list[str] = []
+    for name, write in (("torch.export", _write_exported), ("safetensors", _write_weights)):
+        data, code = folder / "data" / "model", folder / "code"
+        data.mkdir(parents=True)
+        code.mkdir()
+        shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
+        _describe(data, name, served, inputs, ragged)
+        try:
+            _write_parameters(model, data)
+            libraries = write(served, inputs, data, code, ragged)
+            outputs = _compared(served, inputs, data)
+        except Exception as error:  # torch.export raises whatever it meets
+            refused.append(f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
+            shutil.rmtree(folder / "data")
+            shutil.rmtree(code)
+            continue
+        return Files(folder, name, outputs, tuple(refused), libraries, inputs, _outputs(served, inputs), ragged)
+    raise RegistryError("The model cannot be stored without pickle:\n" + "\n".join(f"  - {reason}" for reason in refused))
+
+
+def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -> list[str]:
+    """The decoded fields that `forward` needs, such as `image` and not `label`, in the order of the example."""
+    whole = _batch(example, 2)
+    batch = _Watched(whole)
+    model.eval()
+    with torch.no_grad():
+        wanted = _forwarded(task, model, batch)
+        names = [name for name in example if name in batch.read]
+        try:
+            got = _forwarded(task, model, {name: whole[name] for name in names})
+        except Exception:  # more were read, in a way that is not watched
+            return list(example)
+    same = all(torch.equal(mine, other) for (_, mine), (_, other) in zip(wanted, got, strict=True))
+    return names if same else list(example)
+
+
+def _forwarded(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
+    """See `_drawn_alike`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return loader.named(task.forward(model, batch))
+
+
+class _Watched(dict[str, Tensor]):
+    """A batch that remembers which of its fields were read one by one."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        if isinstance(name, str) and super().__contains__(name):
+            self.read.add(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """See `dict.get`."""
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def _batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
+    """So many rows of an example, the same ones again where it has fewer."""
+    return {name: torch.from_numpy(np.take(values, np.arange(rows), axis=0, mode="wrap")) for name, values in example.items()}
+
+
+def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray], ragged: set[str]) -> None:
+    def shape(field: str) -> list[int]:
+        """Of one row; -1 is any length."""
+        one = list(inputs[field].shape[1:])
+        return [-1, *one[1:]] if field in ragged else one
+
+    described = {
+        "format": name,
+        "inputs": [{"name": field, "dtype": values.dtype.str, "shape": shape(field)} for field, values in inputs.items()],
+        "params_digest": params_digest(served.model.state_dict()),
+        "torch": torch.__version__,
+        "classes": served.task.classes,
+        "task": {"class_path": class_path(served.task), "settings": _settings(served.task)},
+    }
+    (data / loader.DESCRIPTION).write_text(to_json(described, indent=1))
+
+
+def class_path(task: Task) -> str:
+    """The import path of a task's class."""
+    return f"{type(task).__module__}.{type(task).__qualname__}"
+
+
+def _settings(task: Task) -> dict[str, Any] | None:
+    """The settings of a prepared task, from which it can be made again; None if JSON does not keep them or they hold a secret."""
+    settings = vars(task)
+    return settings if _is_json(settings) and redacted(settings) == settings else None
+
+
+def _write_exported(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]) -> set[str]:
+    """Writes `model.pt2`; returns the libraries that loading it needs.
+
+    Raises:
+        Exception: Whatever `torch.export` meets in the model.
+    """
+    del code
+    any_rows, any_length = {0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    shapes = tuple(any_length if name in ragged else any_rows for name in inputs)
+    with torch.no_grad():
+        exported = torch.export.export(served, tuple(_batch(inputs, 2).values()), dynamic_shapes={"fields": shapes})
+    exported.example_inputs = None  # they would be pickled
+    torch.export.save(exported, data / loader.EXPORTED)
+    state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
+    if params_digest(state) != params_digest(served.model.state_dict()):
+        raise RegistryError("the exported model has other parameters")
+    return {"torch", "numpy"}
+
+
+def _write_weights(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]) -> set[str]:
+    """Writes `task.json` and the task's code; returns the libraries that loading them needs.
+
+    Raises:
+        RegistryError: The task's settings are no JSON, or its code cannot be shipped.
+    """
+    del inputs, ragged
+    made = type(served.task)
+    if "<locals>" in made.__qualname__ or made.__module__ == "__main__":
+        raise RegistryError(f"the task's class {made.__module__}.{made.__qualname__} cannot be imported; define it at the top of a module")
+    for name, value in vars(served.task).items():
+        if not _is_json(value):
+            raise RegistryError(
+                f"the task's attribute {name!r} is a {type(value).__name__} that JSON does not keep; hold numbers, text, lists and"
+                " dictionaries of these, and make the rest of them when they are needed"
+            )
+        if redacted(value, name) != value:
+            raise RegistryError(f"the task's attribute {name!r} holds a secret, which a package must not; read it from the environment")
+    sources = sources_of(made.__module__)
+    for module, file in sources.files.items():
+        target = code / Path(*module.split("."))
+        target = target / "__init__.py" if file.name == "__init__.py" else target.with_suffix(".py")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    digests = {module: hashlib.sha256(file.read_bytes()).hexdigest() for module, file in sources.files.items()}
+    task = {"module": made.__module__, "class": made.__qualname__, "settings": vars(served.task), "code": digests}
+    (data / loader.TASK).write_text(json.dumps(task, indent=1))
+    return {"torch", "numpy", "safetensors"} | sources.libraries
+
+
+def _write_parameters(model: nn.Module, data: Path) -> None:
+    """Writes `model.safetensors`."""
+    state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
+    (data / loader.WEIGHTS).write_bytes(safetensors.torch.save(state))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _compared(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
+    """Loads what was written, as a user would, and compares its outputs with the trained model's.
+
+    Raises:
+        RegistryError: They differ.
+    """
+    loaded = loader.load(data)
+    equal = True
+    for rows in (1, 2, 3):
+        batch = tuple(_batch(inputs, rows).values())
+        with torch.no_grad():
+            ours, theirs = (_drawn_alike(one, batch) for one in (served, loaded))
+        for (name, mine), (other, packaged) in zip(ours, theirs, strict=True):
+            if name != other or mine.shape != packaged.shape or not torch.allclose(mine, packaged, equal_nan=True, **_CLOSE):
+                raise RegistryError(f"loaded again, it predicts something else for {rows} rows")
+            equal = equal and torch.equal(mine, packaged)
+    return "equal" if equal else "close"
+
+
+def _drawn_alike(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
+    """Outputs of a model that may draw from torch's generators, as that of a GAN does: each time the same numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return loader.named(module(*batch))
+
+
+def _outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
+    with torch.no_grad():
+        found = loader.named(served(*_batch(inputs, 2).values()))
+    return {name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy() for name, values in found}
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The order of the data as pure functions of integers: no Ray, no torch, no MLflow, no files."""
+"""Which row belongs to which step, as pure functions of integers: no Ray, no torch, no files."""

@@ -1,24 +1,161 @@
 """The manifest: the table of Parquet row groups that a run trains on, with a digest.
 
 A row's identity is its position in the manifest; an id column of the data is provenance only.
+
+What is known of a data set's columns before anything is read: names, types, ranges.
+
+Columns that are in the names of folders: `key=value`, as Hive, Spark, pandas and Arrow write them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import operator
-from collections.abc import Iterable, Sequence
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import PurePosixPath
+from typing import Literal
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
 
 from ray_app.errors import DataError
-from ray_app.plan.partitions import PartitionType, partition_types
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """One column.
+
+    Args:
+        kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), `list` (of numbers, of any
+            length), or `other`.
+        dtype: NumPy dtype of numbers and arrays.
+        shape: Shape of one row of an array.
+        minimum: Least value of a column of numbers, or of lists of them, if the files say.
+        maximum: Greatest value, likewise.
+        nulls: Missing values, if the files say.
+        group_span: Values from the least to the greatest in a row group of a column of integers, on an average over the rows, if the
+            files say.
+    """
+
+    kind: Literal["number", "integer", "text", "bytes", "array", "list", "other"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    nulls: int | None = None
+    group_span: float | None = None
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A data set as its files describe it.
+
+    Args:
+        path: Where it is, for messages.
+        num_rows: Number of rows.
+        columns: Facts of every column by name.
+        classes: Names of the classes of the label column, if the ingest recorded them.
+        count: Reads a column of integers, and returns how many rows have each of its values.
+        index_columns: Columns that number the rows and are no data of theirs: the index of a pandas table, and columns without a name.
+    """
+
+    path: str
+    num_rows: int
+    columns: dict[str, ColumnFacts]
+    classes: tuple[str, ...] | None = None
+    count: Callable[[str], dict[int, int]] | None = None
+    index_columns: tuple[str, ...] = ()
+
+
+def similar_names(names: Iterable[str]) -> list[list[str]]:
+    """Names that differ in upper and lower case, blanks or the form of a character (Unicode NFKC) alone, each group in its order."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        form = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+        groups.setdefault(unicodedata.normalize("NFKC", form), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+PartitionType = Literal["int64", "double", "string"]
+Value = int | float | str | None
+_MISSING = "__HIVE_DEFAULT_PARTITION__"
+_INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
+
+
+def partition_texts(path: str) -> dict[str, str | None]:
+    """The keys and values in the folders of a file's path, relative to its data set; None is a missing value.
+
+    Raises:
+        DataError: A key stands in the path twice.
+    """
+    if "=" not in path:
+        return {}
+    found: dict[str, str | None] = {}
+    for folder in path.split("/")[:-1]:
+        key, separator, value = folder.partition("=")
+        if not separator or not key:
+            continue
+        name = unquote(key)
+        if name in found:
+            raise DataError(f"{path} has two folders of the column {name!r}; a column has one value for a file. Rename one of them.")
+        found[name] = None if value in ("", _MISSING) else unquote(value)
+    return found
+
+
+def partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
+    """The partition columns of a data set, in the order of its folders, each in the narrowest type that holds all its values.
+
+    Args:
+        paths: All files, relative to the data set.
+
+    Raises:
+        DataError: The files have different keys.
+    """
+    values: dict[str, set[str | None]] = {}
+    keys: tuple[str, ...] | None = None
+    folder_before = None
+    for path in paths:
+        folder = path.rpartition("/")[0]
+        if folder == folder_before:
+            continue
+        folder_before, found = folder, partition_texts(path)
+        if keys is None:
+            keys = tuple(found)
+        elif set(keys) != set(found):
+            raise DataError(
+                f"{paths[0]} has the partition columns {', '.join(keys) or 'none'}, {path} has {', '.join(found) or 'none'}; all files of a"
+                " data set have the same. Move the files apart, or into folders key=value of the same keys."
+            )
+        for key, value in found.items():
+            values.setdefault(key, set()).add(value)
+    return {key: _type_of(some) for key, some in values.items()}
+
+
+def partition_value(text: str | None, kind: PartitionType) -> Value:
+    """A value of a partition column."""
+    if text is None or kind == "string":
+        return text
+    return int(text) if kind == "int64" else float(text)
+
+
+def _type_of(values: Iterable[str | None]) -> PartitionType:
+    known = [value for value in values if value is not None]
+    if known and all(map(_INTEGER.fullmatch, known)):
+        # Digits beyond 64 bits are names: as a fraction two of them could become one.
+        return "int64" if all(-(2**63) <= int(value) < 2**63 for value in known) else "string"
+    if known and all(_NUMBER.fullmatch(value) and math.isfinite(float(value)) for value in known):
+        return "double"
+    return "string"
+
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]

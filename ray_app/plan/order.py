@@ -7,10 +7,17 @@
 4. Step k of the epoch is the k-th micro-batch of every stream.
 
 Memory and time grow with row groups and windows in use, never with rows; any position is reached directly.
+
+The cursor: the whole position of a run in its data.
+
+Micro-batches of rows that are about equally long, so that little of them is padding.
+
+Which files belong to which logical worker, where whole files do.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -18,12 +25,76 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ray_app.plan.balance import Classes, Uses
-from ray_app.plan.keyed import hash_array, key, mix_array, permutation
+from ray_app.plan.class_balancing import Classes, Uses
+from ray_app.plan.hashing import hash_array, key, mix_array, permutation
 from ray_app.plan.manifest import Manifest
-from ray_app.plan.streams import owners, rows_of_files
+
+
+@dataclass(frozen=True, order=True)
+class Cursor:
+    """The next step to do: `step` (from 0) of `epoch` (from 0)."""
+
+    epoch: int = 0
+    step: int = 0
+
+    @classmethod
+    def at(cls, global_step: int, steps_per_epoch: int) -> Cursor:
+        """The cursor after `global_step` finished steps."""
+        return cls(*divmod(global_step, steps_per_epoch))
+
+    def next(self, steps_per_epoch: int) -> Cursor:
+        """The cursor one step later."""
+        return Cursor(self.epoch, self.step + 1) if self.step + 1 < steps_per_epoch else Cursor(self.epoch + 1, 0)
+
 
 Int64 = npt.NDArray[np.int64]
+
+
+def by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
+    """An order of a window's rows: those of a micro-batch are about equally long, and short and long micro-batches are mixed.
+
+    Logical workers that take the same key have micro-batches of like lengths in the same step, so none waits for another. The rows that
+    do not fill a micro-batch stay the last ones.
+
+    Args:
+        lengths: Of the rows in their shuffled order, shape (rows,).
+        micro_batch: Rows of a micro-batch.
+        base: Key of the order of the micro-batches.
+
+    Returns:
+        Indices into the rows, shape (rows,).
+    """
+    full = len(lengths) // micro_batch
+    alike = np.argsort(lengths[: full * micro_batch], kind="stable").reshape(full, micro_batch)
+    return np.concatenate([alike[permutation(base, full)].reshape(-1), np.arange(full * micro_batch, len(lengths))])
+
+
+_FILES = 4  # salt: what a key is for
+
+
+def owners(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
+    """The logical worker of every file, shape (files,).
+
+    Files go, from the largest to the smallest, to whoever has the fewest rows (Graham 1969: at most 4/3 of the best possible longest
+    stream); a keyed hash orders files of equal size. Logical worker 0 then has the most rows, the last one the fewest.
+    """
+    rows = rows_of_files(manifest)
+    hashed = hash_array(key(_FILES, seed), manifest.path_hash)
+    order = np.lexsort((hashed, -rows))
+    found = np.zeros(len(rows), np.int64)
+    least = [(0, v) for v in range(logical_workers)]
+    for file in order.tolist():
+        held, v = least[0]
+        found[file] = v
+        heapq.heapreplace(least, (held + int(rows[file]), v))
+    most_first = sorted(range(logical_workers), key=lambda v: (-next(held for held, w in least if w == v), v))
+    return np.argsort(np.array(most_first))[found]
+
+
+def rows_of_files(manifest: Manifest) -> Int64:
+    """Rows of every file, shape (files,)."""
+    return np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
+
 
 _GROUPS, _WINDOW = 1, 2  # salts: what a key is for
 

@@ -1,1 +1,1 @@
-"""Batch prediction: a model over a Parquet data set to Parquet, rows in = rows out, resumable."""
+"""Batch prediction from Parquet to Parquet, one row out for each row in, resumable."""

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
-from ray_app.data.dataset.arrays import ArraySpec, fixed, from_column, lists_of, to_column
-from ray_app.data.dataset.data_file import DataFile, Partitions
-from ray_app.data.read.reader import POSITION, ReadSpec, check_positions, stored
+from ray_app.data.arrays import ArraySpec, fixed, from_column, lists_of, to_column
+from ray_app.data.parquet_files import DataFile, Partitions
+from ray_app.data.reader import POSITION, ReadSpec, check_positions, stored
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
-from ray_app.models.on_device import module_on
+from ray_app.models.loader import module_on
 from ray_app.process import keep_freed_memory
-from ray_app.record.files import location, put_atomic
-from ray_app.task import environment
+from ray_app.storage.files import location, put_atomic
+from ray_app.task import device as environment
 from ray_app.task.base import Batch, Task
+from ray_app.task.ragged import Field, Ragged, joined, to_batch
 from ray_app.task.roi_align import use_eager_roi_align
-from ray_app.task.rows.ragged import Field, Ragged, joined, to_batch
 
 MADE_FROM = b"ray_app.made_from"
 Predict = Callable[[Batch], Any]

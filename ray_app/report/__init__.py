@@ -1,1 +1,1 @@
-"""`report.html`: one self-contained page about a run, made from its directory alone, also while it runs or after it failed."""
+"""`report.html`: one self-contained page about a run, made from its directory alone."""

@@ -1,19 +1,326 @@
 """Charts as SVG: no script, no fonts of their own, colours from the page's CSS variables, and a text for whoever cannot see them.
 
 Coordinates are pixels of the `viewBox`; the page scales the whole, so what goes to a phone is drawn again with a smaller width.
+
+Axes: where ticks stand and how numbers are written. Pure functions.
+
+From step records to curves: thinning, smoothing, rates, and a clock without the pauses between two starts. Pure functions.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from markupsafe import Markup, escape
 
-from ray_app.report.axes import STEPS, Axis, Scale, log_ticks, seconds
-from ray_app.report.series import Pause, Point, thinned
+from ray_app.runlog.journal import Event, StepRecord
+
+_TIMES_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200]
+_DAY_S = 86400
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most about `most` round numbers from `low` to `high`."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / max(1, most)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def whole_ticks(low: float, high: float, most: int) -> list[float]:
+    """The same, whole numbers only."""
+    found = sorted({float(round(tick)) for tick in ticks(low, high, most)})
+    return [tick for tick in found if low <= tick <= high]
+
+
+def time_ticks(low: float, high: float, most: int) -> list[float]:
+    """The same for seconds: whole minutes, hours and days where the span is long."""
+    raw = (high - low) / max(1, most)
+    if raw < 1:
+        return ticks(low, high, most)
+    step: float = next((t for t in _TIMES_S if t >= raw), 0) or _DAY_S * math.ceil(raw / _DAY_S)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Powers of ten, with 2 and 5 times these where there is room."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = max(1, math.ceil(len(powers) / most))
+    parts = (1, 2, 5) if 3 * len(powers) <= most + 2 else (1,)
+    found = [m * 10.0**p for p in powers if p % every == 0 for m in parts]
+    return [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
+
+
+def number(value: float) -> str:
+    """A number as short as it can be read: `0.0012`, `350`, `12k`, `3.5M`, `1e-06`."""
+    size = abs(value)
+    if not math.isfinite(value) or size == 0:
+        return "0" if size == 0 else str(value)
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            scale = 1e3 if letter == "k" else limit
+            return f"{value / scale:.4g}{letter}"
+    if size < 1e-3:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def seconds(value: float) -> str:
+    """A duration: `0 s`, `250 ms`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if value < 0:
+        return f"-{seconds(-value)}"
+    if 0 < value < 1:
+        return f"{value * 1e3:.{0 if value >= 0.01 else 1}f} ms"
+    if value < 60:
+        return f"{value:.3g} s" if value < 10 else f"{value:.0f} s"
+    for size, name, inner, inner_name in ((_DAY_S, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if value >= size:
+            whole, rest = divmod(round(value / inner) * inner, size)
+            return f"{whole:.0f} {name}" + (f" {rest / inner:.0f} {inner_name}" if rest else "")
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to pixels.
+
+    Args:
+        low: Value at `start`.
+        high: Value at `end`.
+        start: Pixels.
+        end: Pixels.
+        log: Whether equal distances are equal ratios.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Pixels of a value."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        at = math.log(max(value, self.low)) if self.log else value
+        return self.start + (at - low) / ((high - low) or 1.0) * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How one direction of a chart is labelled.
+
+    Args:
+        name: What it shows, with its unit.
+        place: Chooses the ticks between two values, at most so many.
+        text: Writes one.
+    """
+
+    name: str
+    place: Callable[[float, float, int], list[float]] = ticks
+    text: Callable[[float], str] = number
+
+
+STEPS = Axis("step", whole_ticks, lambda step: f"{step:,.0f}")
+TIME = Axis("running time", time_ticks, seconds)
+
+
+MOST_POINTS = 1000
+"""Most points of one curve."""
+
+_LOG_FROM = 50.0
+
+Point = tuple[float, float]
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most `most` of the points, in their order, among them the first, the last, and every stretch's lowest and highest.
+
+    The points are cut into `most` / 4 stretches of equally many points; of each its first, its last, its minimum and its maximum stay. So a
+    single outlier among a million steps is still to be seen.
+    """
+    if len(points) <= most:
+        return list(points)
+    kept: list[Point] = []
+    stretches = max(1, most // 4)
+    for number in range(stretches):
+        low, high = number * len(points) // stretches, (number + 1) * len(points) // stretches
+        chosen = range(low, high)
+        ends = {low, high - 1, min(chosen, key=lambda i: points[i][1]), max(chosen, key=lambda i: points[i][1])}
+        kept += [points[i] for i in sorted(ends)]
+    return kept
+
+
+class Curve(Sequence[Point]):
+    """Points in two columns: of a million steps they take a sixth of the memory of tuples.
+
+    Args:
+        x: Where they are.
+        y: Their values, as many.
+    """
+
+    def __init__(self, x: array[float], y: array[float]) -> None:
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __iter__(self) -> Iterator[Point]:
+        return zip(self._x, self._y, strict=True)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> Curve: ...
+    def __getitem__(self, index: int | slice) -> Point | Curve:
+        if isinstance(index, slice):
+            return Curve(self._x[index], self._y[index])
+        return self._x[index], self._y[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def finite(points: Iterable[Point]) -> Curve:
+    """The points that are neither NaN nor infinite."""
+    x, y = array("d"), array("d")
+    for at, value in points:
+        if math.isfinite(at) and math.isfinite(value):
+            x.append(at)
+            y.append(value)
+    return Curve(x, y)
+
+
+def smoothed(points: Sequence[Point], most: int = 120) -> list[Point]:
+    """Means over equally long stretches of points, at most `most` of them; empty if there are too few points to smooth."""
+    if len(points) < 2 * most:
+        return []
+    means = []
+    for number in range(most):
+        some = points[number * len(points) // most : (number + 1) * len(points) // most]
+        means.append((sum(x for x, _ in some) / len(some), sum(y for _, y in some) / len(some)))
+    return [points[0] if most == 1 else (points[0][0], means[0][1]), *means[1:-1], (points[-1][0], means[-1][1])]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Time in which no driver worked on the run.
+
+    Args:
+        at_s: When it was, in seconds of the run's clock.
+        seconds: How long it was.
+        number: Number of the start that ended it, from 2.
+    """
+
+    at_s: float
+    seconds: float
+    number: int
+
+
+class Clock:
+    """Turns times into seconds since the first start, leaving out the pauses between a start's last sign of life and the next start.
+
+    Args:
+        starts_s: When the run was started, seconds since 1970.
+        signs_s: When anything was recorded, likewise.
+    """
+
+    def __init__(self, starts_s: Sequence[float], signs_s: Iterable[float]) -> None:
+        signs = sorted(signs_s)
+        starts = sorted(starts_s) or signs[:1] or [0.0]
+        self._starts, self._cut = starts, [starts[0]]
+        self.pauses: list[Pause] = []
+        for number, start in enumerate(starts[1:], 2):
+            before = bisect_right(signs, start - 1e-6)
+            pause_s = start - max(signs[before - 1] if before else start, starts[number - 2])
+            self._cut.append(self._cut[-1] + pause_s)
+            self.pauses.append(Pause(start - self._cut[-1], pause_s, number))
+        self.end_s = max(self.at(signs[-1]), 0.001) if signs else 0.001
+
+    def at(self, time_s: float) -> float:
+        """Seconds since the first start, without pauses."""
+        return time_s - self._cut[max(0, bisect_right(self._starts, time_s) - 1)]
+
+
+def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
+    """Workers that step, by the run's clock, as corners of a step curve: 0 where nobody steps for longer than a three-hundredth of the run.
+
+    Args:
+        records: All steps in the order of time, also those done again.
+        clock: The run's.
+    """
+    corners: list[Point] = [(0.0, 0.0)]
+    least_s, end_s, size = clock.end_s / 300, 0.0, 0
+    for record in records:
+        done_s = clock.at(record.time_s)
+        began_s = max(end_s, done_s - record.step_ms / 1e3)
+        if began_s - end_s > least_s:
+            corners += [(end_s, 0.0), (began_s, float(record.workers))]
+        elif record.workers != size:
+            corners.append((began_s, float(record.workers)))
+        end_s, size = done_s, record.workers
+    return [*corners, (end_s, 0.0)] if records else []
+
+
+def rates(records: Sequence[StepRecord], clock: Clock, most: int = 160) -> list[Point]:
+    """Rows per second over equally long times of the run's clock, at most `most` of them, standing at the middle of each.
+
+    Args:
+        records: The steps in their order, also of a machine whose clock was set back meanwhile.
+        clock: The run's.
+        most: How many.
+    """
+    if len(records) < 2:
+        return []
+    times = [clock.at(record.time_s) for record in records]
+    low, high = min(times), max(times)
+    bins = min(most, max(1, len(records) // 8))
+    width_s = (high - low) / bins
+    if width_s <= 0:
+        return []
+    rows = [0.0] * bins
+    for record, time_s in zip(records[1:], times[1:], strict=True):
+        rows[min(bins - 1, int((time_s - low) / width_s))] += sum(record.rows)
+    return [(low + (i + 0.5) * width_s, count / width_s) for i, count in enumerate(rows)]
+
+
+def starts_of(events: Iterable[Event]) -> list[Event]:
+    """The driver's starts."""
+    return [event for event in events if event.kind == "started"]
+
+
+def spans_powers(values: Sequence[float]) -> bool:
+    """Whether values are better seen on a logarithmic axis: all positive, the largest at least 50 times the smallest."""
+    return min(values, default=0.0) > 0 and max(values) / min(values) >= _LOG_FROM
+
+
+def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
+    """A curve in characters: means of equally many values, from the lowest mark to the highest, by their logarithm where they span powers;
+    empty without finite values.
+
+    Args:
+        values: The curve.
+        marks: From low to high.
+        width: Most characters.
+    """
+    usable = [value for value in values if math.isfinite(value)]
+    width = min(width, len(usable))
+    cells = [usable[i * len(usable) // width : (i + 1) * len(usable) // width] for i in range(width)]
+    means = [sum(cell) / len(cell) for cell in cells]
+    means = [math.log(mean) for mean in means] if spans_powers(means) else means
+    low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
+    return "".join(marks[round((mean - low) / span * (len(marks) - 1))] for mean in means)
+
 
 Tone = Literal["blue", "orange", "green", "red", "purple", "grey"]
 

@@ -1,18 +1,43 @@
-"""Runs side by side: a table and common curves."""
+"""Runs side by side: a table and common curves.
+
+What a notebook shows of a run: the report's figures and style, as a piece of a page.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from ray_app.report.axes import Axis, number, seconds
-from ray_app.report.cells import cell
-from ray_app.report.charts import Frame, Line, Tone, line_chart
+from markupsafe import Markup
+
+from ray_app.report.charts import Axis, Frame, Line, Point, Tone, finite, line_chart, number, seconds, smoothed, spans_powers
 from ray_app.report.facts import Facts, shown_fields
-from ray_app.report.figures import NARROW, WIDE, Figure
-from ray_app.report.series import Point, finite, smoothed, spans_powers
+from ray_app.report.figures import NARROW, WIDE, Figure, cluster_figures, learning_figures
+from ray_app.report.page import TONES, cards_of, environment
 from ray_app.report.tables import sizes_text
+from ray_app.runlog.redaction import redact
+
+
+def run_cell(facts: Facts) -> str:
+    """One run as HTML: its key figures, what happened, the loss, and the metric that decides (without one, the learning rate)."""
+    figures = [*learning_figures(facts)[:2], *cluster_figures(facts)]
+    return cell("run_cell.html.j2", facts=facts, tone=TONES[facts.status], cards=cards_of(facts), figures=figures)
+
+
+def cell(template: str, **values: Any) -> str:
+    """Fills a template that extends `cell.html.j2`; what comes from runs is escaped, secrets are hidden."""
+    return redact(environment().get_template(template).render(css=_css(), **values))
+
+
+@cache
+def _css() -> Markup:
+    """The report's style sheet, to stand inside a rule: what it says of the page's root is then said of the piece."""
+    env = environment()
+    assert env.loader is not None
+    return Markup(env.loader.get_source(env, "report.css")[0].replace(":root", "&"))
+
 
 _TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red", "grey")
 

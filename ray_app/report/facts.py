@@ -1,7 +1,13 @@
-"""What a report tells, read from a run's directory: finished, failed or running, with or without steps and evaluations."""
+"""What a report tells, read from a run's directory: finished, failed or running, with or without steps and evaluations.
+
+What happened to the cluster, in one line.
+
+How many rows each logical worker used, and which rows were skipped because they cannot be decoded.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -10,24 +16,152 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.store import CheckpointStore
+from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config, flatten
+from ray_app.config.sections import FailureSection
 from ray_app.errors import ConfigError
-from ray_app.record.ends import End, key_of, read_ends
-from ray_app.record.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
-from ray_app.record.files import read_json
-from ray_app.record.lease import is_held
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.history import goodput, world_sizes
-from ray_app.record.progress.journal import Event, EventsReader, newest_detail
-from ray_app.record.progress.segments import StepRecord
-from ray_app.record.progress.steps import Course, StepsReader
-from ray_app.record.redact import redacted
-from ray_app.record.stored_config import read_config
-from ray_app.report.rows import ReportedBadRows, read_bad_rows
-from ray_app.report.series import Clock, starts_of
-from ray_app.report.story import what_happened
+from ray_app.report.charts import Clock, seconds, starts_of
+from ray_app.runlog.endings import End, key_of, read_ends
+from ray_app.runlog.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
+from ray_app.runlog.history import counted_word, disturbances, goodput, recoveries, world_sizes
+from ray_app.runlog.journal import Event, EventsReader, StepRecord, newest_detail
+from ray_app.runlog.lease import is_held
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import redacted
+from ray_app.runlog.step_records import Course, StepsReader
+from ray_app.runlog.stored_config import read_config
+from ray_app.storage.files import names, read_all, read_json
+
+_MOST_SIZES = 8
+
+
+def slow_now(events: list[Event]) -> dict[int, Event]:
+    """Of the newest set of workers those that keep the others waiting, by rank, with what was said of them."""
+    found = dict[int, Event]()
+    for event in events:
+        if event.kind == "formed":
+            found.clear()
+        elif event.kind == "slowed":
+            found[event.details["rank"]] = event
+        elif event.kind == "kept_up":
+            found.pop(event.details["rank"], None)
+    return found
+
+
+def what_happened(events: list[Event], course: Course, limits: FailureSection) -> str:
+    """One line: disturbances against their budgets, numbers of workers, steps done again, and seconds until the next step.
+
+    Args:
+        events: The run's, in the order of time.
+        course: Its steps.
+        limits: The budgets.
+    """
+    happened = disturbances(events, limits)
+    parts = [happened or "nothing went wrong"]
+    sizes = [workers for _, workers in world_sizes(course.records)]
+    if len(sizes) == 1:
+        parts.append(f"{counted_word(sizes[0], 'worker')} throughout")
+    elif len(sizes) > _MOST_SIZES:
+        parts.append(f"{len(sizes) - 1} changes between {min(sizes)} and {counted_word(max(sizes), 'worker')}")
+    elif sizes:
+        parts.append(f"workers {' → '.join(map(str, sizes))}")
+    if course.repeated:
+        parts.append(f"{counted_word(len(course.repeated), 'step')} redone")
+    elif happened:
+        parts.append("nothing lost: 0 steps redone")
+    waits = recoveries(events, course.in_time)
+    if waits:
+        low, high = seconds(min(waits)), seconds(max(waits))
+        parts.append(f"back after {low}" if low == high else f"back after {low} to {high}")
+    return "; ".join(parts)
+
+
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one logical worker used.
+
+    Args:
+        logical_worker: Which.
+        rows: Rows of all recorded steps.
+        part: Of those of the one that used most.
+    """
+
+    logical_worker: int
+    rows: int
+    part: float
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the logical workers used.
+
+    Args:
+        shown: The first of them.
+        logical_workers: How many there are.
+        least: Fewest rows of one.
+        most: Most rows of one.
+    """
+
+    shown: list[Share]
+    logical_workers: int
+    least: int
+    most: int
+
+
+def shares(used: list[int]) -> Shares | None:
+    """The rows of every logical worker; None if there is only one, or no step."""
+    if len(used) < 2:
+        return None
+    most = max(used)
+    shown = [Share(v, rows, rows / most if most else 0.0) for v, rows in enumerate(used[:_MOST_SHOWN])]
+    return Shares(shown, len(used), min(used), most)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be decoded.
+
+    Args:
+        position: In the manifest.
+        path: Its file.
+        row_group: Number of the row group in the file.
+        row: Number of the row in the row group.
+        reason: Why.
+    """
+
+    position: int
+    path: str
+    row_group: int
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReportedBadRows:
+    """The rows that a run met and cannot decode.
+
+    Args:
+        first: The first of them by position.
+        distinct: How many they are.
+    """
+
+    first: list[BadRow]
+    distinct: int
+
+
+def read_bad_rows(paths: RunPaths) -> ReportedBadRows:
+    """Reads the list that a run keeps of them.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    found = sorted(names(paths.bad_rows))
+    first = read_all(paths.bad_rows / name for name in found[:_MOST_SHOWN])
+    return ReportedBadRows([BadRow(**json.loads(data)) for data in first], len(found))
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,30 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ray_app.record.evaluations import Evaluation
-from ray_app.record.progress.journal import Event
-from ray_app.report.axes import TIME, Axis, number, seconds, whole_ticks
-from ray_app.report.charts import Frame, Lane, Line, Mark, Tone, line_chart, timeline
+from ray_app.report.charts import (
+    TIME,
+    Axis,
+    Frame,
+    Lane,
+    Line,
+    Mark,
+    Point,
+    Tone,
+    finite,
+    line_chart,
+    number,
+    rates,
+    seconds,
+    sizes_over_time,
+    smoothed,
+    spans_powers,
+    thinned,
+    timeline,
+    whole_ticks,
+)
 from ray_app.report.facts import Facts
-from ray_app.report.series import Point, finite, rates, sizes_over_time, smoothed, spans_powers, thinned
+from ray_app.runlog.evaluations import Evaluation
+from ray_app.runlog.journal import Event
 
 WIDE, NARROW = 1010, 420
 _LAST = 100

@@ -10,15 +10,13 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ray_app.record.files import Location, put_atomic
-from ray_app.record.paths import RunPaths
-from ray_app.record.redact import redact
-from ray_app.report.axes import number, seconds
-from ray_app.report.classes import by_class
-from ray_app.report.facts import Facts, changed_fields, read_facts
+from ray_app.report.charts import number, seconds
+from ray_app.report.facts import Facts, changed_fields, read_facts, shares
 from ray_app.report.figures import cluster_figures, learning_figures
-from ray_app.report.rows import shares
-from ray_app.report.tables import budgets, comparison, counters, happenings, time_parts
+from ray_app.report.tables import budgets, by_class, comparison, counters, happenings, time_parts
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import redact
+from ray_app.storage.files import Location, put_atomic
 
 _PROFILE = re.compile(r"profile/[\w.-]+")
 TONES = {"running": "blue", "finished": "green", "stopped early": "green", "interrupted": "orange", "failed": "red", "vanished": "red"}

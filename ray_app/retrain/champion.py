@@ -1,4 +1,7 @@
-"""The champion, with what the record of its own retraining says of its data and its figures."""
+"""The champion, with what the record of its own retraining says of its data and its figures.
+
+Back to the champion before, with the reason in the audit record.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,18 @@ from typing import Any
 
 import safetensors.torch
 
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.driver.model_export import user
 from ray_app.models.loader import DESCRIPTION
-from ray_app.models.versions import Version, fetch, parameters
-from ray_app.record.files import Location, put_atomic
-from ray_app.retrain.comparison import Files, files_of
-from ray_app.retrain.key import Delivery
-from ray_app.retrain.paths import RetrainPaths
-from ray_app.retrain.profile import Profile
-from ray_app.retrain.rounds import Round
-from ray_app.retrain.validate import Known
+from ray_app.models.registry import Rollback, Version, fetch, parameters, rollback, rollbacks
+from ray_app.retrain.gate import Files, files_of
+from ray_app.retrain.profile import Known, Profile
+from ray_app.retrain.rounds import Delivery, RetrainPaths, Round, audit, entries
+from ray_app.runlog.lease import Lease, acquire, forget_older
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import Location, put_atomic
 from ray_app.task.schema import named_classes
+from ray_app.track.mlflow_client import connect
 
 KEY_TAG = "ray_app.retrain_key"
 
@@ -93,3 +98,37 @@ def package(uri: str, version: Version) -> Files:
     """The files of a version's package."""
     with tempfile.TemporaryDirectory() as folder:
         return files_of(fetch(uri, version, Path(folder)))
+
+
+def roll_back(config: Config, reason: str) -> Rollback:
+    """Lets the version serve again that the champion replaced.
+
+    Raises:
+        RunHeldError: Somebody else moves the alias at this moment, and does not get done.
+        RegistryError: There is no reason, no champion, or nothing that it replaced.
+        Exception: Whatever MLflow raises; the champion serves on.
+    """
+    paths, name = RetrainPaths.of(config), str(config.tracking.registered_model)
+    with deciding(paths):
+        client = connect(default_tracking_uri(config))
+        record_rollbacks(paths, client, name)
+        made = rollback(client, name, reason, user())
+        record_rollbacks(paths, client, name)
+    return made
+
+
+def deciding(paths: RetrainPaths) -> Lease:
+    """The right to move a model's alias, for the seconds that this takes; waits for somebody else who does."""
+    lease = acquire(RunPaths(paths.deciding), closing=True)
+    forget_older(RunPaths(paths.deciding), lease.fence)
+    return lease
+
+
+def record_rollbacks(paths: RetrainPaths, client: Any, name: str) -> None:
+    """Adds the rollbacks that MLflow knows to the audit record, also one that was stopped before it could; those that are there stay."""
+    found = {f"rollback {one.version} {one.at}": one for one in rollbacks(client, name)}
+    known = {entry["id"] for entry in entries(paths)} if found else set()
+    for id, one in found.items():
+        if id not in known:
+            details = {"version": one.version, "champion": one.to, "rolled_back_at": one.at, "by": one.by}
+            audit(paths, id, "rolled back", one.reason, details)

@@ -1,1 +1,1 @@
-"""A run as a Ray job: looked at before it takes a slot, submitted, followed, and submitted again when its driver is lost."""
+"""Runs as Ray jobs: checked before submission, followed, and submitted again when their driver is lost."""

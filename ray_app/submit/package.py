@@ -16,7 +16,7 @@ from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.submit.options import SubmitSection, split
-from ray_app.watch.findings import Finding
+from ray_app.watch.terminal import Finding
 
 _MB = 1 << 20
 _SHOWN = 5

@@ -11,12 +11,12 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.record.redact import is_secret_name, redact
+from ray_app.runlog.redaction import is_secret_name, redact
 from ray_app.submit.on_cluster import Report, versions
 from ray_app.submit.options import SubmitSection, refuse_secrets, split
 from ray_app.submit.package import data_in, packed, size_of
 from ray_app.submit.server import JobServer, LostContactError
-from ray_app.watch.findings import Finding, look, refused
+from ray_app.watch.terminal import Finding, look, refused
 
 _MUST_AGREE = ("python", "ray", "ray_app")
 _SHOWN_LINES = 15

@@ -19,8 +19,8 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from ray_app.errors import ConfigError
-from ray_app.record.redact import redact
-from ray_app.submit.supervise import EndedJob
+from ray_app.runlog.redaction import redact
+from ray_app.submit.options import EndedJob
 
 _CONNECT_S, _ANSWER_S, _UPLOAD_S = 10.0, 60.0, 1800.0
 _SILENCE_S = 30.0

@@ -1,1 +1,1 @@
-"""What is trained: the model, how rows become tensors, the loss and the metrics. The user's point of extension."""
+"""The user-facing task interface and the ready-made tasks: model, decoding of rows, loss, metrics."""

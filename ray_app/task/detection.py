@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ray_app.config.extras import require
+from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError, DataError
-from ray_app.plan.facts import DataFacts
+from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
-from ray_app.task.base import Batch, Rows, Task, need_column
-from ray_app.task.losses import Losses
-from ray_app.task.rows.pictures import image_of, is_image_column
-from ray_app.task.rows.ragged import LENGTHS, Arrays, Ragged
-from ray_app.task.rows.transforms import Spec, made, made_once, plain, transformed
+from ray_app.task.base import Batch, Losses, Rows, Task, need_column
+from ray_app.task.images import image_of, is_image_column
+from ray_app.task.ragged import LENGTHS, Arrays, Ragged
+from ray_app.task.transforms import Spec, made, made_once, plain, transformed
 
 _FOUND = ("boxes", "labels", "scores")
 _KEPT = ("map", "map_50", "map_75", "mar_100")

@@ -1,4 +1,7 @@
-"""Image classification with any torchvision classifier, or a small network for tiny images."""
+"""Image classification with any torchvision classifier, or a small network for tiny images.
+
+The network of TensorFlow's tutorial on several workers with Keras; also how small a task is that changes the model alone.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ray_app.config.extras import require
+from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError, DataError
-from ray_app.plan.facts import DataFacts
+from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, count_classes, need_column, uniform
+from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, count_classes, need_column, uniform
 from ray_app.task.classification import (
     ClassWeights,
     class_predictions,
     classification_metrics,
+    mix,
     resolve_weights,
+    smooth_targets,
     weigh,
     weighted,
     wrong_classes,
 )
-from ray_app.task.losses import Losses
-from ray_app.task.mixing import mix, smooth_targets
-from ray_app.task.rows.images import pixels_of
-from ray_app.task.rows.there import constant, sent
+from ray_app.task.device import constant, sent
+from ray_app.task.images import pixels_of
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 
@@ -276,3 +279,37 @@ def small_cnn(in_channels: int, num_classes: int, channels: int = 32, dropout: f
         nn.Flatten(),
         nn.Linear(8 * channels, num_classes),
     )
+
+
+class TutorialCnn(ImageClassification):
+    """Classifies small images by one convolution of 32 channels (3x3, no padding) and a hidden layer of 128 units.
+
+    Args:
+        num_classes: Number of classes; not given: read from the data.
+        image: Column of images: arrays (height, width[, channels]) of uint8.
+        label: Column of class indices.
+    """
+
+    def __init__(self, num_classes: int | None = None, image: str = "image", label: str = "label") -> None:
+        super().__init__(num_classes=num_classes, image=image, label=label, train_accuracy=True)
+        self.pixels = 0
+
+    def prepare(self, data: DataFacts) -> TutorialCnn:
+        """Counts the outputs of the convolution per channel, too; see `Task.prepare`."""
+        made = super().prepare(data)
+        assert isinstance(made, TutorialCnn)
+        height, width, *_ = data.columns[self.image].shape
+        made.pixels = (height - 2) * (width - 2)
+        return made
+
+    def build_model(self) -> nn.Module:
+        """See `Task.build_model`."""
+        assert self.num_classes is not None, "prepare() comes first"
+        return nn.Sequential(
+            nn.Conv2d(self.channels, 32, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * self.pixels, 128),
+            nn.ReLU(),
+            nn.Linear(128, self.num_classes),
+        )

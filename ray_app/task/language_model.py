@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ray_app.config.extras import require
+from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
-from ray_app.plan.facts import DataFacts
+from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Rows, Task
-from ray_app.task.losses import Losses
-from ray_app.task.rows.columns import need_column
-from ray_app.task.rows.ragged import LENGTHS, Arrays, Ragged
-from ray_app.task.rows.transforms import Spec, made
+from ray_app.task.base import Batch, Losses, Rows, Task
+from ray_app.task.fields import need_column
+from ray_app.task.ragged import LENGTHS, Arrays, Ragged
+from ray_app.task.transforms import Spec, made
 
 
 class CausalLanguageModel(Task):
@@ -133,7 +132,7 @@ class CausalLanguageModel(Task):
         """The perplexity: e to the mean loss of a token."""
         from torchmetrics import MetricCollection
 
-        from ray_app.task.score.perplexity import Perplexity
+        from ray_app.task.metric_classes import Perplexity
 
         return MetricCollection({"perplexity": Perplexity()})
 

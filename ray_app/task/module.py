@@ -12,25 +12,35 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ray_app.config.extras import require
+from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError, DataError
-from ray_app.plan.facts import DataFacts
+from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, need_column
+from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, need_column
 from ray_app.task.classification import class_predictions, wrong_classes
-from ray_app.task.configured.arguments import direction, mask_pairs, need_channels, need_flat, need_lists, need_numbers, need_specs
-from ray_app.task.configured.losses import Activation, activation_of, loss_of_rows, probabilities, reduction_of
-from ray_app.task.configured.targets import range_of, refuse_values
-from ray_app.task.losses import Losses
-from ray_app.task.rows.columns import too_many_classes
-from ray_app.task.rows.lengths import need_as_long, without_padding
-from ray_app.task.rows.pictures import IMAGE, MASK, decoded, is_image_column, is_mask
-from ray_app.task.rows.plain import need_finite, of_kind
-from ray_app.task.rows.ragged import LENGTHS, Arrays, Field, Ragged
-from ray_app.task.rows.there import constant
-from ray_app.task.rows.transforms import Spec, made, made_once
-from ray_app.task.score.deciding import Mode
-from ray_app.task.score.states import is_classification
+from ray_app.task.configured_arguments import (
+    Activation,
+    activation_of,
+    direction,
+    loss_of_rows,
+    mask_pairs,
+    need_channels,
+    need_flat,
+    need_lists,
+    need_numbers,
+    need_specs,
+    probabilities,
+    range_of,
+    reduction_of,
+    refuse_values,
+)
+from ray_app.task.device import constant
+from ray_app.task.fields import need_as_long, need_finite, of_kind, too_many_classes, without_padding
+from ray_app.task.images import IMAGE, MASK, decoded, is_image_column, is_mask
+from ray_app.task.metric_states import is_classification
+from ray_app.task.metrics import Mode
+from ray_app.task.ragged import LENGTHS, Arrays, Field, Ragged
+from ray_app.task.transforms import Spec, made, made_once
 
 _PADDING = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")

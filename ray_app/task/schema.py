@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ray_app.errors import DataError
-from ray_app.plan.facts import ColumnFacts, DataFacts
+from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Task
 
 LABEL = "label"

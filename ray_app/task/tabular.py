@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ray_app.errors import DataError
-from ray_app.plan.facts import DataFacts
+from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, count_classes, need_column
+from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, count_classes, need_column
 from ray_app.task.classification import (
     ClassWeights,
     class_predictions,
@@ -24,8 +24,7 @@ from ray_app.task.classification import (
     weighted,
     wrong_classes,
 )
-from ray_app.task.losses import Losses
-from ray_app.task.rows.plain import need_finite
+from ray_app.task.fields import need_finite
 
 _NUMBERS = ("number", "integer")
 

@@ -1,1 +1,1 @@
-"""From the record to MLflow and TensorBoard, and nothing else; models are in `models`."""
+"""From the run's record to MLflow and TensorBoard."""

@@ -1,1 +1,1 @@
-"""What runs inside a worker: the loop, the step, the state, the group, what is kept. How workers are started is `cluster`."""
+"""The training loop of one worker: step, state, process group, checkpoints. Starting workers is the task of `cluster`."""

@@ -11,23 +11,21 @@ from collections.abc import Callable
 import torch
 
 from ray_app.config.config import Config
-from ray_app.exchange.build import build_exchange, data_parallel
-from ray_app.exchange.exchange import World
+from ray_app.reduction.base import World
+from ray_app.reduction.build import build_exchange, data_parallel
 from ray_app.task.base import Task
-from ray_app.train.group.messages import Phase
 from ray_app.train.job import Job
+from ray_app.train.membership import Phase
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import Step
-from ray_app.train.step.turn_step import TurnStep
-from ray_app.train.strategies.central import CentralState
-from ray_app.train.strategies.local import LocalState
-from ray_app.train.strategies.local_step import LocalStep
+from ray_app.train.step.step import Step, TurnStep
+from ray_app.train.strategies.central_storage import CentralState
+from ray_app.train.strategies.local_sgd import LocalState, LocalStep
 
 
 def build_state(config: Config, task: Task, device: torch.device, total_steps: int) -> TrainingState:
     """Makes the training state of the configured strategy, see `TrainingState`."""
     if config.train.strategy == "fsdp":
-        from ray_app.train.strategies.sharded import ShardedState  # imports that the others do not need
+        from ray_app.train.strategies.fully_sharded import ShardedState  # imports that the others do not need
 
         return ShardedState(config, task, device, total_steps)
     made = {"central_storage": CentralState, "local_sgd": LocalState}.get(config.train.strategy, TrainingState)
@@ -44,7 +42,7 @@ def build_step(job: Job, state: TrainingState, world: World, device: torch.devic
         return TurnStep(job.config, job.task, state, state.turns, lambda: build_exchange(train, state.model, world), world, device, enter)
     exchange = build_exchange(train, state.model, world)
     if train.strategy == "fsdp":
-        from ray_app.train.strategies.sharded_step import ShardedStep
+        from ray_app.train.strategies.fully_sharded import ShardedStep
 
         return ShardedStep(job.config, job.task, state, exchange, world, device, enter)
     return Step(job.config, job.task, state, exchange, world, device, enter)

@@ -1,4 +1,7 @@
-"""What a worker needs to know to train: made once by the driver, the same for all workers and all attempts of a start."""
+"""What a worker needs to know to train: made once by the driver, the same for all workers and all attempts of a start.
+
+Where a test can make something happen; users have no need of it.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,22 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
-from ray_app.data.dataset.arrays import ArraySpec
-from ray_app.data.feed.disk_cache_folder import cached_fetch
-from ray_app.data.feed.windows import Windows
-from ray_app.data.read.bad_rows import KEYS
-from ray_app.data.read.reader import Fetch, Reader, RowSource, rows_per_task
-from ray_app.plan.cursor import Cursor
-from ray_app.plan.order import Plan
-from ray_app.record.early_stop import best_first, early_stop
-from ray_app.record.evaluations import Evaluation
-from ray_app.record.files import location
-from ray_app.record.paths import RunPaths
-from ray_app.record.verdict import Verdict
+from ray_app.data.arrays import ArraySpec
+from ray_app.data.bad_rows import KEYS
+from ray_app.data.disk_cache import cached_fetch
+from ray_app.data.reader import Fetch, Reader, RowSource, rows_per_task
+from ray_app.data.windows import Windows
+from ray_app.plan.order import Cursor, Plan
+from ray_app.runlog.evaluations import Evaluation, Verdict, best_first, early_stop
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import location
 from ray_app.task.base import Rows, Task
-from ray_app.task.rows.ragged import Arrays
-from ray_app.train.state.initial import read
+from ray_app.task.ragged import Arrays
+from ray_app.train.state.parameters import read
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,11 @@ class Job:
         return sorted(planned)
 
     def early_stop(self) -> Verdict | None:
-        """See `ray_app.record.early_stop.early_stop`."""
+        """See `ray_app.runlog.evaluations.early_stop`."""
         return early_stop(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
 
     def best_first(self) -> list[Evaluation]:
-        """See `ray_app.record.early_stop.best_first`."""
+        """See `ray_app.runlog.evaluations.best_first`."""
         return best_first(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
 
     @property
@@ -169,3 +170,21 @@ class WithKeys:
 
 OpenWindows = Callable[[Job, Cursor, range], Windows]
 """Opens the data at a cursor for the logical workers to play."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Called in every worker.
+
+    Args:
+        after_step: With (rank, finished steps) after each step.
+        before_commit: With the checkpoint before each commit, in the saver's thread.
+        built: With the model when it has been made.
+        at: With (phase, rank, finished steps) whenever a worker begins something else: `forming`, `data`, `compute`, `exchange`,
+            `evaluate`, `done`.
+    """
+
+    after_step: Callable[[int, int], None] | None = None
+    before_commit: Callable[[Commit], None] | None = None
+    at: Callable[[str, int, int], None] | None = None
+    built: Callable[[nn.Module], None] | None = None

@@ -11,29 +11,26 @@ from dataclasses import replace
 
 import torch
 
-from ray_app.data.feed.feed import Feed
+from ray_app.data.feed import Feed
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
-from ray_app.exchange.exchange import World, peers_to_blame
-from ray_app.plan.cursor import Cursor
-from ray_app.record.progress.journal import put_event
-from ray_app.task import environment
-from ray_app.task.own_code import own_code
-from ray_app.task.rows.ragged import Arrays
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World, peers_to_blame
+from ray_app.runlog.journal import put_event
+from ray_app.task import device as environment
+from ray_app.task.ragged import Arrays
+from ray_app.task.user_code import own_code
 from ray_app.train.build import build_state, build_step
-from ray_app.train.group.membership import LeavingError, Membership
-from ray_app.train.group.messages import Flags, Formed, Phase
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job, OpenWindows
-from ray_app.train.keep.pacing import Pacing
-from ray_app.train.keep.recorder import Recorder
-from ray_app.train.keep.restoring import restore
-from ray_app.train.keep.snapshots import SnapshotSender
-from ray_app.train.keep.trust import Trust
+from ray_app.train.checkpointing.restore import restore
+from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.checkpointing.step_log import BadRows, Recorder
+from ray_app.train.job import Hooks, Job, OpenWindows
+from ray_app.train.membership import Flags, Formed, LeavingError, Membership, Phase
+from ray_app.train.sdc_monitor import Trust
 from ray_app.train.state.state import NOTHING
-from ray_app.train.step.bad_rows import BadRows
-from ray_app.train.step.profile import StepProfile
-from ray_app.train.step.replay import Replays
+from ray_app.train.step.sdc import Replays
+from ray_app.train.step.timing import StepProfile
 from ray_app.train.step.validation import Validation
+from ray_app.train.stragglers import Pacing
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from urllib.parse import parse_qs, urlsplit
 
 from ray_app.report.page import Live, render
-from ray_app.watch.looking import Looking, Sight
+from ray_app.watch.screen import Looking, Sight
 
 logger = logging.getLogger(__name__)
 

@@ -16,22 +16,22 @@ _PROCESS_S = 240
 _DRIVER = """
 import json, sys
 from ray_app import load_config
-from ray_app.runs.preparing.prepare import prepare
-import ray_app.runs.in_process
+from ray_app.preflight.prepare import prepare
+import ray_app.driver.run
 config = load_config("conf/digits.yaml", data__path=sys.argv[1], data__eval_path=None)
 prepare(config)  # makes model, optimizer and schedule, and takes a step
 print(json.dumps(list(sys.modules)))
 """
 _NEWCOMER = """
 import json, sys
-import ray_app.cluster.control.newcomers, ray_app.cluster.control.hooks
+import ray_app.cluster.controller.pending_workers, ray_app.cluster.controller.backend
 print(json.dumps(list(sys.modules)))
 """
 _OPTIMIZER = """
 import json, sys, torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from ray_app.train.state.eager import without_compiler
-from ray_app.task.environment import use_deterministic_algorithms
+from ray_app.train.state.state import without_compiler
+from ray_app.task.device import use_deterministic_algorithms
 
 def trained(kind, hooks="none", steps=3):
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import jsonargparse
 import pytest
 
-from ray_app.cli.command import COMMANDS
+from ray_app.cli.main import COMMANDS
 from tests.support.pages import EXECUTED, MARKS, PAGES, SHELLS, Block, blocks, blocks_in
 from tests.support.places import ROOT
 

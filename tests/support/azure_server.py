@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from ray_app.data.dataset.cloud import AzurePath
+from ray_app.storage.object_stores import AzurePath
 
 PROGRAM = "azurite-blob"
 CONTAINER, ACCOUNT = "data", "devstoreaccount1"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ray_app.data.dataset.dataset import open_dataset
+from ray_app.data.dataset import open_dataset
 from ray_app.train.job import Job
 from tests.support.disk_caches import TinyTexts
 from tests.support.local_world import TinyImages, make_job

@@ -24,13 +24,11 @@ from typing import Any
 
 import torch
 
-from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.store import CheckpointStore
-from ray_app.exchange.exchange import World
-from ray_app.train.group.messages import Flags, Formed
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job, OpenWindows
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.reduction.base import World
+from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
+from ray_app.train.membership import Flags, Formed
 from tests.support.local_world import CPU, LocalMembership, cached
 
 PHASES = ("forming", "data", "compute", "exchange", "stepped", "committing", "any moment")

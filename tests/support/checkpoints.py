@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import Snapshot, pack
-from ray_app.checkpoint.store import CheckpointStore
-from ray_app.record.paths import RunPaths
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.runlog.paths import RunPaths
 
 
 def commit_of(step: int, fence: int = 1) -> Commit:

@@ -14,8 +14,8 @@ from ray_app import load_config, run_training
 from ray_app.config.config import Config
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.process import variables
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.journal import MetricsReader
+from ray_app.runlog.journal import MetricsReader
+from ray_app.runlog.paths import RunPaths
 from tests.support.mlflow_server import database
 from tests.support.places import ROOT
 from tests.support.s3_server import CREDENTIALS

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from ray_app.data.feed.windows import MicroBatch, Windows
-from ray_app.plan.assign import logical_workers_of
-from ray_app.plan.cursor import Cursor
-from ray_app.plan.order import Plan
+from ray_app.data.windows import MicroBatch, Windows
+from ray_app.plan.assignment import logical_workers_of
+from ray_app.plan.order import Cursor, Plan
 from tests.support.local_world import feed_of
 
 Place = tuple[int, int, int]

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
 from ray_app.errors import PeerLostError
-from ray_app.train.group.process_group import ProcessGroup
+from ray_app.train.process_group import ProcessGroup
 
 BACKEND, BACKEND_2 = "devicelike", "devicelike2"
 GARBAGE = 0.125

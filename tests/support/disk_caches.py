@@ -12,15 +12,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ray_app.data.feed.disk_cache import DiskCache
-from ray_app.data.feed.disk_cache_folder import open_cache
-from ray_app.data.feed.streamed import StreamedWindows
-from ray_app.data.feed.windows import MicroBatch
-from ray_app.data.read.reader import Reader, ReadSpec
-from ray_app.data.read.slices import fetch_here
-from ray_app.plan.cursor import Cursor
+from ray_app.data.disk_cache import DiskCache, open_cache
+from ray_app.data.prefetch import StreamedWindows
+from ray_app.data.reader import Reader, ReadSpec, fetch_here
+from ray_app.data.windows import MicroBatch
+from ray_app.plan.order import Cursor
 from ray_app.task.base import Batch
-from ray_app.task.rows.ragged import Ragged
+from ray_app.task.ragged import Ragged
 from ray_app.train.job import Job
 from tests.support.local_world import TinyImages, feed_of, make_job
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from ray_app import load_config
 from ray_app.drill.faults import Proofs
-from ray_app.drill.ground import Ended, Ground
-from ray_app.record.holder import Holder
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.journal import MetricsWriter
-from ray_app.record.progress.segments import StepRecord
+from ray_app.drill.scenario import Ended, Ground
+from ray_app.runlog.journal import MetricsWriter, StepRecord
+from ray_app.runlog.lease import Holder
+from ray_app.runlog.paths import RunPaths
 from tests.support.places import ROOT
 
 SUMMARY: dict[str, Any] = {"status": "finished", "params_digest": "d", "rows": 8, "redone_steps": 0, "recovery_s": []}

@@ -131,7 +131,7 @@ def _damaged_png(name: str, encoded: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 if __name__ == "__main__":
-    from ray_app.task.rows.images import mask_of, pixels_of
+    from ray_app.task.images import mask_of, pixels_of
 
     for damage, content in damaged_files(per_kind=8):
         for decode in (pixels_of, mask_of):

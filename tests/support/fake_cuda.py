@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ray_app.exchange import side_stream
+from ray_app.reduction import overlap
 
 DEVICE = torch.device("meta")
 """What stands for a GPU: tensors go there, and have no values."""
@@ -25,8 +25,8 @@ class Streams:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self._threads = threading.local()
-        patch.setattr(side_stream, "cuda", self)
-        patch.setattr(side_stream, "_streams", {})
+        patch.setattr(overlap, "cuda", self)
+        patch.setattr(overlap, "_streams", {})
         patch.setattr(Tensor, "pin_memory", lambda tensor: self.note("pin", tensor))
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.note(f"used by {stream.name}", tensor))
         to = Tensor.to

@@ -14,12 +14,12 @@ from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec
-from ray_app.record.evaluations import Evaluation, put_evaluation
-from ray_app.record.files import put_json
-from ray_app.runs.outcome.registering import register_best
-from ray_app.runs.outcome.result import Result
-from ray_app.runs.preparing.prepare import Prepared, claim, prepare
-from ray_app.track.client import MlflowRun
+from ray_app.driver.model_export import register_best
+from ray_app.driver.result import Result
+from ray_app.preflight.prepare import Prepared, claim, prepare
+from ray_app.runlog.evaluations import Evaluation, put_evaluation
+from ray_app.storage.files import put_json
+from ray_app.track.mlflow_client import MlflowRun
 from tests.support.checkpoints import commit_of
 from tests.support.mlflow_server import database
 from tests.support.places import ROOT

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from ray_app.data.dataset.cloud import GooglePath
+from ray_app.storage.object_stores import GooglePath
 from tests.support.places import ROOT
 
 BUCKET = "data"

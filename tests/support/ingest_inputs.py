@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ray_app.data.dataset.arrays import from_column, spec_of
+from ray_app.data.arrays import from_column, spec_of
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
 

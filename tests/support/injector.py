@@ -12,13 +12,12 @@ from typing import Any
 
 import ray
 
-from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.store import CheckpointStore
+from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.errors import NonFiniteError
-from ray_app.record.files import location
-from ray_app.record.lease import newest_fence
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.journal import read_events
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.lease import newest_fence
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import location
 from tests.support.waiting import until
 
 

@@ -25,32 +25,29 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import ErrorType
 from torch.optim import Optimizer
 
-from ray_app.checkpoint.commit import Commit
 from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
-from ray_app.checkpoint.store import CheckpointStore
+from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check
 from ray_app.config.config import Config, digest
-from ray_app.data.dataset.arrays import to_column
-from ray_app.data.dataset.dataset import open_dataset
-from ray_app.data.feed.feed import Feed
-from ray_app.data.feed.streamed import StreamedWindows
-from ray_app.data.feed.windows import CachedWindows, Windows
-from ray_app.data.read.first import probe
-from ray_app.data.read.slices import fetch_here
-from ray_app.data.read.whole import load_all
-from ray_app.exchange import group_state
-from ray_app.exchange.exchange import World, collective
-from ray_app.plan.cursor import Cursor
-from ray_app.plan.order import Plan
-from ray_app.record.progress.segments import StepRecord
-from ray_app.runs.preparing.plan import classes_of, make_plan
+from ray_app.data.arrays import to_column
+from ray_app.data.dataset import open_dataset
+from ray_app.data.feed import Feed
+from ray_app.data.local_readers import load_all
+from ray_app.data.prefetch import StreamedWindows
+from ray_app.data.probes import probe
+from ray_app.data.reader import fetch_here
+from ray_app.data.windows import CachedWindows, Windows
+from ray_app.plan.order import Cursor, Plan
+from ray_app.preflight.prepare import classes_of, make_plan
+from ray_app.reduction import group_state
+from ray_app.reduction.base import World, collective
+from ray_app.runlog.journal import StepRecord
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
-from ray_app.train.group.messages import Flags, Formed, Phase
-from ray_app.train.group.process_group import _shut_down, _sockets, open_groups
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job, OpenWindows
+from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
+from ray_app.train.membership import Flags, Formed, Phase
+from ray_app.train.process_group import _shut_down, _sockets, open_groups
 
 CPU = torch.device("cpu")
 CLASSES = 5

@@ -11,14 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ray_app.checkpoint.commit import Commit
-from ray_app.checkpoint.store import CheckpointStore
+from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
-from ray_app.record.evaluations import Evaluation, put_evaluation
-from ray_app.record.files import put_json
-from ray_app.record.holder import Holder, Record
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.segments import StepRecord
+from ray_app.runlog.evaluations import Evaluation, put_evaluation
+from ray_app.runlog.journal import StepRecord
+from ray_app.runlog.lease import Holder, Record
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import put_json
 
 BEGAN_S = 1_790_000_000.0
 

@@ -13,13 +13,11 @@ from pathlib import Path
 from ray_app.checkpoint.format import pack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, from_yaml
-from ray_app.record.files import put_json
-from ray_app.record.holder import Holder, Record
-from ray_app.record.lease import Lease, acquire
-from ray_app.record.progress.journal import MetricsWriter, put_event
-from ray_app.record.progress.segments import StepRecord
-from ray_app.runs.preparing.prepare import claim, prepare
-from ray_app.track.runs import Tracker
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
+from ray_app.runlog.lease import Holder, Lease, Record, acquire
+from ray_app.storage.files import put_json
+from ray_app.track.tracker import Tracker
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.waiting import until
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec
-from ray_app.record.evaluations import Evaluation, put_evaluation
-from ray_app.record.files import put_json
-from ray_app.record.paths import RunPaths
-from ray_app.record.progress.journal import MetricsWriter, read_events
-from ray_app.record.progress.segments import StepRecord
-from ray_app.track.runs import Tracker
+from ray_app.runlog.evaluations import Evaluation, put_evaluation
+from ray_app.runlog.journal import MetricsWriter, StepRecord, read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import put_json
+from ray_app.track.tracker import Tracker
 
 EVERY = 10
 

@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_app.cluster.rendezvous.membership import RayMembership
+from ray_app.cluster.rendezvous.client import RayMembership
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.train.group.messages import Beat, Flags, Orders
 from ray_app.train.loop import saves_at_leave
+from ray_app.train.membership import Beat, Flags, Orders
 
 TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
 KINDS = ("join", "kill", "kill_all_but_one", "freeze", "cut_off", "drain", "drain_all", "restart", "slow_storage")

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ray_app.record.files import location
-from ray_app.record.s3 import S3Path
+from ray_app.storage.files import location
+from ray_app.storage.object_stores import S3Path
 from tests.support.places import ROOT
 
 BUCKET = "runs"

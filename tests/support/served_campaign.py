@@ -10,11 +10,10 @@ import random
 from collections import Counter
 from typing import Any
 
-from ray_app.train.group.alone import Alone
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Alone
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
-from ray_app.train.strategies.parameter_server.messages import Answer
+from ray_app.train.strategies.parameter_server.protocol import Answer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 from tests.support.local_world import CPU
 from tests.support.server_world import Here, World

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ray_app.train.group.alone import Alone
 from ray_app.train.job import Job, OpenWindows
+from ray_app.train.membership import Alone
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.server import ParameterServer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker

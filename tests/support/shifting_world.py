@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray_app.exchange.exchange import World
-from ray_app.train.group.membership import LeavingError
-from ray_app.train.group.messages import Flags, Formed
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
+from ray_app.reduction.base import World
+from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
+from ray_app.train.membership import Flags, Formed, LeavingError
 from tests.support.local_world import CPU, LocalMembership, OpenWindows, Outcome, Pool, cached
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from ray_app.data.dataset.arrays import to_column
+from ray_app.data.arrays import to_column
 
 
 def write_shipped_data(name: str, folder: Path) -> Path:

@@ -1,1 +1,1 @@
-"""Which workers step together: the rendezvous that forms generations, its members and connections, and a worker's end of them."""
+"""The rendezvous actor, which forms generations of workers, and a worker's client of it."""

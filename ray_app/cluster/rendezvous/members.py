@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ray_app.train.group.messages import Beat, Formed, Phase
+from ray_app.train.membership import Beat, Formed, Phase
 
 
 class Kind(NamedTuple):

@@ -1,1 +1,1 @@
-"""One reader per format, each cutting its source into pieces by content; `base` joins them."""
+"""One reader for each format; each cuts its source into input splits by content."""

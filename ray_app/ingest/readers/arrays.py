@@ -18,11 +18,11 @@ from typing import IO
 import numpy as np
 import pyarrow as pa
 
-from ray_app.config.extras import require
-from ray_app.data.dataset.arrays import Array
-from ray_app.data.dataset.files import File, Place, files_in, find, is_folder, parsing
+from ray_app.config.import_paths import require
+from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
+from ray_app.storage.data_files import File, Place, files_in, find, is_folder, parsing
 
 Header = tuple[np.dtype, tuple[int, ...]]
 

@@ -1,20 +1,30 @@
 """What the readers of raw data share: the shape of a reader, how its input is cut for tasks, how its tables are made.
 
 Every table has a column `row_id` (string): where the row came from. No reader holds more than about `BLOCK_BYTES` of rows.
+
+Names of many files at once: a folder, a pattern with braces or `*`, or a single file.
+
+Class names out of the values of a label column.
+
+Files of text lines that readers share: which files are read, and the refusal of encodings that are not UTF-8.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from fnmatch import fnmatchcase
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import Array, to_column
-from ray_app.data.dataset.files import File
-from ray_app.task.rows.images import pixels_of
+from ray_app.data.arrays import Array, to_column
+from ray_app.errors import DataError
+from ray_app.storage.data_files import HEAD_BYTES, File, Place, files_in, find, is_folder, name_foreign_file, place_of
+from ray_app.task.images import pixels_of
 
 BLOCK_BYTES = 16 << 20
 T = TypeVar("T")
@@ -153,3 +163,118 @@ def undecodable(encoded: bytes) -> str | None:
     except ValueError as error:
         return str(error)
     return None if image.ndim == 3 else f"it has {len(image)} frames"
+
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+MAX_NAMES = 1_000_000
+"""Names that a pattern may stand for; more are a slip, and would fill the memory."""
+
+
+def expanded(pattern: str) -> list[str]:
+    """A pattern with braces as the names that it stands for: `x{08..11}` and `x{a,b}`, also several of them.
+
+    Raises:
+        DataError: They are more than `MAX_NAMES`.
+    """
+    found = _BRACES.search(pattern)
+    if found is None:
+        return [pattern]
+    span = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", found[1])
+    choices = found[1].split(",")
+    if span and int(span[2]) - int(span[1]) >= MAX_NAMES:
+        raise DataError(f"{pattern}: {found[0]} stands for more than {MAX_NAMES} names, which are allowed. Correct the pattern.")
+    if span:
+        choices = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
+    return [name for choice in choices for name in expanded(pattern[: found.start()] + choice + pattern[found.end() :])]
+
+
+def matching(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
+    """The files of a folder or of a pattern, sorted by name, or in the order of its braces; or the one file.
+
+    Args:
+        pattern: A folder, a file, or either with `*` in its last part, or with `{000..012}` or `{a,b}`.
+        is_one: Whether a file of a folder is one of them, by its name.
+        kind: What they are, for messages.
+
+    Raises:
+        DataError: There is none, or a name that is spelled out is neither file nor folder.
+    """
+    found = [file for name in expanded(pattern) for file in _of_name(name, is_one, kind)]
+    if not found:
+        raise DataError(
+            f"{pattern}: no {kind}; expected a folder with such files, one of them, or a pattern such as DIR/train-{{000..012}} or"
+            " DIR/train-* (in quotes)."
+        )
+    return found
+
+
+def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
+    place = place_of(name)
+    if "*" in place.name:
+        folder = place.parent
+        return [file for file in files_in(folder) if fnmatchcase(file.place.name, place.name)] if is_folder(folder) else []
+    if is_folder(place):
+        return [file for file in files_in(place) if is_one(file.place.name)]
+    if file := find(place):
+        return [file]
+    raise DataError(f"{name}: no such file or folder; expected {kind}s. Correct the name or the pattern.")
+
+
+MAX_CLASSES = 100_000
+
+
+def sorted_classes(where: str, found: set[str], skip: bool) -> tuple[str, ...]:
+    """The class names in sorted order.
+
+    Args:
+        where: The column, for messages.
+        found: The values; "" stands for a row without one.
+        skip: Whether rows without a value may be left out.
+
+    Raises:
+        DataError: Rows have no value, or there are too many different ones.
+    """
+    if ("" in found and not skip) or len(found) > MAX_CLASSES:
+        wrong = f"more than {MAX_CLASSES} different strings" if len(found) > MAX_CLASSES else "rows without a value"
+        raise DataError(f"{where} has {wrong}. Name another column or correct these rows.")
+    return tuple(sorted(found - {""}))
+
+
+_BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+
+def text_files(path: Place, suffixes: tuple[str, ...], kind: str) -> list[File]:
+    """One text file, or those in a folder, sorted by name.
+
+    Raises:
+        DataError: There is none.
+    """
+    allowed = " and ".join(suffixes)
+    if file := find(path):
+        files = [file]
+    elif is_folder(path):
+        files = files_in(path)
+    else:
+        raise DataError(f"{path}: no such file or folder; expected one {kind} file ({allowed}) or a folder of them.")
+    files = [file for file in files if file.place.name.endswith(suffixes)]
+    if not files:
+        raise DataError(f"{path}: no {kind} file; allowed are {allowed}. Rename the file or give another input.")
+    return files
+
+
+@contextmanager
+def open_text(file: File) -> Iterator[IO[bytes]]:
+    """Opens a file, unpacked, for reading UTF-8 from it.
+
+    Raises:
+        DataError: Its first bytes say that it is of another encoding.
+    """
+    with file.open_unpacked() as stream:
+        head: bytes = cast(Any, stream).peek(HEAD_BYTES)[:HEAD_BYTES]
+        if head and (foreign := name_foreign_file(head)):
+            raise DataError(f"{file}: it is {foreign}.")
+        # UTF-16 without a mark has a zero byte in each pair of bytes of a Latin letter.
+        encoding = next((name for mark, name in _BYTE_ORDER_MARKS.items() if head.startswith(mark)), "UTF-16" if 0 in head[:2] else "")
+        if encoding:
+            raise DataError(f"{file}: it is {encoding}, and not UTF-8 (as Excel's 'Unicode text' is). Save it as UTF-8.")
+        yield stream

@@ -1,20 +1,238 @@
-"""Reader of CIFAR-10 and CIFAR-100 as they are published: the binary version and the python version (which is not unpickled)."""
+"""Reader of CIFAR-10 and CIFAR-100 as they are published: the binary version and the python version (which is not unpickled).
+
+Reads plain data out of a pickle without executing it: opcodes are interpreted here, and nothing is ever imported or called.
+
+Understood are dictionaries, lists, tuples, numbers, text, bytes and NumPy arrays of numbers, as Python 2 and 3 write them in protocols 1 to
+4. Anything else is refused, so that a pickle that would run code is an error message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickletools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import Array
-from ray_app.data.dataset.files import File, Place, files_in, find, is_folder
+from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.unpickled import unpickled
+from ray_app.storage.data_files import File, Place, files_in, find, is_folder
+
+_MARK, _EMPTY = object(), object()
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_NAMES = {
+    **{f"{module} _reconstruct": "array" for module in _NUMPY},
+    "numpy ndarray": "ndarray",
+    "numpy dtype": "dtype",
+    "_codecs encode": "encode",
+}
+"""Names that may stand in a pickle, and what they mean here; they are never imported."""
+_PUSHED = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "INT", "LONG", "BINFLOAT"),
+    *("BINSTRING", "SHORT_BINSTRING", "STRING", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+}
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "MARK": lambda: _MARK,
+}
+_PART_BYTES = 1 << 20
+_IGNORED = ("PROTO", "FRAME", "STOP")
+
+
+@dataclass
+class _Array:
+    """An array whose content comes later in the pickle."""
+
+    values: np.ndarray | None = None
+
+
+@dataclass
+class _Name:
+    """A name of `_NAMES`."""
+
+    meaning: str
+
+
+class _Bounded:
+    """A file of which a damaged length takes no more memory than there is to read.
+
+    Args:
+        file: To read from.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.readline, self.tell = file.readline, file.tell
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, fewer at the end of the file."""
+        parts = []
+        while size > 0 and (part := self._file.read(min(size, _PART_BYTES))):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def unpickled(file: IO[bytes]) -> Any:
+    """The data in a pickle; text of Python 2 is returned as `str`, byte for byte (latin-1).
+
+    Raises:
+        ValueError: It holds something else than plain data and arrays, or is no pickle.
+    """
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    try:
+        for opcode, argument, position in pickletools.genops(cast("IO[bytes]", _Bounded(file))):
+            try:
+                _apply(opcode.name, argument, stack, memo)
+            except (IndexError, KeyError, TypeError, AttributeError, StopIteration) as error:
+                raise ValueError(f"{opcode.name} at byte {position} does not fit what comes before it") from error
+    except (MemoryError, OverflowError) as error:
+        raise ValueError("a length in it is too large") from error
+    if len(stack) != 1:
+        raise ValueError(f"it leaves {len(stack)} values where one is expected")
+    try:
+        return _plain(stack[0], {})
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+    """Does what one opcode says.
+
+    Raises:
+        ValueError: It is one that plain data has no need of.
+    """
+    if name in _PUSHED:
+        stack.append(argument)
+    elif name in _CONSTANTS:
+        stack.append(_CONSTANTS[name]())
+    elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
+        memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+    elif name in ("BINGET", "LONG_BINGET", "GET"):
+        stack.append(memo[argument])
+    elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
+        stack.append(tuple(_popped(stack, int(name[5:]) if name[5:] else None)))
+    elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS"):
+        _fill(stack, _popped(stack, {"APPEND": 1, "SETITEM": 2}.get(name)), dict if name.startswith("SET") else list)
+    elif name in ("GLOBAL", "STACK_GLOBAL"):
+        stack.append(_named(argument if name == "GLOBAL" else " ".join(_popped(stack, 2))))
+    elif name == "REDUCE":
+        arguments = stack.pop()
+        stack.append(_made(stack.pop(), arguments))
+    elif name == "BUILD":
+        _build(stack, memo, stack.pop())
+    elif name not in _IGNORED:
+        raise ValueError(f"it holds {name}, which plain data has no need of; it was not executed")
+
+
+def _fill(stack: list[Any], values: list[Any], kind: type) -> None:
+    """Adds values to the list, or keys and values to the dictionary, on top of the stack."""
+    target = stack[-1]
+    if type(target) is not kind:
+        raise TypeError
+    if isinstance(target, list):
+        target.extend(values)
+    elif isinstance(target, dict):
+        if wrong := [key for key in values[::2] if not isinstance(key, (str, bytes, int))]:  # others may take for ever to hash, or crash
+            raise ValueError(f"a {type(wrong[0]).__name__} as a key of a dictionary; allowed are text, bytes and integers")
+        target.update(zip(values[::2], values[1::2], strict=True))
+
+
+def _popped(stack: list[Any], count: int | None) -> list[Any]:
+    """The last `count` values, or those since the last mark, taken off the stack."""
+    if count is None:
+        count = next(i for i in range(len(stack)) if stack[-1 - i] is _MARK)
+        values = stack[len(stack) - count :]
+        del stack[len(stack) - count - 1 :]
+        return values
+    if count > len(stack):
+        raise IndexError
+    values = stack[len(stack) - count :]
+    del stack[len(stack) - count :]
+    return values
+
+
+def _named(name: str) -> _Name:
+    if name not in _NAMES:
+        raise ValueError(f"it names {name.replace(' ', '.')}, which plain data has no need of; it was neither imported nor called")
+    return _Name(_NAMES[name])
+
+
+def _made(name: Any, arguments: tuple[Any, ...]) -> Any:
+    """What a call of a known name would give."""
+    if not isinstance(name, _Name):
+        raise TypeError
+    if name.meaning == "array":
+        return _Array()
+    if name.meaning == "dtype":
+        return _dtype(arguments[0])
+    if name.meaning == "encode":
+        text, encoding = arguments
+        if encoding != "latin1":
+            raise ValueError("bytes in another encoding than latin1")
+        return text.encode("latin-1")
+    raise TypeError
+
+
+def _dtype(name: Any) -> np.dtype:
+    if not isinstance(name, str):
+        raise TypeError
+    if name[:1] not in "biuf" or not name[1:].isdigit():
+        raise ValueError(f"an array of {name!r}; allowed are numbers")
+    return np.dtype(name)
+
+
+def _build(stack: list[Any], memo: dict[int, Any], state: tuple[Any, ...]) -> None:
+    """Fills in the value on top of the stack: the byte order of a dtype, or shape, dtype and content of an array."""
+    target = stack[-1]
+    if isinstance(target, np.dtype):
+        ordered = target if state[1] not in "<>" else target.newbyteorder(state[1])
+        stack[-1] = ordered
+        memo.update({key: ordered for key, value in memo.items() if value is target})
+        return
+    if not isinstance(target, _Array) or len(state) != 5:
+        raise TypeError
+    _, shape, dtype, columns_first, content = state
+    data = content.encode("latin-1") if isinstance(content, str) else content
+    target.values = np.frombuffer(data, dtype).reshape(shape, order="F" if columns_first else "C")
+
+
+def _plain(value: Any, done: dict[int, Any]) -> Any:
+    """The value with its arrays in place, and nothing that only a pickle needs.
+
+    Args:
+        value: What was read.
+        done: What was made of lists and dictionaries, so that one that is referred to many times is made once.
+    """
+    if isinstance(value, _Array):
+        if value.values is None:
+            raise ValueError("an array without content")
+        return value.values
+    if isinstance(value, (dict, list, tuple)):
+        if id(value) not in done:
+            done[id(value)] = _EMPTY  # while it is being made
+            if isinstance(value, dict):
+                done[id(value)] = {key: _plain(item, done) for key, item in value.items()}
+            else:
+                done[id(value)] = [_plain(item, done) for item in value]
+        if done[id(value)] is _EMPTY:
+            raise ValueError("a list or dictionary that holds itself")
+        return done[id(value)]
+    if isinstance(value, (str, bytes, int, float)) or value is None:
+        return value
+    raise ValueError(f"a {type(value).__name__} where plain data is expected")
+
 
 _PIXELS = 3 * 32 * 32
 

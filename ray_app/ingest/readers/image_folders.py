@@ -11,22 +11,24 @@ from functools import cached_property, partial
 
 import pyarrow as pa
 
-from ray_app.data.dataset.files import (
+from ray_app.errors import DataError
+from ray_app.ingest.readers import base
+from ray_app.storage.data_files import (
     CONNECTIONS,
+    HEAD_BYTES,
     File,
     Place,
     entries_in,
     files_in,
     folders_in,
+    has_image_signature,
     is_folder,
+    name_other_format,
     opened,
     parsing,
     relative,
     text,
 )
-from ray_app.errors import DataError
-from ray_app.ingest.readers import base
-from ray_app.task.rows.file_kinds import HEAD_BYTES, has_image_signature, name_other_format
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp")
 """A file with such a name is a row, which is refused if it cannot be decoded."""

@@ -18,11 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from ray_app.data.dataset.files import File, Place, parsing
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
-from ray_app.ingest.readers.class_names import sorted_classes
-from ray_app.ingest.readers.text_files import open_text, text_files
+from ray_app.ingest.readers.base import open_text, sorted_classes, text_files
+from ray_app.storage.data_files import File, Place, parsing
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32

@@ -1,5 +1,6 @@
 """Arrow columns of other programs as ours: lists of numbers of one shape become array columns, those of any length, where they may have
-that, lists; the rest plain ones."""
+that, lists; the rest plain ones.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.dataset.arrays import Array, lists_of
+from ray_app.data.arrays import Array, lists_of
 from ray_app.errors import DataError
-from ray_app.task.rows.ragged import Ragged
+from ray_app.task.ragged import Ragged
 
 ANY = -1
 """The length of a list that may have any."""

@@ -17,13 +17,13 @@ from typing import IO, Any, cast
 import numpy as np
 import pyarrow as pa
 
-from ray_app.config.extras import require
-from ray_app.data.dataset.files import File, parsing
+from ray_app.config.import_paths import require
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
+from ray_app.ingest.readers.base import matching
 from ray_app.ingest.readers.hugging_face import need_all_numbers
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.ingest.readers.patterns import matching
+from ray_app.storage.data_files import File, parsing
 
 MAX_RECORD_BYTES = 512 << 20
 _IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP", re.DOTALL)

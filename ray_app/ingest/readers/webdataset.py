@@ -15,12 +15,12 @@ from typing import Any, Self, cast
 import numpy as np
 import pyarrow as pa
 
-from ray_app.data.dataset.arrays import Array
-from ray_app.data.dataset.files import File, parsing, text
+from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
+from ray_app.ingest.readers.base import matching
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.ingest.readers.patterns import matching
+from ray_app.storage.data_files import File, parsing, text
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 MAX_ROW_BYTES = 512 << 20

@@ -1,1 +1,1 @@
-"""The training state: made, kept, shared and restored; averages and frozen parameters."""
+"""The training state: model, optimizer, schedule, averages; how it is made, restored and transferred."""

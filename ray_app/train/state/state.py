@@ -1,37 +1,255 @@
-"""The training state: what a step changes, what a checkpoint holds, what a newcomer receives."""
+"""The training state: what a step changes, what a checkpoint holds, what a newcomer receives.
+
+The scale of the loss in half precision: found while training, the same on all workers, part of the checkpoint.
+
+Small gradients vanish in float16, so the loss is multiplied by a scale and the gradient divided by it again, see Micikevicius et al.,
+"Mixed Precision Training", ICLR 2018. All scales are powers of two, so both change no bit of a number that neither over- nor underflows.
+Whether a gradient overflowed is seen in the sum over all logical workers, so every worker decides alike.
+
+What torch's generators are seeded with: one number for making the model, and one for each logical worker's share of each step.
+
+An exponential moving average of the parameters, which is the model that a run returns where `train.ema_decay` is set.
+
+Learning-rate schedules of the configuration.
+
+Optimizers without PyTorch's compiler, and without marks for a profiler that does not listen (torch 2.15).
+
+They import the compiler when they are made and at every step, only to be left out of what is compiled: two seconds of every process that
+trains. Each step tells the profiler when it begins and ends, which takes 30 us of a small one. Both are undone here for a run that compiles
+nothing. Where another version does it in another way, it is left as it is.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ray_app.checkpoint.format import Snapshot, params_digest
-from ray_app.config.class_path import load_class
 from ray_app.config.config import Config
-from ray_app.config.optimizers import OWN_OPTIMIZER, OptimizerSpec
+from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.sections import ClassSpec
 from ray_app.errors import CheckpointError, ConfigError
-from ray_app.exchange.exchange import World, gather
+from ray_app.plan.hashing import key
+from ray_app.reduction.base import World, gather
 from ray_app.task.base import Task
-from ray_app.task.own_code import own_code
-from ray_app.train.state.average import Average
-from ray_app.train.state.copies import copied
-from ray_app.train.state.eager import without_compiler
-from ray_app.train.state.freeze import freeze
-from ray_app.train.state.groups import grouped, load_optimizer, refuse_unknown_options
-from ray_app.train.state.initial import begin_with, contiguous
-from ray_app.train.state.scale import LossScale
-from ray_app.train.state.schedules import make_schedule
-from ray_app.train.state.seeds import seed_init
-from ray_app.train.state.transfer import lacking, odd_ones, transfer
-from ray_app.train.state.turns import Turns, TurnSchedules
+from ray_app.task.user_code import own_code
+from ray_app.train.state.alternating_optimizers import Turns, TurnSchedules
+from ray_app.train.state.parameters import begin_with, contiguous, freeze, grouped, load_optimizer, refuse_unknown_options
+from ray_app.train.state.transfer import copied, lacking, odd_ones, transfer
+
+FIRST, MOST = 2.0**16, 2.0**24
+_STEPS_TO_GROW = 2000
+
+
+class LossScale:
+    """Halves when a gradient overflows, and doubles after 2,000 steps in a row without."""
+
+    def __init__(self) -> None:
+        self.value = FIRST
+        self._good_steps = 0
+
+    def update(self, is_finite: bool) -> None:
+        """Moves on after a step whose gradient was finite, or not."""
+        self._good_steps = self._good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.value = self.value / 2
+        elif self._good_steps >= _STEPS_TO_GROW and self.value < MOST:
+            self.value, self._good_steps = self.value * 2, 0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether a smaller scale may still mend an overflow."""
+        return self.value > 1
+
+    def state(self) -> list[float]:
+        """What `load` reads."""
+        return [self.value, float(self._good_steps)]
+
+    def load(self, state: list[float]) -> None:
+        """Takes over what `state` returned."""
+        self.value, self._good_steps = state[0], int(state[1])
+
+
+_INIT, _STEP = 21, 22  # salts: what the generators are seeded for
+
+
+def _seed(value: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(value >> 1)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(value >> 1)
+
+
+def seed_init(seed: int, device: torch.device) -> None:
+    """Seeds torch's generators for making the model."""
+    _seed(key(_INIT, seed), device)
+
+
+def seed_step(seed: int, epoch: int, step: int, logical_worker: int, device: torch.device) -> None:
+    """Seeds torch's generators for one logical worker's share of one step."""
+    _seed(key(step, logical_worker, after=_of_epoch(seed, epoch)), device)
+
+
+@lru_cache(1)
+def _of_epoch(seed: int, epoch: int) -> int:
+    return key(_STEP, seed, epoch)
+
+
+class Average:
+    """The average of a model's parameters over the steps, one more copy of them.
+
+    The decay of step t is min(decay, (1 + t) / (10 + t)), so that the first steps do not weigh for ever, as in TensorFlow's
+    `ExponentialMovingAverage` with `num_updates`.
+
+    Args:
+        model: Whose parameters.
+        decay: Weight of the average so far, 0 to 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._parameters, self._decay = list(model.parameters()), decay
+        numbers = {id(p): i for i, p in enumerate(self._parameters)}
+        self._names = {name: numbers[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self._values = [p.detach().clone() if _has_average(p) else p.detach() for p in self._parameters]
+        self._moving = [(v, p) for v, p in zip(self._values, self._parameters, strict=True) if _has_average(p)]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Takes in the parameters after `step` finished steps."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_([v for v, _ in self._moving], [p.detach() for _, p in self._moving], 1 - decay)
+
+    def over(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A model's state with the average in place of the parameters."""
+        return {name: self._values[self._names[name]] if name in self._names else value for name, value in state.items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The trained parameters by name."""
+        return {name: self._parameters[number].detach() for name, number in self._names.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Takes over what `over` and `parameters` returned."""
+        for name, number in self._names.items():  # either may leave out what is frozen
+            if (found := parameters.get(name)) is not None:
+                self._parameters[number].copy_(found)
+            if (average := state.get(name, found)) is not None:
+                self._values[number].copy_(average)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets the model have the average as its parameters."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            held = parameter.clone()
+            parameter.copy_(value)
+            value.copy_(held)
+
+
+def _has_average(p: Tensor) -> bool:
+    """Whole numbers (a quantized base) have none, and stay themselves."""
+    return p.is_floating_point() or p.is_complex()
+
+
+_LENGTHS = {"total_steps", "epochs", "steps_per_epoch"}
+"""Arguments by which a schedule (`OneCycleLR`) is told how long it is; where one is given, nothing is added."""
+
+
+def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    """Makes a schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
+    made = load_class(spec)
+    parameters = inspect.signature(made).parameters
+
+    def given(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [given(name, part) for part in value]
+        if isinstance(value, dict) and "class_path" in value:
+            return make_schedule(ClassSpec(value["class_path"], value.get("init_args") or {}), optimizer, total_steps)
+        if isinstance(value, str) and name in parameters and "Callable" in str(parameters[name].annotation):
+            return load_class(value)
+        return value
+
+    args = {name: given(name, value) for name, value in spec.init_args.items()}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if len(set(rates)) > 1 and isinstance(args.get("max_lr"), float | int):
+        raise ConfigError(
+            f"schedule {made.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters, whose own rates {rates} it"
+            " would replace; give max_lr as a list, one for each of these."
+        )
+    if "total_steps" in parameters and not _LENGTHS & args.keys():
+        args["total_steps"] = total_steps
+    return made(optimizer=optimizer, **args)
+
+
+def counts_total_steps(spec: ClassSpec) -> bool:
+    """Whether a schedule, or one that it is made of, is told the steps of the whole run."""
+    parts = [part for value in spec.init_args.values() for part in (value if isinstance(value, list) else [value])]
+    inner = [
+        ClassSpec(part["class_path"], part.get("init_args") or {}) for part in parts if isinstance(part, dict) and "class_path" in part
+    ]
+    takes = "total_steps" in inspect.signature(load_class(spec)).parameters
+    return (takes and not _LENGTHS & spec.init_args.keys()) or any(map(counts_total_steps, inner))
+
+
+_of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def without_compiler(optimizer: type[Optimizer]) -> None:
+    """Changes the methods of a class of optimizers, before the first is made, so that they do not import the compiler."""
+    if "torch._dynamo" in sys.modules:  # nothing to save
+        return
+    for method in filter(inspect.isfunction, vars(Optimizer).values()):
+        plain: Any = getattr(method, "__wrapped__", method)
+        plain.__dynamo_disable = plain  # what `torch._disable_dynamo` keeps of its first call
+    step = optimizer.step
+    if getattr(step, "__code__", _with_grad.__code__).co_name == "_use_grad":
+        if not torch.accelerator.is_available():  # it would be looked for at each step, to ask whether it captures a graph
+            optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
+        optimizer.step = _hooked(_with_grad(vars(step)["__wrapped__"]))  # type: ignore[method-assign]
+
+
+def _with_grad(step: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.optim.optimizer._use_grad_for_differentiable`, without its marks for the compiler."""
+
+    @functools.wraps(step)
+    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return stepped
+
+
+def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.optim.Optimizer.profile_hook_step`, which is called only where there is a hook or a profiler."""
+    told = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        is_told = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _of_all[0] or _of_all[1] or _is_profiled()
+        return (told if is_told else step)(self, *args, **kwargs)
+
+    stepped.hooked = True  # type: ignore[attr-defined]  # or the first optimizer that is made would wrap it again
+    return stepped
+
 
 NOTHING = -1
 """The step of a worker that has no state yet."""

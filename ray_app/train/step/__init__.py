@@ -1,1 +1,1 @@
-"""One optimizer step: play the logical workers, exchange, update; and the evaluation that workers do between steps."""
+"""One optimizer step: run the assigned logical workers, reduce their gradients, update."""

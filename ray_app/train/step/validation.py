@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.exchange.exchange import World, gather
-from ray_app.plan.cursor import Cursor
-from ray_app.record.evaluations import Evaluation, evaluated_steps, put_evaluation
-from ray_app.record.progress.journal import put_event
-from ray_app.task.rows.ragged import Arrays
-from ray_app.task.score.scoring import combine, score
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World, gather
+from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
+from ray_app.runlog.journal import put_event
+from ray_app.task.metrics import combine, score
+from ray_app.task.ragged import Arrays
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 

@@ -1,1 +1,1 @@
-"""The strategies that differ from `ddp` in what is kept or in how a step goes, each a sibling of one shape; see `ray_app.train.build`."""
+"""The strategies beside `ddp`, each in a module of one shape; `ray_app.train.build` chooses among them."""

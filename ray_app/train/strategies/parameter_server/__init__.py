@@ -1,1 +1,1 @@
-"""The strategy `parameter_server`: servers that hold parts of the state, a coordinator, and workers without generations."""
+"""The strategy `parameter_server`: servers with parts of the state, a coordinator, and workers without generations."""

@@ -16,15 +16,13 @@ import ray
 
 from ray_app.config.config import Config
 from ray_app.errors import own_error
-from ray_app.record.paths import RunPaths
-from ray_app.record.redact import guard
-from ray_app.train.group.messages import Status
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
-from ray_app.train.keep.snapshots import SnapshotSender
-from ray_app.train.strategies.parameter_server.connections import Listener, connect, receive, send
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import guard
+from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Status
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
-from ray_app.train.strategies.parameter_server.messages import Answer, Done
+from ray_app.train.strategies.parameter_server.protocol import Answer, Done, Listener, connect, receive, send
 from ray_app.train.strategies.parameter_server.server import ParameterServer
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,14 @@
 
 It holds no gradient. Its training state is that of the last cut: a moment when every unit before it is done and none after it is begun, so
 that all servers together hold the state of one step. Checkpoints and snapshots are cuts, and a lost server takes all back to the last one.
+
+Who does what with parameter servers: pure bookkeeping of units, a unit being one logical worker's share of one step.
+
+A logical worker's steps are done one after the other, by the worker that holds it, so that reading ahead pays. Its holder changes only when
+workers come and go. How far it may be ahead of the slowest is bounded: Ho et al., "More Effective Distributed ML via a Stale Synchronous
+Parallel Parameter Server", NIPS 2013.
+
+What all parameter servers hold together, as one: moved step by step, taken over whole, and given to them anew in another era.
 """
 
 from __future__ import annotations
@@ -13,26 +21,180 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
+from ray_app.checkpoint.format import pack, unpack
 from ray_app.errors import DataError, NonFiniteError
-from ray_app.exchange.exchange import World
-from ray_app.plan.cursor import Cursor
-from ray_app.record.progress.journal import put_event
-from ray_app.task import environment
-from ray_app.train.group.alone import Alone
-from ray_app.train.group.messages import Phase
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job
-from ray_app.train.keep.recorder import Recorder
-from ray_app.train.keep.restoring import restore
-from ray_app.train.keep.snapshots import SnapshotSender
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World
+from ray_app.runlog.journal import put_event
+from ray_app.task import device
+from ray_app.train.checkpointing.restore import restore
+from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.checkpointing.step_log import Recorder
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Alone, Phase
 from ray_app.train.state.state import NOTHING, TrainingState
-from ray_app.train.step.table import added, refuse_different
-from ray_app.train.strategies.parameter_server.messages import Answer, Done, NotReadyError, Servers, Unit
-from ray_app.train.strategies.parameter_server.state import ServedState
-from ray_app.train.strategies.parameter_server.units import Units
+from ray_app.train.step.step import norm_of
+from ray_app.train.step.step_stats import added, refuse_different
+from ray_app.train.strategies.parameter_server.layout import Layout, from_bytes, to_bytes
+from ray_app.train.strategies.parameter_server.protocol import Answer, Done, NotReadyError, Servers, Unit, call_each
+
+
+class Units:
+    """What is done, by whom, and what may be done next.
+
+    Args:
+        logical_workers: L.
+        first: The first step to do, counted from 0.
+        staleness: Steps that a logical worker may be ahead of the slowest.
+    """
+
+    def __init__(self, logical_workers: int, first: int, staleness: int) -> None:
+        self._staleness = staleness
+        self._next = [first] * logical_workers
+        self._behind = logical_workers
+        self._holder: list[str | None] = [None] * logical_workers
+        self._held: dict[str, set[int]] = {}
+        self._running: dict[int, str] = {}
+        self._doing: dict[str, int] = {}
+        self._is_even = True
+        self.complete = first
+        """Steps of which every unit is done."""
+        self.begun = first
+        """Steps of which a unit was handed out; whoever got it may have sent its gradient before it was lost."""
+        self.workers: list[str] = []
+        """Those who asked and were not lost since."""
+
+    def take(self, worker: str, end: int) -> tuple[int, int] | None:
+        """The next unit for a worker, who has nothing else to do any more.
+
+        Args:
+            worker: Who.
+            end: The first step not to be begun yet.
+
+        Returns:
+            Step and logical worker; None: it has to wait.
+        """
+        self._drop(worker)
+        if worker not in self._held:
+            self.workers.append(worker)
+            self._held[worker], self._is_even = set(), False
+        if not self._is_even:
+            self._claim(worker)
+        end = min(end, self.complete + self._staleness + 1)
+        ready = [(self._next[v], v) for v in self._held[worker] if self._next[v] < end]
+        if not ready:
+            return None
+        step, logical_worker = min(ready)
+        self._running[logical_worker], self._doing[worker] = worker, logical_worker
+        self.begun = max(self.begun, step + 1)
+        return step, logical_worker
+
+    def finish(self, step: int, logical_worker: int) -> bool:
+        """A unit is done; returns whether that is new."""
+        if self._next[logical_worker] != step:
+            return False
+        self._next[logical_worker] += 1
+        if step == self.complete:
+            self._behind -= 1
+            if not self._behind:
+                self.complete = min(self._next)
+                self._behind = self._next.count(self.complete)
+        if (worker := self._running.get(logical_worker)) is not None:
+            self._drop(worker)
+        return True
+
+    def held_by(self, worker: str) -> tuple[int, ...]:
+        """The logical workers that a worker holds."""
+        return tuple(sorted(self._held.get(worker, ())))
+
+    def lose(self, worker: str) -> None:
+        """A worker is gone; what it held is for the others."""
+        self._drop(worker)
+        if worker in self._held:
+            self.workers.remove(worker)
+            self._is_even = False
+            for v in self._held.pop(worker):
+                self._holder[v] = None
+
+    def _drop(self, worker: str) -> None:
+        """A worker works at nothing any more."""
+        if worker in self._doing:
+            del self._running[self._doing.pop(worker)]
+
+    def _claim(self, worker: str) -> None:
+        """Takes a fair share of what nobody holds, and takes over from who holds two more; nothing, once all hold as many or one more."""
+        mine, most = self._held[worker], -(-len(self._holder) // len(self.workers))
+        for v, held in enumerate(self._holder):
+            if held is None and len(mine) < most:
+                self._give(v, worker)
+        for v, held in reversed(list(enumerate(self._holder))):
+            if held not in (None, worker) and v not in self._running and len(self._held[held]) - len(mine) >= 2:
+                self._held[held].discard(v)
+                self._give(v, worker)
+        counts = [len(each) for each in self._held.values()]
+        self._is_even = sum(counts) == len(self._holder) and max(counts) - min(counts) < 2
+
+    def _give(self, v: int, worker: str) -> None:
+        self._holder[v] = worker
+        self._held[worker].add(v)
+
+
+class ServedState:
+    """See the module. Every method raises `NotReadyError` if a server is lost.
+
+    Args:
+        job: The run.
+        servers: The parameter servers, whatever they hold.
+        state: The state that is taken over from them and given to them.
+    """
+
+    def __init__(self, job: Job, servers: Servers, state: TrainingState) -> None:
+        self._servers, self._state = servers, state
+        self._clips = job.config.train.grad_clip_norm is not None
+        self.layout = Layout(state.model, state.optimizer, job.config.train)
+        self.era = 0
+
+    def eras(self) -> list[int]:
+        """In which era each server is; 0 for one that holds nothing."""
+        return call_each(self._servers, "era", [()] * len(self.layout.parts))
+
+    def norm(self, step: int, factor: float) -> float:
+        """The norm of a step's gradient, times a factor. If it decides how far parameters move, its bits are those of `ddp`."""
+        asked = self.layout.incomplete() if self._clips else [[] for _ in self.layout.parts]
+        answers = call_each(self._servers, "norms", [(self.era, step, some) for some in asked])
+        norms = [n for some, _ in answers for n in some]
+        norms += self.layout.norms_of_joined([data for _, data in answers]) if self._clips else []
+        return norm_of(norms, factor)
+
+    def move(self, step: int, norm: float, factor: float) -> None:
+        """Lets the servers move their parameters by the gradient that `norm` looked at, times the factor; 0: they go on without."""
+        self._call("apply", step, norm, factor)
+
+    def take_over(self) -> None:
+        """Makes what they hold the state here."""
+        held = self._call("state")
+        for buffer, value in zip(self.layout.buffers, from_bytes(held[0][1], self.layout.buffers), strict=True):
+            buffer.copy_(value)
+        self._state.load(self.layout.merge([unpack(files) for files, _ in held], self._state.snapshot()))
+
+    def give(self, eras: list[int]) -> None:
+        """Begins an era, in which the servers, whose eras those are, hold the state here."""
+        era = max(self.era, *eras, time.time_ns() // 1_000_000) + 1  # never one of a coordinator that died with all servers
+        buffers, none = to_bytes(self.layout.buffers), np.empty(0, np.uint8)
+        parts = self.layout.split(self._state.snapshot())
+        sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
+        if self._servers.call("load", sent) is None:
+            raise NotReadyError
+        self.era = era
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return call_each(self._servers, method, [(self.era, *arguments)] * len(self.layout.parts))
+
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +226,7 @@ class Coordinator:
     """
 
     def __init__(self, job: Job, servers: Servers, sender: SnapshotSender | None = None, hooks: Hooks = Hooks()) -> None:
-        environment.set_up_torch(job.config, CPU)
+        device.set_up_torch(job.config, CPU)
         self._job, self._plan, self._synchronous = job, job.plan, job.config.train.staleness == 0
         self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
         self._served = ServedState(job, servers, self._state)

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import pack, unpack
 from ray_app.config.config import Config
-from ray_app.config.optimizers import OptimizerSpec
+from ray_app.config.import_paths import OptimizerSpec
 from ray_app.errors import DataError
-from ray_app.exchange.tree import TreeSum, parents
+from ray_app.reduction.tree import TreeSum, parents
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.norm import correct
+from ray_app.train.step.step import correct
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
-from ray_app.train.strategies.parameter_server.messages import Pulled, Pushed
+from ray_app.train.strategies.parameter_server.protocol import Pulled, Pushed
 
 CPU = torch.device("cpu")
 

@@ -8,25 +8,23 @@ from dataclasses import dataclass
 
 import torch
 
-from ray_app.data.feed.feed import Feed
-from ray_app.data.feed.windows import MicroBatch
+from ray_app.data.feed import Feed
+from ray_app.data.windows import MicroBatch
 from ray_app.errors import TaskError
-from ray_app.exchange.build import build_exchange
-from ray_app.exchange.exchange import World, backward_of
-from ray_app.plan.cursor import Cursor
-from ray_app.task import environment
-from ray_app.task.losses import NOTHING, summed
-from ray_app.train.group.membership import Membership
-from ray_app.train.group.messages import Flags, Phase
-from ray_app.train.hooks import Hooks
-from ray_app.train.job import Job, OpenWindows
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World, backward_of
+from ray_app.reduction.build import build_exchange
+from ray_app.task import device as environment
+from ray_app.task.base import NOTHING, summed
+from ray_app.train.job import Hooks, Job, OpenWindows
+from ray_app.train.membership import Flags, Membership, Phase
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.logical import restore
+from ray_app.train.step.micro_batch import restore
 from ray_app.train.step.step import Step, line
-from ray_app.train.step.table import Row, StepResult
-from ray_app.train.step.timer import UNTOLD
+from ray_app.train.step.step_stats import Row, StepResult
+from ray_app.train.step.timing import UNTOLD
 from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
-from ray_app.train.strategies.parameter_server.messages import Answer, Done, Pulled, Servers, Unit
+from ray_app.train.strategies.parameter_server.protocol import Answer, Done, Pulled, Servers, Unit
 
 Ask = Callable[[str, Done | None, int | None, float | None], Answer]
 """See `Coordinator.ask`."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ray_app.errors import DataError
-from ray_app.plan.facts import ColumnFacts, DataFacts
-from ray_app.plan.keyed import hash_array, key
+from ray_app.plan.manifest import ColumnFacts, DataFacts
+from ray_app.plan.hashing import hash_array, key
 from ray_app.task.annotations import MetricCollection
 
 _UNIT_VALUES = 100_000

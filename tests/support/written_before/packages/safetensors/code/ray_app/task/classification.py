@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ray_app.errors import ConfigError
-from ray_app.plan.facts import DataFacts
+from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake
 

@@ -14,19 +14,11 @@ from torch.nn import functional
 
 from ray_app.encoded import decoded
 from ray_app.errors import ConfigError, DataError
-from ray_app.plan.facts import DataFacts
+from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, count_classes, need_column, uniform
-from ray_app.task.classification import (
-    ClassWeights,
-    class_predictions,
-    classification_metrics,
-    resolve_weights,
-    weigh,
-    weighted,
-    wrong_classes,
-)
-from ray_app.task.mixing import mix, smooth_targets
+from ray_app.task.classification import ClassWeights, class_predictions, classification_metrics, resolve_weights, weigh, weighted, wrong_classes
+from ray_app.task.classification import mix, smooth_targets
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 

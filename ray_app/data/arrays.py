@@ -1,0 +1,258 @@
+"""Arrays as Arrow columns: one binary value per row, of one size or of its own, with dtype and shape in the field's metadata.
+
+Parquet and the object store then move bytes, not lists of numbers: reading 784 bytes a row costs a copy, not 784 values.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ray_app.task.ragged import Field, Ragged, put_together
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What one row of a column holds.
+
+    Args:
+        dtype: NumPy name.
+        shape: Without the row axis, and where rows have different lengths without that axis, too.
+        padding: Where rows have different lengths: what they are padded with, and what a padded length is a multiple of.
+        length: Then, of the rows that were looked at, on an average.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    padding: tuple[float, int] | None = None
+    length: float = field(default=1, compare=False)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row; on an average, where rows have different lengths."""
+        return round(np.dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64)) * self.length)
+
+
+def spec_like(values: Field) -> ArraySpec:
+    """What one row of `values` holds."""
+    if isinstance(values, Ragged):
+        mean = float(values.lengths.mean()) if len(values) else 1.0
+        return ArraySpec(values.values.dtype.str, tuple(map(int, values.values.shape[1:])), (values.fill, values.multiple), mean)
+    return ArraySpec(values.dtype.str, tuple(int(n) for n in values.shape[1:]))
+
+
+def to_column(name: str, values: Field) -> tuple[pa.Field, pa.Array]:
+    """Returns the field and the column of `values`, without copying them where they are contiguous."""
+    spec = spec_like(values)
+    if isinstance(values, Ragged):
+        own = values.compact()
+        item = own.values.dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        buffers = [None, pa.py_buffer(own.offsets * item), pa.py_buffer(np.ascontiguousarray(own.values).reshape(-1).view(np.uint8))]
+        data = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(own), buffers)
+        metadata = {"ray_app.array": json.dumps({"dtype": spec.dtype, "shape": spec.shape, "padding": spec.padding})}
+        return pa.field(name, data.type, nullable=False, metadata=metadata), data
+    values = np.ascontiguousarray(values)
+    data = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(spec.row_bytes), len(values), [None, pa.py_buffer(values.reshape(-1).view(np.uint8))]
+    )
+    metadata = {"ray_app.array": json.dumps({"dtype": spec.dtype, "shape": spec.shape})}
+    return pa.field(name, data.type, nullable=False, metadata=metadata), data
+
+
+def spec_of(field: pa.Field) -> ArraySpec | None:
+    """The array that a field holds, or None for a plain column."""
+    raw = (field.metadata or {}).get(b"ray_app.array")
+    if raw is None:
+        return None
+    found = json.loads(raw)
+    padding = found.get("padding")
+    return ArraySpec(found["dtype"], tuple(found["shape"]), (padding[0], padding[1]) if padding else None)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values are text, in any of Arrow's layouts."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether values are integers, fractions or truth values."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Whether values are bytes of any length, in any of Arrow's layouts."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+
+
+def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
+    """The rows of an encoded column as one array of shape (rows, ...), or ragged; a view of the column where it is one chunk."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    if spec.padding is not None:
+        parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
+        return put_together(parts) if parts else _none(spec)
+    return fixed(column, spec)
+
+
+def fixed(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
+    """The rows of an encoded column whose rows are of one size, shape (rows, ...); a view of the column where it is one chunk."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    arrays = [
+        np.frombuffer(chunk.buffers()[1], dtype=np.uint8, offset=chunk.offset * spec.row_bytes, count=len(chunk) * spec.row_bytes)
+        for chunk in chunks
+        if len(chunk)
+    ]
+    flat = arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.empty(0, np.uint8)])
+    return flat.view(spec.dtype).reshape(-1, *spec.shape)
+
+
+def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
+    """A column of lists of numbers or truth values, or of lists of rows of as many each; None if it is none, or has missing values."""
+    kind = column.type
+    if not _is_list(kind) or column.null_count:
+        return None
+    flat = column.combine_chunks()
+    flat = flat.chunk(0) if isinstance(flat, pa.ChunkedArray) else flat
+    offsets = np.asarray(flat.offsets).astype(np.int64)
+    inner, shape = flat.values, tuple[int, ...]()
+    while pa.types.is_fixed_size_list(inner.type) or _is_list(inner.type):
+        if inner.null_count:
+            return None
+        if pa.types.is_fixed_size_list(inner.type):
+            size, inner = inner.type.list_size, inner.flatten()
+        else:
+            sizes = np.unique(np.diff(np.asarray(inner.offsets)))
+            if len(sizes) > 1:
+                return None
+            size, inner = (int(sizes[0]) if len(sizes) else 0), inner.flatten()
+        shape += (size,)
+    if inner.null_count or not is_number(inner.type):
+        return None
+    return Ragged(inner.to_numpy(zero_copy_only=False).reshape(len(flat.values), *shape), offsets)
+
+
+def list_spec(kind: pa.DataType) -> ArraySpec | None:
+    """What a row of a column of lists of one size holds, or of lists of those; None if it is none of numbers."""
+    shape = []
+    while pa.types.is_fixed_size_list(kind):
+        shape.append(kind.list_size)
+        kind = kind.value_type
+    if not shape or not is_number(kind):
+        return None
+    return ArraySpec(np.dtype(kind.to_pandas_dtype()).str, tuple(shape))
+
+
+def fixed_lists(column: pa.ChunkedArray) -> Array | None:
+    """A column of lists of one size as one array of shape (rows, ...); None if it is none of numbers, or has missing values."""
+    spec = list_spec(column.type)
+    if spec is None or column.null_count:
+        return None
+    flat = column.combine_chunks()
+    flat = pa.concat_arrays(flat.chunks) if isinstance(flat, pa.ChunkedArray) else flat
+    for _ in spec.shape:
+        flat = flat.flatten()
+    if flat.null_count:
+        return None
+    return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(len(column), *spec.shape)
+
+
+def lists_of(rows: Ragged) -> pa.LargeListArray:
+    """Ragged rows as a column of lists of numbers, or of lists of rows of as many numbers each, which `ragged_lists` reads."""
+    own = rows.compact()
+    inner = pa.array(own.values.reshape(-1))
+    for size in reversed(own.row_shape):
+        inner = pa.FixedSizeListArray.from_arrays(inner, size)
+    return pa.LargeListArray.from_arrays(own.offsets, inner)
+
+
+def is_numbers(kind: pa.DataType) -> bool:
+    """Whether a column's values are lists of numbers or truth values, or lists of those."""
+    while _is_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+        if is_number(kind):
+            return True
+    return False
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _none(spec: ArraySpec) -> Ragged:
+    assert spec.padding is not None
+    return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(1, np.int64), *spec.padding)
+
+
+def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
+    assert spec.padding is not None
+    _, offsets, data = chunk.buffers()
+    item = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
+    ends = np.frombuffer(offsets, np.int64, len(chunk) + 1, chunk.offset * 8) // item
+    values = np.frombuffer(data if data is not None else b"", np.uint8, int(ends[-1]) * item).view(spec.dtype).reshape(-1, *spec.shape)
+    return Ragged(values, ends, *spec.padding)
+
+
+class _Lengthening:
+    """A field whose rows have different lengths, put one after the other into memory that is made longer where it is.
+
+    Args:
+        spec: What a row holds; its length says how long the memory is at first.
+        rows: How many there will be.
+    """
+
+    def __init__(self, spec: ArraySpec, rows: int) -> None:
+        self._spec, self._rows = spec, 0
+        self._values = np.empty((int(rows * spec.length), *spec.shape), np.dtype(spec.dtype))
+        self._offsets = np.zeros(rows + 1, np.int64)
+
+    def add(self, rows: Ragged) -> None:
+        """Takes the next rows."""
+        own, used = rows.compact(), int(self._offsets[self._rows])
+        end = used + len(own.values)
+        if end > len(self._values):
+            self._resize(max(end, len(self._values) * 9 // 8))
+        self._values[used:end] = own.values
+        self._offsets[self._rows + 1 : self._rows + 1 + len(own)] = own.offsets[1:] + used
+        self._rows += len(own)
+
+    def all(self) -> Ragged:
+        """The rows."""
+        assert self._spec.padding is not None
+        self._resize(int(self._offsets[self._rows]))
+        return Ragged(self._values, self._offsets[: self._rows + 1], *self._spec.padding)
+
+    def _resize(self, length: int) -> None:
+        self._values.resize((length, *self._spec.shape), refcheck=False)  # nobody else has seen it
+
+
+class Columns:
+    """Fields that are filled as tables come, each copied to its place, so that all rows are in memory once.
+
+    Args:
+        fields: What a row holds.
+        rows: How many there will be.
+    """
+
+    def __init__(self, fields: dict[str, ArraySpec], rows: int) -> None:
+        self._fields, self._done = fields, 0
+        self._fixed = {name: np.empty((rows, *s.shape), np.dtype(s.dtype)) for name, s in fields.items() if s.padding is None}
+        self._ragged = {name: _Lengthening(s, rows) for name, s in fields.items() if s.padding is not None}
+
+    def add(self, table: pa.Table) -> None:
+        """Takes the next rows."""
+        for name, spec in self._fields.items():
+            values = from_column(table.column(name), spec)
+            if isinstance(values, Ragged):
+                self._ragged[name].add(values)
+            else:
+                self._fixed[name][self._done : self._done + len(values)] = values
+        self._done += table.num_rows
+
+    def all(self) -> dict[str, Field]:
+        """The fields, in their order."""
+        return {name: self._ragged[name].all() if name in self._ragged else self._fixed[name] for name in self._fields}

@@ -1,0 +1,290 @@
+"""`summary.json`: what came of a run, computed from its own record alone.
+
+Runs whose driver is gone: what became of them is said by whoever notices, in the record, in `summary.json` and in MLflow.
+
+The lease decides who may: it is free only if the driver has ended, and only one gets it.
+
+The report at the end of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.config.config import Config, default_tracking_uri, digest
+from ray_app.errors import ConfigError
+from ray_app.plan.class_balancing import Classes
+from ray_app.preflight.prepare import make_plan, make_task
+from ray_app.report.facts import Facts, read_facts
+from ray_app.report.page import write_report
+from ray_app.runlog.endings import put_summary
+from ray_app.runlog.evaluations import evaluated_steps, read_scores
+from ray_app.runlog.history import count, goodput, means, recoveries, restarts, start, world_sizes
+from ray_app.runlog.journal import Event, StepRecord, newest_detail, put_event, read_events
+from ray_app.runlog.lease import acquire, is_released, newest_fence
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import HIDDEN, redact
+from ray_app.runlog.step_records import read_steps
+from ray_app.runlog.stored_config import read_config, read_manifest
+from ray_app.storage.files import location, names, read_json, without_nan
+from ray_app.track.mlflow_client import DataSet
+from ray_app.track.tracker import Status as MlflowStatus
+from ray_app.track.tracker import Tracker, check_available, run_tags
+from ray_app.train.job import Job
+
+Status = Literal["finished", "stopped_early", "interrupted", "failed"]
+
+
+def summarize(job: Job, status: Status) -> dict[str, Any]:
+    """Makes the content of `summary.json`, a public interface; see docs/architecture.md for its fields."""
+    stop = job.early_stop()
+    newest = newest_commit(job)
+    last_step = stop.stop_step if stop else newest.step if newest else 0
+    course = read_steps(job.paths, last_step)
+    records = course.records
+    events = read_events(job.paths)
+    evaluations = [e for e in read_scores(job.paths) if e.step <= last_step]
+    best = job.best_first()[:1]
+    tracking = read_json(job.paths.tracking) or {}
+    found = {
+        "status": status,
+        "run_name": job.paths.name,
+        "mlflow_run_id": tracking.get("run_id"),
+        "ray_job": newest_detail(events, "ray_job"),
+        "ended_s": events[-1].time_s if events else None,
+        "epochs": last_step // job.steps_per_epoch,
+        "steps": last_step,
+        "rows": sum(course.rows),
+        "rows_by_logical_worker": course.rows,
+        "bad_rows": {"skipped": course.skipped, "distinct": len(names(job.paths.bad_rows))},
+        "logical_workers": job.plan.logical_workers,
+        "world_sizes": world_sizes(records),
+        "restarts": restarts(events),
+        "redone_steps": len(course.repeated),
+        "recovery_s": recoveries(events, course.in_time),
+        "goodput": goodput(records, course.repeated),
+        "params_digest": _digest_at(job, stop.best_step) if stop else newest.params_digest if newest else None,
+        "metrics": evaluations[-1].metrics if evaluations else {},
+        "training": means(records[-((last_step - 1) % job.steps_per_epoch + 1) :]) if records else {},
+        "best": {"step": best[0].step, "metric": job.best_metric, "value": best[0].metrics[job.best_metric]} if best else None,
+        "stopped_early": {"step": stop.stop_step, "best_step": stop.best_step} if stop else None,
+        "evaluation": {
+            "done": len(evaluations),
+            "skipped": len({e.details["step"] for e in events if e.kind == "evaluation_skipped" and "by" not in e.details}),
+            "most_behind": max((e.behind for e in evaluations), default=0),
+            "lag_s": round(max((e.lag_s for e in evaluations), default=0.0), 3),
+        },
+        "checkpoints": {
+            "committed": len({(e.fence, e.details["step"]) for e in events if e.kind == "checkpointed"}),
+            "fallbacks": count(events, "fallback"),
+            "failed_writes": count(events, "write_failed"),
+        },
+        "replays": {"shares": course.replayed, "wrong": count(events, "lied")},
+        "start_s": start(events, records),
+        "timing": _timing(records, events),
+        "parameter_servers": next((event.details["servers"] for event in reversed(events) if event.kind == "partitioned"), None),
+        "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
+    }
+    return without_nan(found)
+
+
+def _digest_at(job: Job, step: int) -> str | None:
+    return next((c.params_digest for c in CheckpointStore(job.paths).commits() if c.step == step), None)
+
+
+def newest_commit(job: Job) -> Commit | None:
+    """The newest checkpoint that is not marked bad."""
+    commits = CheckpointStore(job.paths).commits()
+    return commits[-1] if commits else None
+
+
+def _timing(records: Sequence[StepRecord], events: list[Event]) -> dict[str, float | None]:
+    events = [e for e in events if e.kind != "driver_lost"]  # that was when it was noticed
+    started = [e.time_s for e in events if e.kind == "started"]
+    stalls = [s for e in events if e.kind == "left" for s in e.details["stalls_ms"]]
+    total_ms = sum(r.step_ms for r in records)
+    return {
+        "wall_s": round(events[-1].time_s - started[0], 3) if started else None,
+        "startup_s": round(records[0].time_s - started[0], 3) if started and records else None,
+        "step_ms": round(median(r.step_ms for r in records), 4) if records else None,
+        "data_wait_fraction": round(sum(r.data_wait_ms for r in records) / total_ms, 4) if total_ms else None,
+        "checkpoint_stall_ms": round(median(stalls), 3) if stalls else None,
+    }
+
+
+logger = logging.getLogger(__name__)
+
+_TRACKING_S = 20.0
+_ENDED: dict[str, Status] = {
+    "finished": "finished",
+    "stopped_early": "stopped_early",
+    "interrupted": "interrupted",
+    "gave_up": "failed",
+}
+"""How a run ended, by the event that says it."""
+
+
+def mlflow_status(status: Status) -> MlflowStatus:
+    """What MLflow calls it."""
+    known: dict[str, Literal["KILLED", "FAILED"]] = {"interrupted": "KILLED", "failed": "FAILED"}
+    return known.get(status, "FINISHED")
+
+
+def close_orphan(root: str) -> bool:
+    """Says what became of a run if its driver is gone without having said it, or was killed while it did.
+
+    Blocks for as long as the lease of a driver on another machine must be watched (half a minute), and for MLflow at most 20 s. A start
+    at the same moment waits until this has ended. Once for each lost driver, and again for evaluations that came after that: what MLflow
+    does not get now, `replay` sends.
+
+    Args:
+        root: The run's directory, as a path or an S3 URI.
+
+    Returns:
+        Whether it was closed now; False if it has ended in order, or someone else closed it.
+
+    Raises:
+        RunHeldError: Its driver lives, or someone else closes it at this moment.
+        ConfigError: The run's task cannot be made here.
+        OSError: The storage does not answer.
+    """
+    paths = RunPaths(location(root))
+    before = newest_fence(paths)
+    start = _newest_start(paths)
+    if start is None or (start.status is not None and is_released(paths) and not _lacks_evaluations(paths)):
+        return False
+    with acquire(paths, closing=True, waits=False) as lease:
+        if lease.fence != before + 1:
+            return False
+        job = stored_job(paths)
+        status = settle(job, start)
+        logger.warning("The driver of %s is gone; the run is closed as %s.", paths.name, status)
+        if _is_tracked(job.config):
+            late_tracker(job, job.config).close(mlflow_status(status), _TRACKING_S)
+            put_summary(paths, summarize(job, status))
+        return True
+
+
+@dataclass(frozen=True)
+class NewestStart:
+    """The newest start of a run.
+
+    Args:
+        fence: Its number.
+        status: How it ended; None: it did not say.
+    """
+
+    fence: int
+    status: Status | None
+
+
+def _newest_start(paths: RunPaths) -> NewestStart | None:
+    """The newest start; None if the run was never started."""
+    events = read_events(paths, "started", "driver_lost", *_ENDED)
+    fence = max((event.fence for event in events if event.kind == "started"), default=None)
+    if fence is None:
+        return None
+    ends = [event for event in events if event.kind != "started" and event.fence == fence]
+    return NewestStart(fence, _ENDED.get(ends[-1].kind) or ends[-1].details["status"] if ends else None)
+
+
+def newest_start(paths: RunPaths) -> NewestStart:
+    """The newest start of a run.
+
+    Raises:
+        ConfigError: The directory holds no run, or one that was never started.
+    """
+    start = _newest_start(paths) if paths.config.exists() else None
+    if start is None:
+        raise ConfigError(
+            f"{paths.root} holds no run that was started: there is no config.yaml, or no event of a start. Name the directory of a run,"
+            " <run.storage_path>/<run.name>."
+        )
+    return start
+
+
+def stored_job(paths: RunPaths) -> Job:
+    """The run as its directory tells it; the data need not be in reach, so the task is not prepared and no worker could use it.
+
+    Raises:
+        ConfigError: It is no run of this version, or its task cannot be made here.
+    """
+    config = read_config(paths)
+    task = make_task(config)
+    stored = read_json(paths.classes)
+    classes = Classes.of_totals(stored["rows"]) if stored is not None else None
+    plan = make_plan(config, read_manifest(paths), classes)
+    metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
+    return Job(config, digest(config, plan.manifest.digest), task, plan, "", {}, str(paths.root), 0, metric, mode)
+
+
+def settle(job: Job, start: NewestStart) -> Status:
+    """Makes sure of `summary.json` of a run that nobody writes any more; records `driver_lost` if its driver did not say how it ended.
+
+    Returns:
+        How the run ended; `finished` also if the last planned step is committed and nothing was said.
+    """
+    status = start.status
+    if status is None:
+        commit = newest_commit(job)
+        step = commit.step if commit else 0
+        status = "stopped_early" if job.early_stop() else "finished" if step >= job.total_steps else "interrupted"
+        noticed_by = f"process {os.getpid()} on {platform.node()}"
+        put_event(job.paths, "driver_lost", start.fence, status=status, step=step, noticed_by=noticed_by)
+    if start.status is None or (read_json(job.paths.summary) or {}).get("status") != status or _lacks_evaluations(job.paths):
+        put_summary(job.paths, summarize(job, status))
+    return status
+
+
+def _lacks_evaluations(paths: RunPaths) -> bool:
+    """Whether there are evaluations that `summary.json` does not know, or no summary."""
+    summary = read_json(paths.summary)
+    return summary is None or sum(step <= summary["steps"] for step in evaluated_steps(paths)) > summary["evaluation"]["done"]
+
+
+def late_tracker(job: Job, config: Config) -> Tracker:
+    """A tracker for a run that has ended.
+
+    Args:
+        job: The run.
+        config: Says where MLflow is; without a URI of its own it is where the last driver found it.
+    """
+    manifest = job.plan.manifest
+    uri = (read_json(job.paths.tracking) or {}).get("uri")
+    if config == job.config and uri and HIDDEN not in uri and uri != redact(default_tracking_uri(config)):
+        config = config.replace(tracking__uri=uri)
+    data = DataSet("training", config.data.path, manifest.digest, manifest.num_rows)
+    return Tracker(job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, [data], is_over=True)
+
+
+def _is_tracked(config: Config) -> bool:
+    try:
+        check_available(config)
+    except ConfigError as error:
+        logger.warning("MLflow is not told: %s", error)
+        return False
+    return config.tracking.enabled
+
+
+def report_end(paths: RunPaths) -> Facts | None:
+    """Makes the report of a run that ended; a failure to do so is a warning and nothing more.
+
+    Returns:
+        What was read of the run, for the console; None if it could not be read.
+    """
+    facts = None
+    try:
+        facts = read_facts(paths)
+        write_report(paths, facts)
+    except Exception as error:
+        command = shlex.join(["ray-app", "report", "--run", str(paths.root)])
+        logger.warning("The report could not be made: %s: %s; %s tries again.", type(error).__name__, error, command)
+    return facts

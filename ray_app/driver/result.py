@@ -1,0 +1,194 @@
+"""What `run_training` returns.
+
+Runs side by side, for a notebook.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ray_app.driver.finalize import stored_job
+from ray_app.driver.model_export import ExportOptions, export_run
+from ray_app.driver.trained_run import chosen, load_model
+from ray_app.errors import CheckpointError, ConfigError, DataError
+from ray_app.models.export import read_decoded, read_rows
+from ray_app.report.comparison import Comparison, run_cell
+from ray_app.report.facts import read_facts
+from ray_app.runlog.evaluations import Evaluation, read_evaluations
+from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import Location, location
+from ray_app.task.base import Batch, Task, WithoutTargets
+from ray_app.task.metrics import combine, score
+from ray_app.task.ragged import Arrays, Field, joined, to_batch
+from ray_app.train.job import Job
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A run that ended.
+
+    Args:
+        path: The run's directory.
+        summary: The content of `summary.json`.
+        task: The prepared task; its `forward` runs the model on decoded fields.
+    """
+
+    path: Location
+    summary: dict[str, Any]
+    task: Task
+
+    def __repr__(self) -> str:
+        best = self.summary.get("best")
+        reached = f", {best['metric']} {best['value']:.4f} at step {best['step']}" if best and best["value"] is not None else ""
+        return f"<{self.status} run of {self.summary['steps']} steps{reached}, in {self.path}>"
+
+    def _repr_html_(self) -> str:
+        """The run's key figures and curves, for notebooks."""
+        return run_cell(read_facts(RunPaths(self.path)))
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped_early`, `interrupted` or `failed`."""
+        return str(self.summary["status"])
+
+    @property
+    def best_checkpoint(self) -> Location | None:
+        """Folder of the best checkpoint by the evaluation metric, or the newest if nothing was evaluated."""
+        try:
+            commit = chosen(self._job, "best")
+        except CheckpointError:
+            return None
+        return RunPaths(self.path).checkpoint(commit.step, commit.fence)
+
+    def load_model(self, which: str = "best") -> nn.Module:
+        """Loads a model in plain PyTorch; needs no Ray.
+
+        Args:
+            which: See `ExportOptions.checkpoint`.
+
+        Returns:
+            The model in evaluation mode, on the CPU.
+
+        Raises:
+            ConfigError: There is no checkpoint of this name.
+            CheckpointError: There is none at all, or it is damaged.
+        """
+        return load_model(self._job, chosen(self._job, which))
+
+    def export(self, folder: str, which: str = "best", overwrite: bool = False) -> dict[str, Any]:
+        """Writes a model to a folder, as `ray-app export` does; `ray_app.load_model(folder)` loads it without Ray and MLflow.
+
+        Args:
+            folder: What it becomes.
+            which: See `ExportOptions.checkpoint`.
+            overwrite: Replace an export that is there.
+
+        Returns:
+            The content of `export.json`.
+
+        Raises:
+            RayAppError: See `export_run`.
+        """
+        return export_run(ExportOptions(str(self.path), folder, which, overwrite))
+
+    def read(self, path: str) -> Batch:
+        """Reads a data set as the model takes it, whole, in this process: `result.task.forward(model, result.read(path))`.
+
+        Args:
+            path: Folder (or file) of Parquet, with the columns of the training data.
+
+        Returns:
+            A tensor for each decoded field, its first axis the rows.
+
+        Raises:
+            DataError: It is not there, or cannot be decoded.
+        """
+        return read_rows(self.task, path)
+
+    def evaluate(self, path: str, which: str = "best") -> dict[str, float]:
+        """Scores a model on a data set, such as test rows that have chosen nothing, in this process; needs no Ray and records nothing.
+
+        Args:
+            path: Folder (or file) of Parquet, with the columns of the training data.
+            which: See `ExportOptions.checkpoint`.
+
+        Returns:
+            The mean `loss` and the task's metrics of one number, by name.
+
+        Raises:
+            DataError: It is not there, or cannot be decoded.
+            CheckpointError: There is no checkpoint, or it is damaged.
+        """
+        rows, batch_size = read_decoded(self.task, path), self._job.config.evaluate.batch_size
+        return combine(self.task, score(self.task, self.load_model(which), rows, batch_size, torch.device("cpu"))).values
+
+    def predict(self, data: str | npt.ArrayLike | dict[str, Any], which: str = "best") -> dict[str, Field]:
+        """Predicts rows in this process; needs no Ray, and the rows no targets.
+
+        Args:
+            data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes; where the task reads one column besides
+                its targets also the array alone. Or the folder (or file) of a data set.
+            which: See `ExportOptions.checkpoint`.
+
+        Returns:
+            What `Task.predictions` gives, by name, each (rows, ...) or `Ragged`: of a classification `predicted`, `predicted_index` and
+            `confidence`.
+
+        Raises:
+            DataError: A column is missing.
+        """
+        model, size = self.load_model(which), self._job.config.evaluate.batch_size
+        rows = read_decoded(self.task, data, targets=False) if isinstance(data, str) else self._decoded(data)
+        found = []
+        with torch.inference_mode():
+            for low in range(0, len(next(iter(rows.values()))), size):
+                batch = to_batch(rows, slice(low, low + size))
+                found.append(self.task.predicted(self.task.forward(model, batch), batch))
+        return {name: joined([part[name] for part in found]) for name in found[0]}
+
+    def _decoded(self, data: Any) -> Arrays:
+        """Decodes columns that are given."""
+        decode = WithoutTargets(self.task)
+        rows = data if isinstance(data, dict) else dict.fromkeys(decode.columns[:1], np.asarray(data))
+        if missing := [name for name in decode.columns if name not in rows]:
+            raise DataError(f"No column {', '.join(map(repr, missing))} is given; the task reads {decode.columns}. Give all by name.")
+        return decode({name: rows[name] for name in decode.columns})
+
+    def metrics(self) -> list[StepRecord]:
+        """The record of every step, in order."""
+        reader = MetricsReader(RunPaths(self.path))
+        reader.poll()
+        return [record for _, record in sorted(reader.records.items())]
+
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations by step."""
+        return read_evaluations(RunPaths(self.path))
+
+    @property
+    def _job(self) -> Job:
+        return replace(stored_job(RunPaths(self.path)), task=self.task)
+
+
+def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
+    """Reads some runs, in whatever state they are, to be compared.
+
+    Args:
+        runs: What `run_training` returned, or directories of runs, also on s3://.
+
+    Raises:
+        ConfigError: There is none, or something is no run.
+        OSError: The storage does not answer.
+    """
+    if isinstance(runs, str) or not runs:
+        raise ConfigError(f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second]).")
+    roots = [run.path if isinstance(run, Result) else location(os.fspath(run)) for run in runs]
+    return Comparison(tuple(read_facts(RunPaths(root), with_earlier=False) for root in roots))

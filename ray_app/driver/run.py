@@ -1,0 +1,481 @@
+"""Ray Train's work in a thread; the main thread is for signals and the console.
+
+What the start of a run spends its time on.
+
+The actors that the workers of a run share, on the driver's node: they live as long as it trains.
+
+What tests and drills may put into a run.
+
+One training run from start to summary: refusals, cluster, actors, training, evaluation, record.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from rich.console import Console
+
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.cluster.ray_private import most_resources, ray_job
+from ray_app.cluster.rendezvous.server import start_rendezvous
+from ray_app.cluster.resources import (
+    cluster,
+    fits_object_stores,
+    import_ahead,
+    refuse_windows,
+    reserved_cpus,
+    shared_bytes,
+    workers_that_fit,
+)
+from ray_app.cluster.trainer import Start, fit
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.data.memory_cache import end_memory_cache, is_small, start_memory_cache
+from ray_app.data.ray_tasks import anchor_here
+from ray_app.driver.announce import announce, say_changed_environment
+from ray_app.driver.finalize import Status, mlflow_status, newest_commit, report_end, summarize
+from ray_app.driver.model_export import REGISTRABLE, try_to_register
+from ray_app.driver.result import Result
+from ray_app.driver.services import Following, make_board, make_metrics, make_observers, make_sampler, make_tracker, observers_of
+from ray_app.driver.signals import Bounds, stopping_at_signals
+from ray_app.driver.single import alone_in_front, train_in_front
+from ray_app.errors import LeaseLostError, own_error
+from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
+from ray_app.process import variables
+from ray_app.runlog.endings import put_summary
+from ray_app.runlog.journal import put_event
+from ray_app.runlog.lease import Lease, acquire
+from ray_app.runlog.redaction import redact
+from ray_app.storage.files import poll_s
+from ray_app.track.mlflow_client import IMPATIENT
+from ray_app.track.tensorboard import Board, check_board
+from ray_app.track.tracker import Tracker, check_available
+from ray_app.train.checkpointing.restore import note_fallback
+from ray_app.train.checkpointing.snapshots import start_keepers
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Flags
+from ray_app.train.membership import Status as Gathering
+from ray_app.train.strategies.parameter_server.actors import start_parameters
+from ray_app.version import __version__
+from ray_app.watch.observers import Observers
+from ray_app.watch.terminal import RunConsole, SafeConsole, print_end
+
+_GIVE_UP_S = 15.0
+
+
+class Fitting(threading.Thread):
+    """Trains while its context lasts; who leaves that earlier has given the run up, and its workers are ended.
+
+    Args:
+        start: See `fit`.
+        max_workers: Likewise.
+
+    Attributes:
+        error: What ended the run, if anything did.
+    """
+
+    def __init__(self, start: Start, max_workers: int) -> None:
+        super().__init__(name="fit", daemon=True)
+        self._passed, self._max_workers = start, max_workers
+        self._given_up = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """See `fit`."""
+        try:
+            fit(self._passed, self._max_workers, reserved_cpus(self._passed.job.config), self._given_up)
+        except BaseException as error:  # shown and raised by the main thread
+            if not self._given_up.is_set():
+                self.error = own_error(error)
+
+    def __enter__(self) -> Fitting:
+        """Begins."""
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Waits until the workers are gone, which they are if it has ended. What ended it explains what the other thread then met."""
+        self._given_up.set()
+        self.join(_GIVE_UP_S)
+        if isinstance(error, Exception) and self.error is not None:
+            raise self.error from error
+
+
+class Phases:
+    """Seconds of each phase, one after the other.
+
+    Args:
+        since_s: When the first began, seconds since 1970; None: that is not known, and it is left out.
+    """
+
+    def __init__(self, since_s: float | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since_s = since_s
+
+    def end(self, phase: str) -> None:
+        """A phase ends, and the next begins."""
+        now = time.time()
+        if self._since_s is not None:
+            self.seconds[phase] = now - self._since_s
+        self._since_s = now
+
+
+_COMPILING_S = 600.0
+_CLOSE_S = 2.0
+
+
+def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> Start:
+    """Starts the rendezvous and, where the configuration has them, keepers of snapshots, caches and parameter servers.
+
+    Args:
+        stack: Ends them.
+        job: The run.
+        hooks: For fault tests.
+    """
+    config = job.config
+    least = config.scaling.min_workers if config.train.strategy == "fsdp" else 1  # fewer have not the memory; others go on meanwhile
+    rendezvous = start_rendezvous(job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), least)
+    stack.callback(_end_rendezvous, rendezvous)
+    keepers = start_keepers() if config.checkpoint.snapshot_every_steps else []
+    for actor in keepers:
+        stack.callback(_end_actor, actor)
+    memory_cache = None
+    if config.data.cache == "memory":
+        memory_cache = start_memory_cache(job.source)
+        stack.callback(end_memory_cache, memory_cache)
+    evaluation = None
+    if job.workers_evaluate and job.evaluation is not None:
+        evaluation = start_memory_cache(job.evaluation)
+        stack.callback(end_memory_cache, evaluation)
+    parameters = None
+    if config.train.strategy == "parameter_server":
+        parameters = start_parameters(job, keepers, hooks)
+        for actor in parameters.actors:
+            stack.callback(_end_actor, actor)
+    held = [source for source in (job.source if memory_cache is not None else None, job.evaluation) if source is not None]
+    if memory_cache is None or not all(map(is_small, held)):
+        threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
+    return Start(job, rendezvous, memory_cache, tuple(keepers), evaluation, hooks, parameters)
+
+
+def _step_timeout_s(config: Config) -> float | None:
+    """See `failure.step_timeout_s`."""
+    return config.failure.step_timeout_s or (_COMPILING_S if config.train.compile else None)
+
+
+def _end_rendezvous(rendezvous: Any) -> None:
+    with suppress(ray.exceptions.RayError):
+        ray.get(rendezvous.close.remote(), timeout=_CLOSE_S)
+    _end_actor(rendezvous)
+
+
+def _end_actor(actor: Any) -> None:
+    ray.kill(actor, no_restart=True)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Where fault tests can make something happen; users have no need of it.
+
+    Args:
+        train: In every worker.
+        before_evaluation: In the evaluator, before each evaluation.
+    """
+
+    train: Hooks = field(default_factory=Hooks)
+    before_evaluation: Callable[[Commit], None] | None = None
+
+
+Observe = Callable[[Job], None]
+"""Called in the driver, a few times a second while workers train; what it raises ends the run."""
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_LOOK_S, _END_S, _END_PAUSE_S, _ANSWER_S = 0.25, 30.0, 1.0, 5.0
+_TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as ray-app submit has it
+
+
+def run_training(config: Config, console: Console | None = None, faults: Faults = Faults(), observe: Observe | None = None) -> Result:
+    """Trains, evaluates and records one run; starting the same run name again continues it.
+
+    Args:
+        config: From `load_config`.
+        console: Where progress is shown; not given: standard output.
+        faults: For tests.
+        observe: See `Observe`.
+
+    Returns:
+        The summary, and methods to load models and read metrics. Its status is `interrupted` after Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: The configuration is refused; nothing was started or written.
+        DataError: The data is refused, likewise; or a row met in mid-run cannot be used.
+        RayAppError: The run failed; `summary.json` is written, starting again continues it.
+    """
+    with opened(config, console or Console(), faults) as run:
+        return run.go(observe)
+
+
+@contextmanager
+def opened(
+    config: Config, console: Console, faults: Faults = Faults(), background: bool = False, since_s: float | None = None
+) -> Iterator[Run]:
+    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run; see `run_training`.
+
+    Args:
+        config: The run.
+        console, faults: See `run_training`.
+        background: Leaves signals, and showing the steps, to whoever is in front.
+        since_s: When the command was typed, seconds since 1970, if there was one.
+    """
+    phases = Phases(since_s)
+    phases.end("command")
+    if config.tracking.enabled:
+        check_available(config)
+    check_board(config)
+    check_storage(config)
+    observers_of(config)
+    prepared = prepare(config)
+    phases.end("preparation")
+    if config.train.strategy != "single":
+        import_ahead("ray_app.driver.run")
+    interrupted = threading.Event()
+    listening = nullcontext() if background else stopping_at_signals(interrupted)
+    alone = alone_in_front(config, background)
+    with alone, variables(**dict.fromkeys(IMPATIENT)), cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
+        phases.end("cluster")
+        there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
+        max_workers = workers_that_fit(config, *there)
+        refuse_windows(prepared.job, 1 if config.train.strategy == "single" else max_workers, there[1])
+        if needed := shared_bytes(prepared.job):
+            fits_object_stores(needed, there[1])
+        with acquire(prepared.job.paths) as lease:
+            prepared = claim(prepared, lease.fence)
+            safe = SafeConsole(console)
+            safe.report_to(partial(_put_console_failed, prepared.job))
+            announce(safe, prepared, max_workers)
+            if prepared.changed_data:
+                put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
+            if prepared.changed:
+                put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
+            progress = SafeConsole(Console(quiet=True, force_jupyter=False)) if background else safe
+            phases.end("claim")
+            yield Run(prepared, lease, max_workers, safe, faults, is_own, interrupted, progress, phases.seconds)
+
+
+class Run:
+    """The parts of one start of a run and how they end; made by `opened`."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        lease: Lease,
+        max_workers: int,
+        console: SafeConsole,
+        faults: Faults,
+        own_cluster: bool,
+        interrupted: threading.Event,
+        progress: SafeConsole,
+        phases: dict[str, float],
+    ) -> None:
+        self.job, self._evaluation, self._phases = prepared.job, prepared.evaluation, phases
+        self._config = prepared.job.config
+        self._max_workers, self._console, self._faults, self._own_cluster = max_workers, console, faults, own_cluster
+        self._progress = progress
+        self._stops_early, self._is_evaluated = False, True
+        self._interrupted = interrupted
+        self._error: BaseException | None = None
+        self._sampler = make_sampler(self.job)
+        self._lease = lease
+        lease.on_lost(self._interrupted.set)
+
+    def stop(self) -> None:
+        """Asks it to end after the step at hand, with a checkpoint; from any thread."""
+        self._interrupted.set()
+
+    def go(self, observe: Observe | None = None) -> Result:
+        """Trains to the end; see `run_training`."""
+        job = self.job
+        facts = {"max_workers": self._max_workers, "total_steps": job.total_steps, "version": __version__, "phases": self._phases}
+        facts |= {"metric": job.best_metric, "mode": job.best_mode, "ray_job": ray_job()}
+        put_event(job.paths, "started", job.fence, **facts)
+        tracker, board, observers = make_tracker(job, self._console), make_board(job), make_observers(job)
+        for recording in (tracker, board):
+            if recording is not None:
+                recording.start()
+        try:
+            with observers.watching(), ExitStack() as stack:
+                CheckpointStore(job.paths).clean(job.fence)
+                if self._sampler is not None:
+                    stack.enter_context(self._sampler)
+                following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
+                if not self._is_over_and_intact() and not self._interrupted.is_set():
+                    if self._config.train.strategy == "single":
+                        train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
+                    else:
+                        self._train(stack, following, observe)
+                self._is_evaluated = False  # also if it is interrupted
+                self._is_evaluated = following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
+        except KeyboardInterrupt:
+            self._interrupted.set()
+        except Exception as error:
+            self._error = self._error or own_error(error)
+        except BaseException:  # the process ends, or who watches over it has given this run up
+            for recording in (tracker, board):
+                if recording is not None:
+                    recording.abandon()
+            raise
+        return self._end(tracker, board, observers)
+
+    def _end(self, tracker: Tracker | None, board: Board | None, observers: Observers) -> Result:
+        """Says, in all places, what came of the run; nothing at all if it belongs to another driver by now."""
+        job = self.job
+        self._error = self._lease.lost or self._error
+        try:
+            if isinstance(self._error, LeaseLostError):
+                raise self._error
+            status = _patiently(self._status)
+            _patiently(lambda: self._put_end(status))
+            summary = _patiently(lambda: self._put_summary(status))
+        except (LeaseLostError, OSError) as error:  # the next start says how it ended
+            for recording in (tracker, board):
+                if recording is not None:
+                    recording.abandon()
+            raise self._error or error from error
+        facts = report_end(job.paths)
+        if board is not None:
+            board.close(mlflow_status(status) == "FINISHED", _TRACKING_STOP_S)
+        if tracker is not None:
+            tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
+            if status in REGISTRABLE and self._config.tracking.registered_model is not None:
+                try_to_register(job)
+            try:  # with what MLflow calls the run and its model
+                summary = _patiently(lambda: self._put_summary(status))
+            except OSError as error:
+                logger.warning("summary.json has not what MLflow calls the run: %s", error)
+        observers.ended(status, summary)
+        tracking_uri = redact(default_tracking_uri(self._config)) if tracker is not None else None
+        with self._console.guarded():
+            say_changed_environment(self._console, job)
+            print_end(self._console, job, summary, facts, tracking_uri)
+        if self._error is not None:
+            raise self._error
+        return Result(job.paths.root, summary, job.task)
+
+    def _put_end(self, status: Status) -> None:
+        kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
+        if not put_event(self.job.paths, kind, self.job.fence, reason=str(self._error) if self._error else None):
+            raise OSError(f"the end of the run could not be recorded in {self.job.paths.root}")
+
+    def _put_summary(self, status: Status) -> dict[str, Any]:
+        summary = summarize(self.job, status)
+        put_summary(self.job.paths, summary)
+        return summary
+
+    def _is_complete(self) -> bool:
+        newest = newest_commit(self.job)
+        return (newest is not None and newest.step >= self.job.total_steps) or self._is_over()
+
+    def _is_over_and_intact(self) -> bool:
+        """Whether there is nothing to train, and the newest checkpoint is what was committed: nobody else would look."""
+        if not self._is_complete():
+            return False
+        CheckpointStore(self.job.paths).load_newest(partial(note_fallback, self.job))
+        return self._is_complete()
+
+    def _is_over(self) -> bool:
+        """Whether the evaluations say that training is over; looks again until they do."""
+        try:
+            self._stops_early = self._stops_early or self.job.early_stop() is not None
+        except OSError as error:  # a passing outage of the storage
+            logger.warning("The evaluations could not be read, will try again: %s", error)
+        return self._stops_early
+
+    def _train(self, stack: ExitStack, following: Following, observe: Observe | None) -> None:
+        """Trains beside the main thread, which is for signals and the console."""
+
+        job, start = self.job, start_actors(stack, self.job, self._faults.train)
+        rendezvous = start.rendezvous
+        console = RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job))
+        with console as shown, Fitting(start, self._max_workers) as fitting:
+            told, looked_s, bounds = False, time.monotonic(), Bounds(job.total_steps)
+            while fitting.is_alive():
+                if time.monotonic() - looked_s > poll_s(job.paths.root):
+                    looked_s = time.monotonic()
+                    self._is_over()
+                phases = None
+                if self._interrupted.is_set() or self._stops_early:
+                    if not told:
+                        why = "The evaluations say that training is over, stopping" if self._stops_early else "Stopping"
+                        self._console.print(f"{why} after this step, with a checkpoint ...")
+                    told = True
+                    _answer(rendezvous.raise_flags.remote(Flags.STOP))  # again and again: the rendezvous may have been started anew
+                    phases = [beat.phase for beat in _answer(rendezvous.workers.remote()) or []]
+                seen = _answer(rendezvous.status.remote())
+                self._show(shown, seen)
+                if gives_up := bounds.look(time.monotonic(), seen, phases):
+                    put_event(job.paths, "workers_given_up", job.fence, reason=gives_up)
+                    self._console.print(f"The workers are ended as they are: {gives_up}. Steps since the newest checkpoint are lost.")
+                    break
+                if observe is not None:
+                    observe(job)
+                fitting.join(_LOOK_S)
+            self._error = fitting.error
+            shown.show_last()
+
+    def _show(self, shown: RunConsole, seen: Gathering | None) -> None:
+        if seen is None:
+            return shown.show(None, "waiting for the rendezvous to answer ...", waits=True)
+        if self._sampler is not None and seen.record is not None:
+            self._sampler.step = seen.record.step
+        return shown.show(seen.record, seen.waiting or "waiting for the workers to start ...", seen.waiting is not None)
+
+    def _stops(self, looks: bool) -> bool:
+        """Whether to stop after the step at hand.
+
+        Args:
+            looks: Whether to read what the evaluations say, which takes a moment.
+        """
+        return self._interrupted.is_set() or (self._is_over() if looks else self._stops_early)
+
+    def _status(self) -> Status:
+        if self._error is not None:
+            return "failed"
+        if self._is_over():
+            return "stopped_early"
+        undecided = not self._is_evaluated and (self._interrupted.is_set() or self._config.evaluate.patience is not None)
+        return "finished" if self._is_complete() and not undecided else "interrupted"
+
+
+def _answer(asked: ray.ObjectRef) -> Any:
+    """What the rendezvous answers; None if it does not for some seconds, on a machine that is overloaded, or out of descriptors."""
+    try:
+        return ray.get(asked, timeout=_ANSWER_S)
+    except ray.exceptions.GetTimeoutError:
+        return None
+
+
+def _put_console_failed(job: Job, reason: str) -> None:
+    put_event(job.paths, "console_failed", job.fence, reason=reason)
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """Does it again while the storage does not answer, for half a minute."""
+    deadline_s = time.monotonic() + _END_S
+    while True:
+        try:
+            return work()
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            logger.warning("How the run ended could not be recorded, will try again: %s", error)
+            time.sleep(_END_PAUSE_S)

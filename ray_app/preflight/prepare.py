@@ -1,0 +1,557 @@
+"""From a configuration to a run that may start: everything that can be refused is refused here, before anything is written.
+
+Names of runs whose user gave none.
+
+`config.yaml` of a run: written at its first start, and again by a start that changes what does not decide the result.
+
+A run that exists may be told to go on for longer: with more `train.epochs` or `train.max_steps` than at its last start.
+
+From a configuration and a data set to the order of its rows.
+
+Whether a run can be stored where the configuration says, asked before anything starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+
+from ray_app.cluster.resources import counted
+from ray_app.config.checks import check
+from ray_app.config.config import Config, digest, flatten, refuse_other_config, result_fields
+from ray_app.config.import_paths import OWN_OPTIMIZER, load_class
+from ray_app.data.arrays import ArraySpec, spec_like
+from ray_app.data.dataset import Dataset, open_dataset, read_labels
+from ray_app.data.probes import first_row, probe, rows_like, sample_rows
+from ray_app.data.reader import Reader, RowSource, rows_per_task
+from ray_app.errors import ConfigError, DataError, RunExistsError
+from ray_app.evaluate.evaluator import EvaluationJob
+from ray_app.plan.class_balancing import Classes
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Plan, rows_of_files
+from ray_app.preflight.changes import (
+    Code,
+    DataVersions,
+    changed_code,
+    changed_data,
+    code_of,
+    completed,
+    data_versions,
+    is_recorded,
+    put_code,
+    put_data_versions,
+)
+from ray_app.preflight.data_summary import constant_target_doubts, described_data, similar_class_doubts
+from ray_app.preflight.dry_run import rehearse
+from ray_app.preflight.initial_parameters import Beginning, find_beginning, replaced_weights_doubts
+from ray_app.preflight.metric_checks import MAX_ROWS
+from ray_app.preflight.model_checks import refuse_unpicklable
+from ray_app.preflight.probe_rows import longest, shortest
+from ray_app.preflight.rare_rows import Beyond, refuse_other_fields
+from ray_app.runlog.evaluations import read_scores
+from ray_app.runlog.journal import put_event
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import guard, redacted
+from ray_app.runlog.stored_config import parsed, read_manifest, stored_config
+from ray_app.storage.files import location, put_atomic, put_json, read_json
+from ray_app.task.base import Rows, Task
+from ray_app.task.metrics import completed_mode
+from ray_app.task.ragged import Arrays
+from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
+from ray_app.task.user_loop import LoopTask
+from ray_app.train.job import Job
+from ray_app.train.state.state import counts_total_steps
+
+_ADJECTIVES = (
+    "amber",
+    "bold",
+    "brave",
+    "bright",
+    "calm",
+    "clear",
+    "crisp",
+    "eager",
+    "fair",
+    "glad",
+    "keen",
+    "kind",
+    "mild",
+    "neat",
+    "quiet",
+)
+_NOUNS = ("alder", "aspen", "beech", "birch", "cedar", "cliff", "coast", "creek", "delta", "elm", "fern", "fjord", "grove", "heath", "lake")
+
+
+def new_run_name() -> str:
+    """A readable name that sorts by time: `20261120-140512-calm-birch-3f9c02`, also of a thousand starts at once different."""
+    words = f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_NOUNS)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
+
+
+logger = logging.getLogger(__name__)
+
+
+def reconfigure(job: Job) -> None:
+    """Makes the stored configuration that of this start, and records what has changed; what decides the result has not.
+
+    The classes stay as they are stored: with the arguments that were not given, as `code.json` names them.
+    """
+    before = parsed(job.paths, job.paths.config.read_text())
+    now = replace(job.config, task=before.task, optimizer=before.optimizer, optimizers=before.optimizers, schedule=before.schedule)
+    one, other = (flatten(redacted(config.to_dict())) for config in (before, now))
+    changed = {name: [one.get(name), other.get(name)] for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)}
+    if changed:
+        put_event(job.paths, "reconfigured", job.fence, fields=changed)
+    if now != before:
+        put_config(job.paths, now)
+
+
+def put_config(paths: RunPaths, config: Config) -> None:
+    """Writes `config.yaml` whole, since the run is continued from it; with a secret in it, for its owner alone."""
+    secret = guard(config.to_dict())
+    put_atomic(paths.config, config.to_yaml().encode(), mode=0o600 if secret else 0o666)
+    if secret:
+        logger.warning(
+            "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs and events get it"
+            " without. Secrets are better kept in environment variables.",
+            paths.config,
+        )
+
+
+def refuse_other_run(name: str, before: Config, stored_digest: str, config: Config, plan: Plan) -> None:
+    """Refuses to continue a run with other values that decide the result, but for a later end that leaves what is done as it is.
+
+    A run that has grown has the bits of one that was as long from the beginning.
+
+    Args:
+        name: The run's name.
+        before: The configuration of its last start.
+        stored_digest: Digest of the manifest of its data.
+        config: What is asked for now.
+        plan: The order of the data that is there now.
+
+    Raises:
+        RunExistsError: It would be another run.
+    """
+    longer = before.replace(train__epochs=config.train.epochs, train__max_steps=config.train.max_steps)
+    refuse_other_config(name, result_fields(longer, stored_digest), result_fields(config, plan.manifest.digest))
+    ended, ends = (each.train.total_steps(plan.steps_per_epoch) for each in (before, config))
+    if ends != ended and (reason := _why_not(config, ended, ends, plan)):
+        raise RunExistsError(
+            f"The run {name!r} exists with train.epochs {before.train.epochs} and train.max_steps {before.train.max_steps}, {ended} steps;"
+            f" asked for now are {config.train.epochs} and {config.train.max_steps}, {ends} steps. {reason} Nothing was changed. Give"
+            " another run.name for a new run."
+        )
+
+
+def _why_not(config: Config, ended: int, ends: int, plan: Plan) -> str | None:
+    """Why a run that was to end after some steps cannot end after others; None where it can."""
+    train, cadence = config.train, config.checkpoint
+    if ends < ended:
+        return "A run can become longer, not shorter."
+    if config.schedule is not None and counts_total_steps(config.schedule):
+        return (
+            f"Its schedule {config.schedule.class_path} spreads over all steps of a run, so a longer one has had other learning rates from"
+            " the beginning. Schedules whose arguments say all, such as CosineAnnealingLR with T_max, StepLR and LambdaLR, let a run grow."
+        )
+    if ended % train.local_steps:
+        return f"Its logical workers averaged at its end, in the middle of a round of train.local_steps = {train.local_steps}."
+    planned = (cadence.every_steps, cadence.every_epochs and cadence.every_epochs * (train.steps_per_epoch or plan.steps_per_epoch))
+    if config.evaluate.patience is not None and not any(every and ended % every == 0 for every in planned):
+        return (
+            "The checkpoint of its end counts for evaluate.patience, but in a longer run checkpoint.every_steps and every_epochs plan none"
+            " there."
+        )
+    return None
+
+
+def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Plan:
+    """Makes the order of a run.
+
+    Raises:
+        DataError: The data has less than one step, or too few files.
+    """
+    data, logical_workers = config.data, config.logical_workers
+    files = int((rows_of_files(manifest) > 0).sum())
+    if data.shard == "file" and files < logical_workers:
+        raise DataError(
+            f"data.shard is file, but {data.path} has {files} files with rows for {logical_workers} logical workers; each needs at least"
+            " one. Ingest into more files (--shard_rows), lower scaling.logical_workers, or set data.shard to row."
+        )
+    plan = Plan(
+        manifest,
+        config.seed,
+        logical_workers,
+        data.global_batch_size,
+        data.shuffle_window_rows,
+        data.last_batch == "keep",
+        data.shard,
+        classes,
+        data.by_length,
+    )
+    if not plan.steps_per_epoch:
+        raise DataError(
+            f"{data.path} has {plan.all_rows} rows for an epoch, too few for one global batch of {data.global_batch_size} rows, and"
+            " data.last_batch is drop: there is nothing to train on. Set data.last_batch: keep or lower data.global_batch_size."
+        )
+    return plan
+
+
+def mixing_doubts(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
+    """What the footers say against the mixing of the rows, for people, each a sentence or two with its figures."""
+    rows = dataset.manifest.rows[dataset.manifest.rows > 0]
+    window, name = plan.window_rows, config.data.balance_by
+    if window >= plan.manifest.num_rows:
+        return []
+    doubts = []
+    facts = dataset.facts.columns.get(name)
+    if facts is not None and facts.group_span is not None and facts.minimum is not None and facts.maximum is not None:
+        values, groups = facts.maximum - facts.minimum + 1, window / float(rows.mean()) + 1
+        if groups * facts.group_span < 0.5 * min(values, window):
+            doubts.append(
+                f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of {values:,.0f} values on an"
+                f" average, and a shuffle window of {window:,} rows mixes about {groups:.1f} row groups, so at most about"
+                f" {groups * facts.group_span:,.0f} values. Ingest it again (ray-app ingest mixes), or raise data.shuffle_window_rows."
+            )
+    if (largest := int(rows.max())) > window:
+        doubts.append(
+            f"{config.data.path} has row groups of up to {largest:,} rows, more than a shuffle window of {window:,} rows, which then mixes"
+            " the rows of one or two. Where rows that are near each other are alike, ingest it (ray-app ingest mixes), or raise"
+            " data.shuffle_window_rows."
+        )
+    return doubts
+
+
+def classes_of(config: Config, dataset: Dataset) -> Classes | None:
+    """The classes of all rows, if they are to be balanced.
+
+    Raises:
+        DataError: There is no such column, or it holds no classes.
+    """
+    if config.data.sampling == "none":
+        return None
+    return Classes.of(dataset.manifest, read_labels(dataset.root, dataset.manifest, config.data.balance_by)[1])
+
+
+def refuse_other_classes(paths: RunPaths, plan: Plan) -> None:
+    """Refuses to go on if rows have other classes than when the run began.
+
+    Raises:
+        DataError: They have.
+    """
+    if plan.classes is not None and (read_json(paths.classes) or {}).get("digest") != plan.classes.digest:
+        raise DataError(
+            f"Rows have other classes than when the run {paths.name!r} began, so they would be repeated otherwise. Give the data of before,"
+            " or another run.name."
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start.
+
+    Args:
+        job: What its workers get.
+        evaluation: What its evaluator gets, if there is evaluation data.
+        resumes: Whether the run exists already.
+        initial: The parameters to begin with, if they were read.
+        code: What the result depends on besides.
+        changed: What of that is not as at the last start, in words.
+        doubts: What is to be said of the data, the metrics and the model at the start, in sentences.
+        data: What the task uses of the data, a line each.
+        data_files: Size and time, or ETag, of the data files.
+        changed_data: Which of them are not as at the last start, in sentences.
+    """
+
+    job: Job
+    evaluation: EvaluationJob | None
+    resumes: bool
+    initial: dict[str, Tensor] | None = None
+    code: Code | None = None
+    changed: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    data_files: DataVersions | None = None
+    changed_data: tuple[str, ...] = ()
+
+
+def prepare(config: Config) -> Prepared:
+    """Checks everything that can be known before the start, without writing anything; the fence is 0 until `claim`.
+
+    Args:
+        config: As the user gave it.
+
+    Raises:
+        ConfigError: Values do not fit together or the run exists with others.
+        DataError: The data does not fit.
+    """
+    guard(config.to_dict())
+    check(config)
+    config = config if config.run.name else config.replace(run__name=new_run_name())
+    paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
+    before = stored_config(paths)
+    if config.scaling.max_workers == "all":
+        config = counted(config, before)
+        check(config)
+    if config.scaling.logical_workers is None:
+        config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
+        check(config)
+    begins = find_beginning(config, before)
+    config, initial = begins.config, begins.params
+    dataset = open_dataset(config.data.path)
+    task = _prepared_task(config, begins, dataset)
+    if config.optimizer == Config.optimizer and config.optimizers is None and task.brings_optimizer:
+        config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
+        check(config)
+    config = config.replace(evaluate__mode=completed_mode(task, config.evaluate.metric, config.evaluate.mode))
+    plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
+    code, changed = code_of(config), list[str]()
+    if before is not None:
+        stored = read_manifest(paths).digest
+        refuse_other_run(paths.name, before, stored, config, plan)
+        refuse_other_classes(paths, plan)
+        refuse_other_schema(read_json(paths.schema) or {}, dataset.facts, dataset.facts.path, f"the data that {paths.name!r} began with")
+        changed = changed_code(paths, config, code)
+    stored_row, row = training_row(config, dataset, task)
+    rows = rows_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
+    fields = {name: spec_like(values) for name, values in rows.items()}
+    _refuse_cache(config, task, fields)
+    refuse_other_fields(task, stored_row, fields)
+    metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
+    job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
+    if config.train.init_from is not None:
+        job = replace(job, initial=str(paths.initial))
+    _check_rounds(job)
+    beyond = [Beyond.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest(rows))]
+    data, some, constant = None, None, list[str]()
+    if config.data.eval_path is not None:
+        data, more, some, constant = _prepare_evaluation(job, config.data.eval_path)
+        beyond.append(more)
+    first = longest(rows) if isinstance(task, LoopTask) else shortest(rows)  # a script takes all at once
+    has_all = data is not None and data.manifest.num_rows <= MAX_ROWS
+    doubts = rehearse(job, first, initial, beyond, some, has_all, partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS))
+    evaluation = None
+    if data is not None and not job.workers_evaluate:
+        evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")
+    files = data_versions(job.source, data)
+    return Prepared(
+        replace(job, evaluation=data),
+        evaluation,
+        before is not None,
+        initial,
+        code,
+        tuple(changed),
+        (*mixing_doubts(config, dataset, plan), *replaced_weights_doubts(config), *constant, *doubts, *similar_class_doubts(dataset.facts)),
+        tuple(described_data(task, dataset)),
+        files,
+        tuple(changed_data(paths, config, files) if before is not None else ()),
+    )
+
+
+def _prepared_task(config: Config, begins: Beginning, dataset: Dataset) -> Task:
+    """The configured task, prepared with its training data, which can be sent to other processes.
+
+    Raises:
+        ConfigError: It cannot, or does not go with the configuration.
+        DataError: The data does not fit the task, or the parameters to begin with.
+    """
+    task = prepare_task(make_task(config), dataset.facts)
+    refuse_unpicklable(task)
+    where, of = f"data.path {config.data.path}", f"train.init_from {config.train.init_from}"
+    refuse_other_names(begins.classes, task.data_schema["classes"], where, of)
+    if problems := task.unfit(config):
+        raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
+    return task
+
+
+def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> None:
+    """Refuses what the decoded rows do not allow.
+
+    Raises:
+        ConfigError: A cache cannot hold them, or `data.by_length` is none of their fields.
+    """
+    ragged = sorted(name for name, spec in fields.items() if spec.padding is not None)
+    if config.data.by_length is not None and config.data.by_length not in ragged:
+        raise ConfigError(
+            f"data.by_length is {config.data.by_length!r}; the decoded fields whose rows have different lengths are"
+            f" {', '.join(ragged) or 'none'}. Name one of them, or leave it out."
+        )
+    if config.data.cache != "none" and task.decodes_by_epoch:
+        raise ConfigError(
+            f"data.cache is {config.data.cache}, but {type(task).__name__} decodes a row another way in every epoch, which a"
+            " cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
+        )
+
+
+def training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Arrays]:
+    """The first row to train on that can be decoded, as it was read and decoded, each field of shape (1, ...).
+
+    Raises:
+        BadRowError: More rows before it than the configuration allows to skip cannot be decoded.
+    """
+    most_bad, read = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0, list[Rows]()
+
+    def decode(rows: Rows) -> Arrays:
+        read.append(rows)
+        return task.decode(rows)
+
+    decoded = first_row(dataset, task.columns(), decode, most_bad)
+    return read[-1], decoded
+
+
+def make_task(config: Config) -> Task:
+    """Makes the configured task.
+
+    Raises:
+        ConfigError: It cannot be made, or is no `Task`.
+    """
+    try:
+        task = load_class(config.task)(**config.task.init_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made: {error}. Name an importable"
+            " subclass of ray_app.task.base.Task and its arguments."
+        ) from error
+    if not isinstance(task, Task):
+        raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it.")
+    return task
+
+
+def _check_rounds(job: Job) -> None:
+    """Refuses epochs that end in the middle of a round of `local_sgd`, where there is nothing to keep or to evaluate.
+
+    Raises:
+        ConfigError: They do.
+    """
+    steps, rounds = job.steps_per_epoch, job.steps_per_round
+    if steps % rounds and job.config.checkpoint.every_epochs is not None:
+        below = steps // rounds * rounds
+        valid = " or ".join(str(n) for n in (below, below + rounds) if n)
+        raise ConfigError(
+            f"An epoch has {steps} steps, no multiple of train.local_steps = {rounds}, so it ends where the logical workers have no common"
+            f" state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs to null and checkpoint.every_steps to a"
+            f" multiple of {rounds}."
+        )
+
+
+def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
+    """Refuses other data than before for a run whose result depends on its evaluations.
+
+    Raises:
+        DataError: It is other data.
+    """
+    before = {e.data_digest for e in read_scores(paths)} - {digest}
+    if before and config.evaluate.patience is not None:
+        raise DataError(
+            f"data.eval_path {config.data.eval_path} (digest {digest}) is not what this run was evaluated on before ({', '.join(before)}),"
+            " but evaluate.patience makes the result depend on it. Give the data of before, or another run.name."
+        )
+
+
+def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond, Arrays | None, list[str]]:
+    """The evaluation data, what it has that the training data does not have, some of its rows, decoded, and what is to be said of it.
+
+    Raises:
+        DataError: It is not like the training data, or not what this run was evaluated on before.
+    """
+    config, dataset = job.config, open_dataset(path)
+    refuse_other_schema(job.task.data_schema, dataset.facts, f"data.eval_path {path}", f"data.path {config.data.path}")
+    ready = job.task.prepare(dataset.facts)
+    source = _source(job.task, dataset, config.data.read_task_mb)
+    if source.fields != job.fields:
+        raise DataError(
+            f"A decoded row of data.eval_path {path} is {source.fields}, of data.path {config.data.path} it is {job.fields}; both must be"
+            " alike. Ingest them the same way."
+        )
+    check_evaluation_data(job.paths, config, source.manifest.digest)
+    some = sample_rows(dataset, job.task.columns(), job.task.decode, MAX_ROWS)
+    constant = constant_target_doubts(job.task, dataset.facts, source.manifest.num_rows)
+    return source, Beyond.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready), some, constant
+
+
+def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
+    """A data set to evaluate on.
+
+    Args:
+        task: The task, prepared with the training data.
+        path: Folder (or file) of Parquet.
+        read_task_mb: Most decoded megabytes of one read task.
+
+    Raises:
+        DataError: The task cannot be evaluated on it.
+    """
+    dataset = open_dataset(path)
+    refuse_other_schema(task.data_schema, dataset.facts, path, "what the task was trained on")
+    task.prepare(dataset.facts)
+    return _source(task, dataset, read_task_mb)
+
+
+def _source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
+    fields = probe(dataset, task.columns(), task.decode)
+    reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
+    return RowSource(reader, dataset.manifest, rows_per_task(fields, read_task_mb))
+
+
+def claim(prepared: Prepared, fence: int) -> Prepared:
+    """Makes the run this start's. A new run's manifest is written first, its configuration last: with that it exists.
+
+    The configuration of a run that exists becomes that of this start, so that whoever reads it judges by the metric that decides now.
+
+    Args:
+        prepared: What may start.
+        fence: Number of the start, from the lease that it holds.
+
+    Raises:
+        RunExistsError: Another start made the run since `prepare` looked.
+    """
+    job = prepared.job
+    if not prepared.resumes and job.paths.config.exists():
+        raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
+    if prepared.initial is not None:
+        put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
+    if not prepared.resumes:
+        put_atomic(job.paths.manifest, job.plan.manifest.to_json().encode())
+        put_json(job.paths.schema, job.task.data_schema)
+        if job.plan.classes is not None:
+            put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
+    if prepared.code is not None and (prepared.changed or not prepared.resumes):
+        put_code(job.paths, prepared.code)
+    if prepared.data_files is not None and not (prepared.resumes and is_recorded(job.paths, prepared.data_files)):
+        put_data_versions(job.paths, prepared.data_files)
+    if not prepared.resumes:
+        put_config(job.paths, completed(job.config)[0])
+    else:
+        reconfigure(replace(job, fence=fence))
+    evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
+    return replace(prepared, job=replace(job, fence=fence), evaluation=evaluation)
+
+
+def check_storage(config: Config) -> None:
+    """Refuses a folder that cannot be made or written to: in the nearest one that is there a folder is made and removed again.
+
+    Raises:
+        ConfigError: It cannot. Of S3 nothing is asked here.
+    """
+    folder = location(config.run.storage_path)
+    if not isinstance(folder, Path):
+        return
+    try:
+        near = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if near.is_dir():
+            Path(tempfile.mkdtemp(prefix=".ray_app-", dir=near)).rmdir()
+            return
+        why = f"{near} is a file"
+    except OSError as error:
+        why = f"{error.strerror or error} ({error.filename or folder})"
+    raise ConfigError(
+        f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you may write to, which"
+        " all nodes see under the same path, or s3://bucket/prefix."
+    )

@@ -1,1 +1,0 @@
-"""What a run writes while it trains: steps, history and journal, in segments."""

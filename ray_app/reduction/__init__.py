@@ -1,0 +1,1 @@
+"""Gradient reduction: how the gradients of the logical workers are summed in a fixed tree, for `ddp` and `fsdp`."""

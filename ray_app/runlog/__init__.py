@@ -1,0 +1,1 @@
+"""The files of a run directory: lease, configuration, journal, steps, evaluations, output."""

@@ -1,1 +1,0 @@
-"""What starts and carries a run, in the driver: preparation, the rehearsal, the actors around it, and the run itself."""

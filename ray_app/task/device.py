@@ -1,0 +1,236 @@
+"""What the bits of a result depend on besides configuration and data: threads, kernels, instruction set, device.
+
+Values of the host where a device needs them, without waiting for it: a plain copy of a few bytes waits for all that it was given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+from ray_app.process import variables
+
+_NO_LIMIT = 2**30
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_UNKNOWN = "unknown"
+
+
+def set_up_torch(config: Config, device: torch.device) -> None:
+    """Readies a worker's process.
+
+    Raises:
+        ConfigError: It has used its GPU in a way that cannot be made deterministic any more.
+    """
+    pin(config.scaling.threads_per_worker, config.train.reduction == "exact")
+    if config.train.compile:
+        import torch._dynamo as dynamo
+
+        # Beyond its limit a size would run uncompiled, with other bits; which one depends on what was played before.
+        dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit = _NO_LIMIT
+    use_device(device)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = False
+        if config.train.reduction == "exact":
+            _try_product(device)
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the current one of the calling thread; a CPU needs nothing.
+
+    The current device belongs to a thread, and a new thread begins with the first GPU. User code that says "cuda", generators and Triton
+    use the current one.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _try_product(device: torch.device) -> None:
+    """Multiplies two matrices: PyTorch looks once, at the first product of a process, whether cuBLAS was given a deterministic workspace,
+    and refuses all of them if it was not; that of a notebook may have been before this run.
+
+    Raises:
+        ConfigError: It refuses.
+    """
+    try:
+        torch.mm(*(torch.ones(2, 2, device=device) for _ in range(2)))
+    except RuntimeError as error:
+        if _WORKSPACE not in str(error):
+            raise
+        raise ConfigError(
+            "This process has used its GPU before it was asked for the same bits each time, which cuBLAS does not change any more. Restart"
+            f" the kernel and set {_WORKSPACE}=:4096:8 in its first cell, or train with another strategy than single, in other processes."
+        ) from error
+
+
+def pin(threads: int, deterministic: bool, refuses: bool = True) -> None:
+    """Fixes the number of threads and, for what has to have the same bits, asks for deterministic kernels.
+
+    Args:
+        threads: How many.
+        deterministic: Whether to ask.
+        refuses: Whether an operation that has none is refused; otherwise it is warned of.
+    """
+    torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
+        use_deterministic_algorithms(True, refuses)
+        # A guard against reading garbage, at the price of filling it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
+    """As PyTorch's, which imports the compiler only to tell it; that takes two seconds."""
+    if "torch._inductor" in sys.modules:
+        torch.use_deterministic_algorithms(mode, warn_only=not refuses)
+    else:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(mode))
+        torch.set_deterministic_debug_mode(("error" if refuses else "warn") if mode else "default")
+
+
+@contextmanager
+def given_back() -> Iterator[None]:
+    """Gives a process that is not only a worker's its threads, its choice of kernels, its GPU and its random numbers back."""
+    memory: Any = torch.utils.deterministic
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    fills, devices = memory.fill_uninitialized_memory, [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    benchmark = torch.backends.cudnn.benchmark
+    with torch.random.fork_rng(devices), variables(**{_WORKSPACE: None}, TORCHINDUCTOR_DETERMINISTIC=None):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            memory.fill_uninitialized_memory = fills
+            torch.backends.cudnn.benchmark = benchmark
+            for number in devices:
+                torch.cuda.set_device(number)
+            use_deterministic_algorithms(mode > 0, refuses=mode > 1)
+
+
+def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:
+    """The GPU to compute on: the first of those that Ray gave this process, numbered as it sees them.
+
+    Ray shows a process what it has, or what all workers of its node have (`RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`), or leaves alone
+    what it sees (`RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES`).
+
+    Args:
+        ids: From `ray.get_gpu_ids`.
+        visible: `CUDA_VISIBLE_DEVICES`.
+    """
+    first, seen = str(ids[0]) if ids else "0", visible.split(",") if visible else []
+    return torch.device("cuda", seen.index(first) if first in seen else int(first))
+
+
+_ROUNDING: dict[str, Any] = {
+    "matmul": torch.backends.cuda.matmul,
+    "convolution": getattr(torch.backends.cudnn, "conv"),  # noqa: B009 - torch's types do not know it
+    "recurrent": getattr(torch.backends.cudnn, "rnn"),  # noqa: B009
+}
+"""What may round to TF32; asked by the newer of PyTorch's two names, since it refuses the older one to who has used the newer."""
+
+
+def driver_version() -> str:
+    """Returns the newest CUDA version that the installed driver supports, such as 13.2, or "unknown" if the driver does not answer.
+
+    The question goes to the driver's library: no module of PyTorch answers it, and no device is opened for it.
+    """
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return _UNKNOWN
+    return _UNKNOWN if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Returns the environment that a checkpoint records: two runs with equal environments are comparable bit for bit.
+
+    It never raises: a part that a build of PyTorch or a driver does not tell is "unknown".
+    """
+    environment = {
+        "torch": torch.__version__,
+        "device": f"cpu {platform.machine()}" if device.type == "cpu" else f"{device.type} {_ask(torch.cuda.get_device_name, device)}",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
+    if device.type == "cuda":
+        environment |= {
+            "cuda": f"{torch.version.cuda}, driver for {driver_version()}",
+            "cudnn": _ask(torch.backends.cudnn.version),
+            "nccl": _ask(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
+            "tf32": _ask(lambda: ", ".join(f"{name} {kernels.fp32_precision}" for name, kernels in _ROUNDING.items())),
+        }
+    return environment
+
+
+def _ask(question: Callable[..., object], *arguments: object) -> str:
+    """Returns an answer as text, or "unknown" if the question raises."""
+    try:
+        return str(question(*arguments))
+    except Exception:  # an attribute may be missing, a library may not load, a driver may not answer
+        return _UNKNOWN
+
+
+def need_compiler(device: torch.device) -> None:
+    """Refuses `train.compile` on a machine whose compiler is missing.
+
+    Raises:
+        ConfigError: There is no C++ compiler for a CPU, or no C compiler or no header of Python for a GPU.
+    """
+    missing = _missing_for_cpus() if device.type == "cpu" else _missing_for_triton()
+    if missing is not None:
+        raise ConfigError(
+            f"train.compile needs {missing} on every node, and {platform.node()} has none. Install it, or set train.compile to false."
+        )
+
+
+def _missing_for_cpus() -> str | None:
+    """Returns what the compiler of PyTorch lacks on this machine to compile for a CPU, None if nothing."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler such as g++"
+    return None
+
+
+def _missing_for_triton() -> str | None:
+    """Returns what Triton lacks on this machine, None if nothing. It builds the launcher of each kernel with a C compiler."""
+    if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler such as gcc"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return f"the header Python.h of Python {platform.python_version()} (a package such as python3-dev)"
+    return None
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values that were made on the host, such as random numbers of `keys`, on a device."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+def constant(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers that stay what they are, shape (numbers,); made once for each device, so that a step and a CUDA graph find them there."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return _constant(tuple(values), device, dtype)
+
+
+@cache  # also for as long as a CUDA graph reads it
+@torch.inference_mode(False)
+def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, device=device, dtype=dtype)

@@ -1,0 +1,426 @@
+"""Encoded images: simplejpeg decodes JPEG files, Pillow reads all headers and decodes every other format.
+
+Both raise an error for a damaged file; torchvision's decoder ends the process for some PNG files. A header is read before any pixel is
+decoded, since a small file can say that it is enormous.
+
+Images of rows and the masks that belong to them, through the same transforms.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ray_app.errors import without_addresses
+from ray_app.plan.manifest import ColumnFacts
+from ray_app.storage.data_files import HEAD_BYTES, has_image_signature, name_other_format
+from ray_app.task.transforms import plain, transformed
+
+MAX_PIXELS = 2**27
+"""Of all frames together: 403 MB as RGB, an image of 11585 x 11585."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+_JPEG = ("JPEG", "MPO")
+"""MPO is a JPEG file with further pictures behind the first one, as many phones write it; only the first one is decoded."""
+_ANIMATED = ("WEBP", "GIF")
+"""Of an animated PNG only the still image is decoded, which viewers that know no animation show."""
+_HARMLESS = ("extraneous bytes before marker 0xd9", "unknown JFIF revision", "determine subsampling level")
+"""Parts of simplejpeg's errors for files that it refuses and that have all their pixels: surplus bytes before the end-of-image marker,
+an odd version number in the header, and sampling factors that libjpeg decodes and TurboJPEG's interface has no name for.
+"""
+_ORIENTATION = 0x0112
+_TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
+    2: (False, ("x",)),
+    3: (False, ("y", "x")),
+    4: (False, ("y",)),
+    5: (True, ()),
+    6: (True, ("x",)),
+    7: (True, ("y", "x")),
+    8: (True, ("y",)),
+}
+"""By EXIF orientation: whether rows and columns change places, and which axes are reversed afterwards."""
+
+
+def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
+    """Decodes an image file.
+
+    Args:
+        encoded: JPEG, PNG, WebP or GIF.
+        exif_orientation: Whether the image is turned and mirrored as its EXIF orientation says, which is how viewers show it.
+
+    Returns:
+        RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8 are kept.
+
+    Raises:
+        ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message says which.
+    """
+    import torch
+
+    with _explained(encoded), _opened(encoded) as image:
+        if image.format in _JPEG:
+            pixels = _jpeg_pixels(encoded, image)
+        elif image.format in _ANIMATED and getattr(image, "n_frames", 1) > 1:
+            pixels = _frames(image)
+        else:
+            _load(image, encoded)
+            _check_palette(image, encoded)
+            pixels = _rgb_pixels(image)
+        if exif_orientation:
+            pixels = _turned(pixels, _orientation_of(image), (-3, -2))
+    return torch.from_numpy(pixels).movedim(-1, -3)
+
+
+def mask_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
+    """Decodes a mask: the numbers of the classes of pixels, as they are stored.
+
+    Args:
+        encoded: PNG or GIF of one channel, whose values are the numbers, or of a palette, whose indices are.
+        exif_orientation: See `pixels_of`.
+
+    Returns:
+        Shape (height, width); uint8, or int32 where there are more than 8 bits.
+
+    Raises:
+        ValueError: It is an image of colours, or see `pixels_of`.
+    """
+    import torch
+
+    with _explained(encoded), _opened(encoded) as image:
+        if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
+            raise ValueError(
+                f"it is a {image.format} of mode {image.mode}, which is no mask; a mask is a PNG of one channel, or of a palette, whose"
+                " values are the numbers of classes"
+            )
+        _load(image, encoded)
+        values = np.array(image).astype(np.int32 if image.mode.startswith("I") else np.uint8)
+        return torch.from_numpy(_turned(values, _orientation_of(image) if exif_orientation else 1, (-2, -1)))
+
+
+@contextmanager
+def _explained(encoded: bytes) -> Iterator[None]:
+    """Turns every error of a library about a file into a ValueError with a reason: Pillow's readers raise errors of all kinds.
+
+    Raises:
+        ValueError: See above.
+    """
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        head = bytes(encoded[:HEAD_BYTES])
+        if not has_image_signature(head):
+            other = name_other_format(head) or f"no image: it begins with {head[:8]!r}"
+            raise ValueError(f"it is {other}") from error
+        raise ValueError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        return "its header is damaged"
+    if isinstance(error, Image.DecompressionBombError):
+        # Pillow has a bound of its own, which is above ours.
+        return f"it has more than {MAX_PIXELS} pixels, which is the most that is decoded"
+    lines = without_addresses(str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _opened(encoded: bytes) -> Any:
+    """Opens a file by its header and refuses one that says that it is enormous.
+
+    Raises:
+        ValueError: See `pixels_of`.
+        Exception: What Pillow raises.
+    """
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+    if image.format == "GIF" and not _has_gif_end(encoded):
+        raise ValueError("it is cut off or damaged: its blocks do not lead to the one that ends a GIF file")
+    pixels = image.width * image.height
+    if pixels <= MAX_PIXELS and image.format in _ANIMATED:
+        pixels *= getattr(image, "n_frames", 1)
+    if pixels > MAX_PIXELS:
+        raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
+    if image.format == "PNG":
+        # Pillow compares the checksums of a PNG file only here, and the file cannot be decoded afterwards.
+        image.verify()
+        image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+    return image
+
+
+def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
+    """The pixels of a JPEG file, (height, width, 3), refused where anything in it is damaged.
+
+    Raises:
+        ValueError: It is damaged, or in a kind of JPEG that libjpeg does not decode.
+    """
+    import simplejpeg
+
+    if image.mode != "CMYK":
+        try:
+            return simplejpeg.decode_jpeg(encoded, "RGB")
+        except ValueError as error:
+            if not any(part in str(error) for part in _HARMLESS):
+                raise
+    # simplejpeg rounds CMYK in another way than Pillow, torchvision and OpenCV.
+    return _rgb_pixels(image)
+
+
+def _frames(image: Any) -> npt.NDArray[np.uint8]:
+    """The pixels of all frames of an animated image, (frames, height, width, 3)."""
+    from PIL import ImageSequence
+
+    return np.stack([np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
+
+
+def _rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
+    """The pixels of a still image, (height, width, 3)."""
+    if image.mode.startswith("I"):
+        grey = (np.array(image) >> 8).astype(np.uint8)
+        return np.repeat(grey[..., None], 3, -1)
+    # RGB has no transparency; Pillow warns about that which belongs to a palette.
+    image.info.pop("transparency", None)
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _load(image: Any, encoded: bytes) -> None:
+    """Decodes a still image.
+
+    Raises:
+        ValueError: A PNG file has fewer rows than its header says: Pillow makes the others black in silence.
+        Exception: What Pillow raises.
+    """
+    image.load()
+    if image.format != "PNG":
+        return
+    height = image.height
+    # To unpack the data of every PNG file a second time would cost half as much again. A row that Pillow did not get is zeros, so if the
+    # last row is not zeros, all rows are there. An interlaced image does not end with its last row.
+    may_lack_rows = bool(image.info.get("interlace")) or not np.array(image.crop((0, height - 1, image.width, height))).any()
+    if may_lack_rows and (missing := _missing_png_bytes(encoded)):
+        raise ValueError(f"its image data ends {missing} bytes too early")
+
+
+def _check_palette(image: Any, encoded: bytes) -> None:
+    """Refuses a PNG file with colours that its palette does not have: Pillow makes them black in silence.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if image.format == "PNG" and image.mode == "P":
+        colours = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
+        if (index := image.getextrema()[1]) >= colours:
+            raise ValueError(f"a pixel has the colour {index} of a palette of {colours} colours, which are numbered from 0")
+
+
+def _missing_png_bytes(encoded: bytes) -> int:
+    """How many bytes of the rows of a PNG file its compressed image data lacks."""
+    width, height, bits, colour_type, _, _, interlaced = struct.unpack(">IIBBBBB", encoded[16:29])
+    bits_per_pixel = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour_type]
+    # The seven passes of an interlaced image: the first column and row, and the steps between columns and between rows.
+    adam7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    missing = 0
+    for column, row, columns, rows in adam7 if interlaced else ((0, 0, 1, 1),):
+        pass_width, pass_height = -(-(width - column) // columns), -(-(height - row) // rows)
+        if pass_width > 0 and pass_height > 0:
+            # Each row has a byte that names its filter.
+            missing += pass_height * (1 + -(-pass_width * bits_per_pixel // 8))
+    inflate = zlib.decompressobj()
+    for data in _png_chunks(encoded, b"IDAT"):
+        packed = data
+        while packed and missing > 0:
+            missing -= len(inflate.decompress(packed, 1 << 20))
+            packed = inflate.unconsumed_tail
+    return max(missing, 0)
+
+
+def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
+    """The contents of the chunks of a PNG file that are of one kind."""
+    at = 8
+    while at + 8 <= len(encoded):
+        (size,) = struct.unpack(">I", encoded[at : at + 4])
+        if encoded[at + 4 : at + 8] == kind:
+            yield encoded[at + 8 : at + 8 + size]
+        at += size + 12
+
+
+def _has_gif_end(encoded: bytes) -> bool:
+    """Whether the blocks of a GIF file lead to the one that ends it; Pillow takes frames that were cut off for frames that never were."""
+
+    def table_bytes(flags: int) -> int:
+        return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
+    try:
+        at = 13 + table_bytes(encoded[10])
+        while encoded[at] in b"!,":
+            # An extension has a label, an image a position, a size, maybe colours, and the size of its codes. Data follows in both.
+            at += 2 if encoded[at] == ord("!") else 11 + table_bytes(encoded[at + 9])
+            while encoded[at]:
+                at += 1 + encoded[at]
+            at += 1
+        return encoded[at] == ord(";")
+    except IndexError:
+        return False
+
+
+def _orientation_of(image: Any) -> int:
+    """The EXIF orientation of an image, 1 to 8; 1, as it is stored, where nothing valid is said."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except Exception:
+        # EXIF data is beside the image: a damaged block says nothing about how the image is turned, and does not spoil its pixels.
+        return 1
+    return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
+
+
+def _turned(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -> npt.NDArray[Any]:
+    """An image as its EXIF orientation says; `axes` are those of rows (y) and columns (x)."""
+    if orientation == 1:
+        return values
+    swap, reverse = _TURNS[orientation]
+    y, x = axes
+    if swap:
+        values = values.swapaxes(y, x)
+    return np.ascontiguousarray(np.flip(values, tuple({"y": y, "x": x}[axis] for axis in reverse)))
+
+
+IMAGE, MASK = "image", "mask"
+_MAX_NAMED = 8
+_SIGNED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+"""What PyTorch can compute with, of the types that it can only hold."""
+
+
+def is_image_column(facts: ColumnFacts) -> bool:
+    """Whether a column holds images: encoded, or as uint8 of shape (height, width) or (height, width, channels)."""
+    return facts.kind == "bytes" or (facts.kind == "array" and len(facts.shape) in (2, 3) and facts.dtype == "|u1")
+
+
+def is_mask(facts: ColumnFacts) -> bool:
+    """Whether a column beside images can hold their masks: encoded, or integers of shape (height, width)."""
+    return facts.kind == "bytes" or (facts.kind == "array" and len(facts.shape) == 2 and np.dtype(facts.dtype).kind in "uib")
+
+
+def decoded(
+    rows: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    transforms: Sequence[Any],
+    keys: npt.NDArray[np.int64] | None,
+    exif_orientation: bool = True,
+    mask_classes: Sequence[Sequence[int]] = (),
+) -> dict[str, npt.NDArray]:
+    """The images and masks of some rows.
+
+    Args:
+        rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was not read.
+        kinds: `image` or `mask` by column.
+        transforms: What is done to the images of a row and to its masks alike.
+        keys: Of the rows, see `transformed`.
+        exif_orientation: See `pixels_of`.
+        mask_classes: Value and class of masks, in the order of the values; empty, if the values are the classes.
+
+    Returns:
+        By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).
+
+    Raises:
+        ValueError: One cannot be decoded, or the rows have several shapes.
+    """
+    stored = {name for name in kinds if isinstance(rows[name], np.ndarray)}
+    lacking = [name for name in stored if rows[name].ndim == 1]
+    there = {name: kind for name, kind in kinds.items() if name not in lacking}
+    if not transforms and stored >= there.keys():
+        found = {name: _stored(rows[name], kind) for name, kind in there.items()}
+        found = {name: classes_of(values, mask_classes) if there[name] == MASK else values for name, values in found.items()}
+    else:
+        found = _one_by_one(rows, there, transforms, keys, exif_orientation, mask_classes)
+    size = next(iter(found.values())).shape[-2:] if found else (1, 1)
+    return found | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in lacking}
+
+
+def _stored(values: npt.NDArray, kind: str) -> npt.NDArray:
+    """Arrays as read: (rows, height, width) with channels or without, which come first afterwards."""
+    if kind == MASK:
+        return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
+    return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
+
+
+def _one_by_one(
+    rows: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    transforms: Sequence[Any],
+    keys: npt.NDArray[np.int64] | None,
+    exif_orientation: bool,
+    mask_classes: Sequence[Sequence[int]],
+) -> dict[str, npt.NDArray]:
+    found: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
+    for row in range(len(next(iter(rows.values())))):
+        stored = {name: rows[name][row] for name in kinds}
+        masks = {name: _mask(stored[name], exif_orientation, mask_classes) for name, kind in kinds.items() if kind == MASK}
+        sample = {name: masks[name] if name in masks else image_of(stored[name], exif_orientation) for name in kinds}
+        sample = transformed(sample, transforms, None if keys is None else int(keys[row]))
+        for name, kind in kinds.items():
+            if kind == IMAGE and sample[name].dtype != torch.uint8:
+                raise ValueError(
+                    f"task.init_args.transforms or evaluate_transforms make {str(sample[name].dtype).removeprefix('torch.')} of the image"
+                    f" {name!r}; leave that out (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided by std"
+                )
+            found[name].append(plain(sample[name]).numpy())
+    for name, values in found.items():
+        shapes = sorted({one.shape for one in values})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"images of {name!r} have the shapes {shapes[:3]}; let task.init_args.transforms and evaluate_transforms give them one size"
+                " (Resize, CenterCrop, RandomResizedCrop)"
+            )
+    return {name: np.stack(values) for name, values in found.items()}
+
+
+def classes_of(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
+    """A mask with classes in place of its values, as bytes if they fit, in its shape; as it is, if there are no pairs.
+
+    Args:
+        mask: Integers.
+        pairs: Value and class, in the order of the values.
+
+    Raises:
+        ValueError: It has values without a class.
+    """
+    if not pairs:
+        return mask
+    known, classes = np.array(pairs, np.int64).T
+    if classes.min() >= 0 and classes.max() <= np.iinfo(np.uint8).max:
+        classes = classes.astype(np.uint8)
+    index = np.minimum(np.searchsorted(known, mask), len(known) - 1)
+    if not (is_known := known[index] == mask).all():
+        raise ValueError(
+            f"the mask has the values {', '.join(map(str, np.unique(mask[~is_known]).tolist()[:_MAX_NAMED]))}, which"
+            f" task.init_args.mask_values gives no class; it names {', '.join(map(str, known.tolist()))}"
+        )
+    return classes[index]
+
+
+def image_of(stored: Any, exif_orientation: bool = True) -> Tensor:
+    """A row's image, encoded (see `pixels_of`) or an array, channels first, as transforms know it."""
+    from torchvision import tv_tensors
+
+    if isinstance(stored, bytes):
+        return tv_tensors.Image(pixels_of(stored, exif_orientation))
+    return tv_tensors.Image(torch.from_numpy(_stored(stored[None], IMAGE)[0]))
+
+
+def _mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
+    """A row's mask, encoded (see `mask_of`) or an array, (height, width), with its classes."""
+    from torchvision import tv_tensors
+
+    mask = mask_of(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _stored(stored, MASK)
+    return tv_tensors.Mask(torch.from_numpy(classes_of(mask, pairs)))

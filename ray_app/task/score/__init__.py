@@ -1,1 +1,0 @@
-"""Metrics over evaluated rows: how they are counted, put together, and how sure they are."""

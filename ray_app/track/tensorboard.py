@@ -1,0 +1,165 @@
+"""TensorBoard event files: one thread in the driver writes a run's record as MLflow gets it, and begins anew at every start of the driver.
+
+The file is a function of the record, so nothing of it has to survive a driver that is killed: the next one empties it and writes all points
+again to one of its own, each once, behind a mark that makes a TensorBoard which is open drop what it has of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ray_app.config.config import Config
+from ray_app.config.import_paths import require
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import redact, redacted_yaml
+from ray_app.storage.files import listing, poll_s, put_atomic
+from ray_app.track.mlflow_client import Backlog, Sent
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "events.out.tfevents."
+_RETRY_S, _LONGEST_PAUSE_S = 0.5, 60.0
+_PAUSE_PER_SWEEP = 20
+"""A sweep looks through the record, and on S3 puts the whole file again: it takes at most a twentieth of the time."""
+
+
+class Board:
+    """Writes the event files of a run while its record grows.
+
+    Args:
+        paths: The run.
+        config: Its configuration, shown as a text.
+    """
+
+    def __init__(self, paths: RunPaths, config: Config) -> None:
+        self._paths, self._config = paths, config
+        self._temporary = None if isinstance(paths.root, Path) else tempfile.TemporaryDirectory(prefix="ray_app-tensorboard-")
+        self._folder = Path(self._temporary.name) if self._temporary is not None else Path(str(paths.tensorboard))
+        self._writer: SummaryWriter | None = None
+        self._put_bytes = 0
+        self._begin_again()
+        self._finished: bool | None = None
+        self._done = self._in_trouble = False
+        self._wake, self._abandoned = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; returns at once."""
+        self._thread.start()
+
+    def close(self, finished: bool, timeout_s: float) -> bool:
+        """Writes the rest of the record and ends; call it when nobody writes the record any more.
+
+        Args:
+            finished: Whether the last block of steps counts though it is not full.
+            timeout_s: Seconds to wait for the storage.
+
+        Returns:
+            Whether everything was written; if not, a warning says so.
+        """
+        self._finished = finished
+        self._wake.set()
+        self._thread.join(timeout_s)
+        self.abandon()
+        if not self._done:
+            logger.warning("The event files of TensorBoard lack the end of the run; starting %r again writes them.", self._paths.name)
+        return self._done
+
+    def abandon(self) -> None:
+        """Ends without writing anything more: the run belongs to another driver now."""
+        self._abandoned.set()
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._abandoned.is_set():
+            self._wake.clear()
+            finished, began_s = self._finished, time.perf_counter()
+            try:
+                self._sweep(finished is True)
+                self._in_trouble = False
+                if finished is not None:
+                    self._done = True
+                    break
+            except Exception as error:
+                self._say_trouble(error)
+                self._close()
+                self._begin_again()
+            pause_s = max(poll_s(self._paths.root), _PAUSE_PER_SWEEP * (time.perf_counter() - began_s))
+            self._wake.wait(_RETRY_S if finished is not None else min(pause_s, _LONGEST_PAUSE_S))
+        self._close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _sweep(self, finished: bool) -> None:
+        """Writes what is new in the record."""
+        self._backlog.read(self._sent)
+        if self._writer is None:
+            self._writer = self._opened()
+        for point in self._backlog.points(self._sent, finished):
+            if self._abandoned.is_set():
+                return
+            for name, value in point.metrics.items():
+                self._writer.add_scalar(name, value, point.step, walltime=point.time_ms / 1e3)
+            self._sent.add(point)
+        self._backlog.sent(self._sent)
+        self._writer.flush()
+        if self._temporary is not None:
+            self._put()
+
+    def _opened(self) -> SummaryWriter:
+        """A new file, the only one of the run with anything in it."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        for name, file in listing(self._paths.tensorboard).items():
+            if name.startswith(_PREFIX):
+                put_atomic(file, b"")  # an open TensorBoard that reads it would never go on to the next if it were removed
+        if self._temporary is not None:
+            self._put_bytes = 0
+            for left in self._folder.iterdir():
+                left.unlink()
+        writer = SummaryWriter(str(self._folder), purge_step=0)
+        text = redacted_yaml(self._config.to_yaml())
+        writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), 0)
+        return writer
+
+    def _put(self) -> None:
+        """Puts the file where the run is, if it has grown."""
+        [file] = self._folder.iterdir()
+        if file.stat().st_size > self._put_bytes:
+            data = file.read_bytes()
+            put_atomic(self._paths.tensorboard / file.name, data)
+            self._put_bytes = len(data)
+
+    def _begin_again(self) -> None:
+        self._backlog, self._sent = Backlog(self._paths, self._config.tracking.every_steps), Sent()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.close()
+            except Exception as error:
+                self._say_trouble(error)
+        self._writer = None
+
+    def _say_trouble(self, error: Exception) -> None:
+        if not self._in_trouble:
+            logger.warning("The event files of TensorBoard cannot be written for now; training goes on: %s", redact(str(error)))
+        self._in_trouble = True
+
+
+def check_board(config: Config) -> None:
+    """Refuses event files where TensorBoard is not installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if config.tracking.tensorboard:
+        require("tensorboard", "tracking.tensorboard: true", "set it to false")

@@ -1,0 +1,292 @@
+"""The tracker: one thread in the driver that feeds a run's record to MLflow, whenever MLflow is there.
+
+It is MLflow's only writer for the run and never on the way of a step: it reads the files that rank 0 and the evaluator write. How far it
+got stands in `tracking.json`, so the next driver goes on from there. What was sent but not noted there is sent again, and since the
+record does not change, MLflow's SQL stores recognize and drop it. Losses that are NaN arrive as NaN; a SQL store shows infinity as
+1.8e308.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import platform
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from ray_app.config.config import Config, default_tracking_uri, digest, flatten
+from ray_app.config.import_paths import require
+from ray_app.errors import ConfigError
+from ray_app.runlog.evaluations import evaluated_steps, evaluator_names
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import redact, redacted, redacted_yaml
+from ray_app.track.mlflow_client import METRICS_PER_CALL, Backlog, DataSet, MlflowRun, Point, Tracked, sqlite_file
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+_POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_PAUSE_PER_LOOK = 20
+"""A long run has many files to look through, on the driver's cores: looking takes at most a twentieth of the time."""
+
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_LIBRARIES = ("torch", "ray", "mlflow")
+
+
+class Tracker:
+    """Sends a run's record to MLflow while it is written, and what an earlier driver left over.
+
+    Args:
+        paths: The run.
+        config: Its configuration; becomes the MLflow run's parameters.
+        tags: Tags of the MLflow run, see `run_tags`.
+        every_steps: Steps that are combined into one point.
+        datasets: The data that it uses.
+        is_over: The run has ended and only what MLflow lacks is wanted: descriptions that are there stay as they are.
+        say: Told once which MLflow run it is.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: Config,
+        tags: dict[str, str],
+        every_steps: int = 10,
+        datasets: Sequence[DataSet] = (),
+        is_over: bool = False,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._paths, self._config, self._tags, self._datasets, self._is_over = paths, config, tags, datasets, is_over
+        self.uri, self._say = default_tracking_uri(config), say
+        self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri))
+        self._backlog = Backlog(paths, every_steps)
+        self._cursor: Tracked | None = None
+        self._connected = self._done = False
+        self._status: Status | None = None
+        self._trouble: str | None = None
+        self._look_s = 0.0
+        self._wake, self._abandoned = threading.Event(), threading.Event()
+        self._start_ms = int(time.time() * 1e3)
+        self.sent_points = self.sent_evaluations = 0
+        self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the MLflow run; None until it is known, which takes a second or two, or until MLflow can be reached."""
+        return self._cursor.run_id if self._cursor is not None else None
+
+    def start(self) -> None:
+        """Starts the thread; returns at once."""
+        self._thread.start()
+
+    def close(self, status: Status, timeout_s: float) -> bool:
+        """Sends the rest of the record and the artifacts (`config.yaml`, `summary.json`, ...), and ends the MLflow run.
+
+        Call it when nobody writes the record any more. It can be called again and then returns the same.
+
+        Args:
+            status: How the run ended. `FINISHED` also sends a last block that is not full; otherwise a resume will fill it.
+            timeout_s: Seconds to wait for MLflow.
+
+        Returns:
+            Whether MLflow has everything. If not, a warning says what is missing; the next start of the run sends it.
+        """
+        if self._status is None:
+            self._status = status
+            if self._thread.ident is None:
+                self._thread.start()
+            self._wake.set()
+            self._thread.join(timeout_s)
+            self._abandoned.set()
+            self._wake.set()
+            if not self._done:
+                logger.warning("%s", self._missing(status, timeout_s))
+        return self._done
+
+    def send_all(self, status: Status) -> None:
+        """Does at once, in this thread, what `close` does; for a run that has ended and a tracker that was not started.
+
+        Raises:
+            Exception: Whatever MLflow raises; what it took is noted, and not sent again.
+        """
+        self._sweep(finished=status == "FINISHED")
+        self._mlflow.finish(status, _artifacts(self._paths))
+
+    def abandon(self) -> None:
+        """Ends without sending or writing anything more: the run belongs to another driver now."""
+        self._abandoned.set()
+        self._wake.set()
+
+    def _run(self) -> None:
+        pause_s = _POLL_S
+        while not self._abandoned.is_set():
+            self._wake.clear()
+            status = self._status
+            try:
+                self._sweep(finished=status == "FINISHED")
+                if status is not None and not self._abandoned.is_set():
+                    self._mlflow.finish(status, _artifacts(self._paths))
+                    self._done = True
+                    return
+                self._say_reached()
+                pause_s = min(max(_POLL_S, _PAUSE_PER_LOOK * self._look_s), _LONGEST_PAUSE_S)
+            except Exception as error:
+                self._say_trouble(error)
+                pause_s = _POLL_S if status is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._wake.wait(pause_s)
+
+    def _sweep(self, finished: bool) -> None:
+        """Reads what is new in the record and sends what can be sent."""
+        cursor = self._cursor = self._cursor or Tracked.load(self._paths)
+        began = time.perf_counter()
+        self._backlog.read(cursor)
+        self._look_s = time.perf_counter() - began
+        if not self._connected:
+            self._connect(cursor)
+        for points in packed(self._backlog.points(cursor, finished)):
+            if self._abandoned.is_set():
+                return
+            self._mlflow.log(points)
+            for point in points:
+                cursor.add(point)
+                self.sent_points += 1
+                self.sent_evaluations += point.evaluator is not None
+            cursor.store(self._paths)
+            self._backlog.sent(cursor)
+
+    def _connect(self, cursor: Tracked) -> None:
+        """Finds or creates the MLflow run, and notes its id before anything else is logged."""
+        before = cursor.run_id
+        run_id = self._mlflow.open(before, cursor.run_uuid, self._paths.root, self._start_ms)
+        if run_id != before:
+            if before is not None:
+                logger.warning("MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self.uri), before)
+                cursor.forget()
+                self._backlog.rewind()
+            cursor.run_id = run_id
+            self._backlog.read(cursor)
+        if (before, cursor.uri) != (run_id, redact(self.uri)):
+            cursor.uri = redact(self.uri)
+            cursor.store(self._paths)
+        self._mlflow.describe(flatten(redacted(self._config.to_dict())), self._tags, self._datasets, self._is_over)
+        self._connected = True
+        if self._say is not None:
+            self._say(redact(f"MLflow run {run_id} of the experiment {self._config.tracking.experiment}: {self._mlflow.page}"))
+            self._say = None
+
+    def _say_trouble(self, error: Exception) -> None:
+        self._connected = False
+        if self._trouble is None:
+            logger.warning(
+                "MLflow at %s does not get the record for now; training goes on and it is sent later: %s",
+                redact(self.uri),
+                _first_line(error),
+            )
+        self._trouble = _first_line(error)
+
+    def _say_reached(self) -> None:
+        if self._trouble is not None:
+            logger.warning("MLflow at %s gets the record again.", redact(self.uri))
+        self._trouble = None
+
+    def _missing(self, status: str, timeout_s: float) -> str:
+        cursor = self._cursor or Tracked()
+        steps = sorted({point.step for point in self._backlog.unsent_evaluations(cursor)})
+        lacks = [f"its status {status}", "its artifacts"]
+        if self._backlog.newest_step > cursor.sent_step:
+            lacks.append(f"the metrics after step {cursor.sent_step} (recorded: up to {self._backlog.newest_step})")
+        if steps:
+            lacks.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
+        return (
+            f"MLflow at {redact(self.uri)} did not take everything within {timeout_s:g} s. Its run {cursor.run_id or '(not created)'} may"
+            f" lack {'; '.join(lacks)}. All of it is in {self._paths.root}; send it with\n  ray-app track --replay"
+            f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
+            f" {self._trouble or 'none, it was still being sent'}"
+        )
+
+
+def check_available(config: Config) -> None:
+    """Refuses tracking that cannot work, without importing MLflow or connecting to it.
+
+    Raises:
+        ConfigError: MLflow is not installed, or `tracking.uri` is not one that points can be sent to twice without doubling them.
+    """
+    if not config.tracking.enabled:
+        return
+    require("mlflow", "tracking.enabled: true", "set tracking.enabled to false")
+    uri = default_tracking_uri(config)
+    scheme = urlsplit(uri).scheme.partition("+")[0]
+    valid = "an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db, postgresql, mysql, mssql)"
+    if scheme not in ("http", "https", *_DATABASES):
+        raise ConfigError(f"tracking.uri is {redact(uri)!r}; it must be {valid}. Without it a SQLite file in run.storage_path is used.")
+    if (scheme == "sqlite" and not sqlite_file(uri)) or (scheme.startswith("http") and not urlsplit(uri).hostname):
+        raise ConfigError(
+            f"tracking.uri is {redact(uri)!r}, which names no {'file' if scheme == 'sqlite' else 'host'}; it must be {valid}."
+        )
+    if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
+        raise ConfigError(f"tracking.uri is {redact(uri)!r}, which needs the whole of MLflow, not mlflow-skinny: pip install mlflow.")
+
+
+def run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
+    """What a result depends on besides the parameters: digests, versions and, in a git checkout, the commit."""
+    tags = {
+        "ray_app.config_digest": digest(config, manifest_digest),
+        "ray_app.manifest_digest": manifest_digest,
+        "ray_app.version.python": platform.python_version(),
+    }
+    for library in _LIBRARIES:
+        try:
+            tags[f"ray_app.version.{library}"] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return tags
+    return tags | ({"mlflow.source.git.commit": git.stdout.strip()} if git.returncode == 0 else {})
+
+
+def packed(points: Iterable[Point]) -> Iterator[list[Point]]:
+    """Points in groups whose metrics fit into one call; a point that alone does not is a group of its own."""
+    group: list[Point] = []
+    for point in points:
+        if group and sum(len(p.metrics) for p in (*group, point)) > METRICS_PER_CALL:
+            yield group
+            group = []
+        group.append(point)
+    if group:
+        yield group
+
+
+def _artifacts(paths: RunPaths) -> dict[str, str]:
+    """What an ended run has for people, and the newest evaluation of each evaluator, without secrets, by the artifact's path."""
+    found = {}
+    for file in (paths.config, paths.summary, paths.report):
+        if file.exists():
+            text = file.read_text()
+            found[file.name] = redacted_yaml(text) if file == paths.config else text
+    for name in (None, *evaluator_names(paths)):
+        steps = evaluated_steps(paths, name)
+        if steps:
+            file = paths.evaluation(max(steps), name)
+            found["/".join(("evaluations", *((name,) if name else ()), file.name))] = file.read_text()
+    return found
+
+
+def _artifact_folder(paths: RunPaths, uri: str) -> Path | None:
+    """Folder for the artifacts of an MLflow without a server: beside the run, or beside the SQLite file if the run is on S3."""
+    if isinstance(paths.root, Path):
+        return paths.root.resolve().parent / "mlartifacts"
+    return Path(sqlite_file(uri)).resolve().parent / "mlartifacts" if uri.startswith("sqlite") else None
+
+
+def _first_line(error: Exception) -> str:
+    return redact(f"{type(error).__name__}: {error}").splitlines()[0][:500]

@@ -1,0 +1,151 @@
+"""Several optimizers that take turns: which one moves its parameters in a step follows from the number of the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ray_app.config.import_paths import TurnSpec
+from ray_app.config.sections import ClassSpec
+from ray_app.errors import ConfigError
+from ray_app.train.state.parameters import load_optimizer, matching, some
+
+
+def turn_of(turns: Mapping[str, TurnSpec], step: int) -> str:
+    """Whose turn a step of the run is, counted from 0."""
+    at = step % sum(spec.steps for spec in turns.values())
+    for name, spec in turns.items():
+        if at < spec.steps:
+            return name
+        at -= spec.steps
+    raise AssertionError("a turn has steps")
+
+
+def steps_of(turns: Mapping[str, TurnSpec], name: str, steps: int) -> int:
+    """How many of the first steps of a run are the turn of one."""
+    each = sum(spec.steps for spec in turns.values())
+    rest = range(steps // each * each, steps)
+    return steps // each * turns[name].steps + sum(turn_of(turns, step) == name for step in rest)
+
+
+class Turns(Optimizer):
+    """The optimizers of a run as one, whose state is that of all, their parameters numbered one after the other.
+
+    Args:
+        specs: What the configuration says of each, by name.
+        named: The parameters by name; all that are trained belong to one of them each.
+        make: Makes an optimizer of a specification and its parameters by name.
+
+    Raises:
+        ConfigError: A parameter belongs to two of them, or to none.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TurnSpec],
+        named: Mapping[str, nn.Parameter],
+        make: Callable[[TurnSpec, Mapping[str, nn.Parameter]], Optimizer],
+    ) -> None:
+        self._specs, self._turn = specs, ""
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.parameters: dict[str, list[nn.Parameter]] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        owners: dict[str, str] = {}
+        for turn, spec in specs.items():
+            field = f"optimizers.{turn}.parameters"
+            names = {name for pattern in spec.parameters for name in matching(named, pattern, field)}
+            own = {name: p for name, p in trained.items() if name in names}
+            if twice := [name for name in own if name in owners]:
+                raise ConfigError(f"{field} names {some(twice)}, which optimizers.{owners[twice[0]]} has, too; each belongs to one.")
+            if not own:
+                raise ConfigError(f"{field} names nothing that is trained.")
+            owners |= dict.fromkeys(own, turn)
+            self.parameters[turn], self.optimizers[turn] = list(own.values()), make(spec, own)
+        if left := [name for name in trained if name not in owners]:
+            raise ConfigError(f"No optimizer has the parameters {some(left)}; name them in one, or in train.freeze.")
+        self._note_groups()
+
+    def _note_groups(self) -> None:
+        self.param_groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+    def at(self, step: int) -> Optimizer:
+        """The optimizer of a step."""
+        return self.optimizers[turn_of(self._specs, step)]
+
+    def begin(self, step: int) -> str:
+        """Lets only the parameters of a step's turn have gradients; returns its name."""
+        self.take(turn := turn_of(self._specs, step))
+        return turn
+
+    def take(self, turn: str) -> None:
+        """Lets only the parameters of a turn have gradients."""
+        if turn != self._turn:
+            self._turn = turn
+            for name, parameters in self.parameters.items():
+                for p in parameters:
+                    p.requires_grad_(name == turn)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of all, as if they were one."""
+        state, groups, first = dict[int, Any](), list[dict[str, Any]](), 0
+        for optimizer in self.optimizers.values():
+            own = optimizer.state_dict()
+            state |= {first + number: values for number, values in own["state"].items()}
+            groups += [{**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]]
+            first += sum(len(group["params"]) for group in own["param_groups"])
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned."""
+        groups, first = list(state_dict["param_groups"]), 0
+        for optimizer in self.optimizers.values():
+            own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            count = sum(len(group["params"]) for group in own)
+            state = {n - first: values for n, values in state_dict["state"].items() if first <= n < first + count}
+            numbered = [{**group, "params": [number - first for number in group["params"]]} for group in own]
+            load_optimizer(optimizer, {"state": state, "param_groups": numbered})
+            first += count
+        self._note_groups()
+
+
+class TurnSchedules:
+    """The schedules of the optimizers that have one, as one; each is moved in its own turns.
+
+    Args:
+        specs: What the configuration says of each optimizer, by name.
+        turns: The optimizers.
+        total_steps: Steps of the run.
+        make: Makes a schedule of a specification, an optimizer, and how often it is moved in the run.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TurnSpec],
+        turns: Turns,
+        total_steps: int,
+        make: Callable[[ClassSpec, Optimizer, int], LRScheduler],
+    ) -> None:
+        self._specs = specs
+        self.moves = {turn: steps_of(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None}
+        self.schedules = {
+            turn: make(spec.schedule, turns.optimizers[turn], self.moves[turn]) for turn, spec in specs.items() if spec.schedule is not None
+        }
+
+    def step(self, step: int) -> None:
+        """Moves that of a step's turn, if it has one."""
+        turn = turn_of(self._specs, step)
+        if turn in self.schedules:
+            self.schedules[turn].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those of all, by name."""
+        return {turn: schedule.state_dict() for turn, schedule in self.schedules.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned."""
+        for turn, schedule in self.schedules.items():
+            schedule.load_state_dict(state_dict[turn])

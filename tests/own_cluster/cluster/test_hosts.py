@@ -1,0 +1,85 @@
+"""A host that is cut off from the others and comes back, on real network namespaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from tests.support.cluster import record_of
+from tests.support.hosts import Hosts, why_not
+from tests.support.places import ROOT
+
+STEPS = 60
+DRIVER = """
+import json, os, sys
+from ray_app import run_training
+from ray_app.config.config import from_yaml
+from ray_app.driver.run import Faults
+from ray_app.train.job import Hooks
+from tests.support.injector import Linger
+config = from_yaml(open(sys.argv[1]).read())
+linger = Linger(sys.argv[2], "failed", {}, after=20, each_s=float(sys.argv[3]))
+run_training(config, faults=Faults(train=Hooks(after_step=linger)))
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    reason = why_not()
+    if reason is not None:
+        print(reason)
+        pytest.skip(reason)
+    made = Hosts([2, 2])
+    yield made
+    made.close()
+
+
+def drive(hosts: Hosts, folder: Path, config: Any, each_s: float) -> subprocess.Popen[bytes]:
+    (folder / "config.yaml").write_text(config.to_yaml())
+    run = Path(config.run.storage_path) / str(config.run.name)
+    command = [sys.executable, "-c", DRIVER, str(folder / "config.yaml"), str(run), str(each_s)]
+    environment = {**hosts.environment(), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment)
+
+
+def test_a_host_that_is_cut_off(hosts: Hosts, short_run: Any, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"train__max_steps": STEPS, "train__epochs": 3, "scaling__max_workers": 3, "failure__heartbeat_timeout_s": 3.0}
+    alone = drive(hosts, tmp_path, short_run(run__name="alone", **fields), each_s=0.0)
+    assert alone.wait(200) == 0
+    paths = RunPaths(tmp_path / "runs" / "run")
+    driver = drive(hosts, tmp_path, short_run(run__name="run", **fields), each_s=3.0)
+    try:
+        wait_until(lambda: any(p.name.startswith("0") for p in (paths.metrics.glob("*.json"))), 120, driver)
+        cut = 2
+        hosts.cut(cut)
+        assert not hosts.is_reachable(cut)
+        wait_until(lambda: any("no sign of life" in str(e.details["errors"]) for e in read_events(paths, "failed")), 60, driver)
+        hosts.mend(cut)
+        wait_until(lambda: hosts.is_reachable(cut), 20, driver)
+        assert driver.wait(200) == 0
+    finally:
+        driver.kill()
+    summary, undisturbed = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("run", "alone"))
+    assert summary["params_digest"] == undisturbed["params_digest"]
+    assert record_of(paths.root) == record_of(tmp_path / "runs" / "alone")
+    assert summary["redone_steps"] == 0
+    sizes = [e.details["workers"] for e in read_events(paths, "formed")]
+    assert sizes[0] == 3
+    assert min(sizes) < 3
+
+
+def wait_until(condition: Any, timeout_s: float, driver: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert driver.poll() is None, "the driver ended"
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.1)

@@ -1,0 +1,76 @@
+"""Ray itself dies under a run: the driver ends, or raises, within minutes, and the same command goes on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import ROOT
+
+SCRIPT = """
+import json, sys, time
+import psutil, ray
+from io import StringIO
+from pathlib import Path
+from rich.console import Console
+from ray_app import load_config, run_training
+from ray_app.drill.delays import Hold
+from ray_app.drill.faults import Proofs
+from ray_app.driver.run import Faults
+from ray_app.train.job import Hooks
+
+data, out, kills = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).replace(
+    run__storage_path=str(out), run__name="run", tracking__enabled=False, train__max_steps=60, scaling__max_workers=2,
+    checkpoint__every_epochs=None, checkpoint__every_steps=20)
+proofs = Proofs(str(out / "proofs"))
+hooks = Hooks(after_step=Hold(proofs, "held", "released", 30, 0)) if kills else Hooks()
+
+
+def act(job):
+    if kills and proofs.get("held") and not (out / "killed").exists():
+        [process] = [p for p in psutil.Process().children(recursive=True) if p.name().startswith(kills)]
+        process.kill()
+        (out / "killed").write_text(kills)
+
+
+result = run_training(config, Console(file=StringIO()), Faults(hooks), observe=act)
+print(json.dumps({"digest": result.summary["params_digest"], "status": result.summary["status"]}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    done = run(digits, tmp_path_factory.mktemp("undisturbed") / "runs", "")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return told(done)
+
+
+@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
+def test_the_same_command_goes_on_after_ray_has_died(digits: Path, undisturbed: dict[str, str], tmp_path: Path, process: str) -> None:
+    died = run(digits, tmp_path / "runs", process)
+    assert (tmp_path / "runs" / "killed").read_text() == process
+    assert died.returncode != 0, "the run does not go on without Ray"
+    again = run(digits, tmp_path / "runs", "")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert told(again) == undisturbed
+
+
+def run(digits: Path, out: Path, kills: str) -> subprocess.CompletedProcess[str]:
+    """The run in a process of its own, with a cluster of its own."""
+    out.mkdir(exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, str(digits / "train"), str(out), kills]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """What it printed at its end."""
+    found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found

@@ -1,0 +1,64 @@
+"""Who has not the token is refused by the clusters that we start, on real Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import ROOT
+
+CLUSTERS = {
+    "train": """
+from ray_app import load_config
+from ray_app.cluster.resources import cluster
+with cluster(load_config("conf/digits.yaml")):
+    try_all(ray.get_runtime_context().gcs_address)
+""",
+    "drill": """
+from ray_app.drill.cluster import local_nodes
+with local_nodes(1, False) as nodes:
+    try_all(ray.get_runtime_context().gcs_address)
+""",
+}
+TRY = """
+import os, subprocess, sys
+import ray
+
+CLIENT = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('in', len(ray.nodes()) > 0)"
+
+def trying(address, **environment):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", CLIENT, address]
+    return subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+def try_all(address):
+    print("file:", oct(os.stat(os.path.expanduser("~/.ray/auth_token")).st_mode & 0o777))
+    clients = {
+        "right": trying(address, RAY_AUTH_MODE="token"),
+        "without": trying(address, RAY_AUTH_MODE="disabled"),
+        "wrong": trying(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64),
+    }
+    for name, client in clients.items():
+        said, errors = client.communicate(timeout=500)
+        print(f"{name}:", "AuthenticationError" if "AuthenticationError" in errors else said.strip() or errors[-2000:])
+"""
+
+
+@pytest.mark.parametrize("kind", list(CLUSTERS))
+def test_who_has_not_the_token_is_refused(kind: str, tmp_path: Path) -> None:
+    """The home is new, so the token is made by what is tested."""
+    settings = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | settings
+    command = [sys.executable, "-c", TRY + CLUSTERS[kind]]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert [line for line in done.stdout.splitlines() if ": " in line] == [
+        "file: 0o600",
+        "right: in True",
+        "without: AuthenticationError",
+        "wrong: AuthenticationError",
+    ]

@@ -1,0 +1,107 @@
+"""Whole drills on a cluster of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.drill import memory_faults, process_scenarios
+from ray_app.drill.session import SCENARIOS
+from tests.support.places import ROOT
+
+_DRILL_S = 280
+
+
+def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
+    fields = {"config": ROOT / "conf" / "digits.yaml", "data.path": digits / "train", "data.eval_path": digits / "eval", "drill.out": out}
+    return [f"--{name}={value}" for name, value in (fields | {f"drill.{k}": v for k, v in drill.items()}).items()]
+
+
+def run_drill(*more: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, str(ROOT / "jobs" / "drill.py"), *more]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DRILL_S, check=False)
+
+
+def test_a_drill_on_a_cluster_of_its_own(digits: Path, tmp_path: Path) -> None:
+    done = run_drill(*arguments(digits, tmp_path / "out", scenarios="kill,kill_two,node", max_steps=40))
+    assert done.returncode == 0, done.stdout + done.stderr
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    digest = certificate["undisturbed"]["params_digest"]
+    assert certificate["complete"]
+    assert certificate["verdict"] == f"2 of 2 scenarios ended with the parameters of the undisturbed run: sha256 {digest} (1 left out)"
+    assert certificate["verdict"] in done.stdout
+    killed, two, node = certificate["scenarios"]
+    assert [s["outcome"] for s in (killed, two, node)] == ["equal", "left out", "equal"]
+    assert two["reason"] == "it needs 3 workers so that one goes on, there are 2"
+    for scenario in (killed, node):
+        assert scenario["params_digest"] == digest
+        assert scenario["rows"] == certificate["undisturbed"]["rows"]
+        assert scenario["world_sizes"][:2] == [[0, 2], [scenario["steps"][0], 1]]
+        assert scenario["redone_steps"] == 0
+        assert len(scenario["recovery_s"]) == len(scenario["next_step_s"]) == 1
+        assert 0 < scenario["goodput"] <= 1
+    assert killed["proof"]["killed-0"]["step"] == killed["steps"][0]
+    assert killed["proof"]["killed-0"]["process_gone"]
+    assert node["proof"]["node_dead"]["node"] == node["proof"]["held"]["node"]
+    assert {"ray", "torch", "python", "ray_app"} == set(certificate["versions"])
+    assert certificate["changed_for_the_drill"]["train.max_steps"] == {"yours": None, "drilled": 40}
+    assert not list((tmp_path / "out").rglob("mlflow.db"))
+
+
+@pytest.mark.timeout(1800)
+def test_every_scenario(digits: Path, tmp_path: Path) -> None:
+    command = [*arguments(digits, tmp_path / "out"), "--scaling.max_workers=3"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "jobs" / "drill.py"), *command], capture_output=True, text=True, timeout=1780, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    impossible = {
+        name: reason for name, reason in (("memory", memory_faults.why_not()), ("clock_jump", process_scenarios.why_not())) if reason
+    }
+    print(impossible or "all are possible here")
+    expected = dict.fromkeys(SCENARIOS, "equal") | dict.fromkeys(impossible, "left out")
+    assert {s["scenario"]: s["outcome"] for s in certificate["scenarios"]} == expected
+    redone = {s["scenario"]: s["redone_steps"] for s in certificate["scenarios"]}
+    assert {name for name, steps in redone.items() if steps} <= {"kill_all", "damage", "torn_write", "driver", "evaluator_and_driver"}
+
+
+HANGS = """
+import sys
+from ray_app.cli.drill import main
+from ray_app.drill.scenario import Disturbance
+from ray_app.drill.session import SCENARIOS
+from ray_app.driver.run import Faults
+from ray_app.train.job import Hooks
+from tests.support.drilled import Forever
+
+def hangs(ground):
+    "No worker ends its step."
+    return Disturbance([1], [], lambda run: [], Faults(train=Hooks(after_step=Forever())))
+
+if __name__ == "__main__":
+    SCENARIOS["hangs"] = hangs
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_scenario_that_hangs_is_cleared_away_and_the_next_one_goes_well(digits: Path, tmp_path: Path) -> None:
+    command = arguments(digits, tmp_path / "out", scenarios="hangs,kill", max_steps=40, limit_s=90)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, *command], env=environment, capture_output=True, text=True, timeout=580, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    hung, killed = certificate["scenarios"]
+    assert (hung["outcome"], hung["reason"][:52]) == ("failed", "The scenario 'hangs' did not end within 90 s (drill.")
+    assert (killed["outcome"], killed["reason"]) == ("equal", "")
+    assert certificate["complete"]
+    assert "(1 failed)" in done.stdout

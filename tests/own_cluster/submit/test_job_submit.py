@@ -1,0 +1,362 @@
+"""Ray jobs on a real head node with token authentication, as users of a cluster submit them: plainly, over REST, by `ray-app submit`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from ray_app.config.config import default_tracking_uri, from_yaml
+from ray_app.report.facts import read_facts
+from ray_app.runlog.evaluations import read_evaluations
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.watch.screen import values
+from tests.support.head import RAY, Head, started_head
+from tests.support.places import ROOT, SUPPORT
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(900)
+
+_JOB_S = 600
+_EPOCHS, _STEPS = 40, 40 * 23
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A head, a project of a user, and where its runs are."""
+
+    head: Head
+    project: Path
+    folder: Path
+
+    def paths(self, name: str) -> RunPaths:
+        return RunPaths(self.folder / "runs" / name)
+
+    def summary(self, name: str) -> dict[str, Any]:
+        return json.loads(self.paths(name).summary.read_text())
+
+    def options(self, name: str) -> list[str]:
+        pace = self.folder / name
+        pace.mkdir(exist_ok=True)
+        return ["--config", "conf/slow.yaml", f"--run.name={name}", f"--task.init_args.folder={pace}"]
+
+    def go_on(self, name: str) -> None:
+        (self.folder / name / "fast").touch()
+
+    def submit(self, name: str, *more: str) -> subprocess.Popen[str]:
+        """Starts `ray-app submit` in the user's project."""
+        command = [sys.executable, "-m", "ray_app", "submit", *self.options(name), f"--submit.address={self.head.url}", *more]
+        both = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.project, env=self.head.environment, stdout=both, stderr=subprocess.STDOUT, text=True)
+
+    def wait_for_checkpoint(self, name: str, lives: Callable[[], bool]) -> None:
+        def happened() -> bool:
+            assert lives()
+            return bool(read_events(self.paths(name), "checkpointed"))
+
+        until(happened, limit_s=_JOB_S)
+
+    def is_over(self, job_id: str) -> bool:
+        return self.head.job(job_id)["status"] not in ("PENDING", "RUNNING")
+
+    def mlflow(self, name: str) -> Any:
+        from mlflow.tracking import MlflowClient
+
+        config = from_yaml(self.paths(name).config.read_text())
+        run_id = json.loads(self.paths(name).tracking.read_text())["run_id"]
+        return MlflowClient(default_tracking_uri(config)).get_run(run_id)
+
+    def mlflow_status(self, name: str) -> str:
+        return self.mlflow(name).info.status
+
+
+@pytest.fixture(scope="module")
+def ground(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    folder = tmp_path_factory.mktemp("jobs")
+    project = folder / "project"
+    (project / "conf").mkdir(parents=True)
+    shutil.copy(SUPPORT / "slow_task.py", project)
+    config: dict[str, Any] = yaml.safe_load((ROOT / "conf" / "digits.yaml").read_text())
+    config["task"] = {"class_path": "slow_task.Slow", "init_args": {"folder": "nowhere"}}
+    config["data"] |= {"path": str(digits / "train"), "eval_path": str(digits / "eval")}
+    config |= {"run": {"storage_path": str(folder / "runs")}, "scaling": {"max_workers": 1, "logical_workers": 2}}
+    config |= {"train": {"epochs": _EPOCHS}, "checkpoint": {"every_epochs": 4}, "submit": {"backoff_s": 0.5}}
+    (project / "conf" / "slow.yaml").write_text(yaml.safe_dump(config))
+    plain = {name: value for name, value in config.items() if name != "submit"}
+    (project / "conf" / "plain.yaml").write_text(yaml.safe_dump(plain))
+    with pytest.MonkeyPatch.context() as image:  # the nodes have the application, and so has the user
+        image.setenv("PYTHONPATH", str(ROOT))
+        with started_head(folder, cpus=12) as head:
+            yield Ground(head, project, folder)
+
+
+@pytest.fixture(scope="module")
+def flows(ground: Ground) -> Iterator[dict[str, Future[Any]]]:
+    """What goes on at the same time, since most of it is waiting for processes to start."""
+    made: dict[str, Callable[[Ground], Any]] = {"stopped": stopped, "killed": killed, "rest": over_rest, "tail": tail, "dry": dry}
+    pool = ThreadPoolExecutor(2)
+    yield {name: pool.submit(flow, ground) for name, flow in made.items()}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ground: Ground, flows: dict[str, Future[Any]]) -> tuple[dict[str, Any], str]:
+    """The summary and the output of a run by plain `ray job submit`."""
+    del flows  # under way meanwhile
+    ground.options("plain")
+    ground.go_on("plain")
+    options = ["--config", "conf/plain.yaml", *ground.options("plain")[2:]]
+    command = [str(RAY), "job", "submit", "--address", ground.head.url, "--working-dir", str(ground.project)]
+    command += ["--submission-id", "plain", "--", "python", "-m", "ray_app", "train", *options]
+    done = subprocess.run(command, env=ground.head.environment, capture_output=True, text=True, timeout=_JOB_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ground.summary("plain"), done.stdout
+
+
+def test_a_plainly_submitted_job_trains(ground: Ground, undisturbed: tuple[dict[str, Any], str]) -> None:
+    summary, output = undisturbed
+    assert "Task was destroyed" not in output
+    job = ground.head.job("plain")
+    assert (job["status"], job["driver_exit_code"]) == ("SUCCEEDED", 0)
+    assert f"Starting run plain in {ground.paths('plain').root}\n" in output
+    progress = [line for line in output.splitlines() if line.startswith("epoch ")]
+    assert progress
+    assert all("1 of 1 workers" in line and "\x1b" not in line and "\r" not in line for line in progress)
+    assert (summary["status"], summary["steps"], summary["world_sizes"]) == ("finished", _STEPS, [[0, 1]])
+    assert summary["mlflow_run_id"]
+    assert summary["params_digest"] in output
+    with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
+        ground.head.ask("/api/jobs/", token="another token")
+
+
+def test_a_run_and_its_job_name_each_other(ground: Ground, undisturbed: tuple[dict[str, Any], str]) -> None:
+    summary, output = undisturbed
+    there = summary["ray_job"]
+    page = f"{ground.head.url}/#/jobs/{there['job_id']}"
+    assert there == {"job_id": there["job_id"], "submission_id": "plain", "dashboard": ground.head.url, "page": page}
+    assert ground.head.job(there["job_id"])["submission_id"] == "plain", "what the page asks the dashboard for"
+    [started] = read_events(ground.paths("plain"), "started")
+    assert started.details["ray_job"] == there
+    lines = output.splitlines()
+    [run, *before] = [number for number, line in enumerate(lines) if line.startswith("Starting run plain")]
+    assert not before
+    assert lines[run + 1] == f"Ray job {there['job_id']} (plain): {page}"
+    [mlflow] = [line for line in lines if line.startswith("MLflow run ")]
+    assert mlflow.startswith(f"MLflow run {summary['mlflow_run_id']} of the experiment ray_app: sqlite:///")
+    assert ground.mlflow("plain").data.tags["ray_app.ray_job"] == page
+    assert f'<a href="{page}">' in ground.paths("plain").report.read_text()
+    assert ("Ray job", page) in values(read_facts(ground.paths("plain")))
+
+
+def stopped(ground: Ground) -> dict[str, Any]:
+    """A run that `ray job stop` ends after its first checkpoint, and that is submitted again."""
+    with ground.submit("stopped") as submitted:
+        ground.wait_for_checkpoint("stopped", lambda: submitted.poll() is None)
+        command = [str(RAY), "job", "stop", "--address", ground.head.url, "stopped-1"]
+        subprocess.run(command, env=ground.head.environment, check=True, timeout=_JOB_S, capture_output=True)
+        output = submitted.communicate(timeout=_JOB_S)[0]
+    seen = {"output": output, "code": submitted.returncode, "summary": ground.summary("stopped")}
+    seen["job"], seen["mlflow"] = ground.head.job("stopped-1"), ground.mlflow_status("stopped")
+    seen["ended"] = [event.kind for event in read_events(ground.paths("stopped"), "interrupted", "driver_lost")]
+    until(lambda: not ground.head.left_of("stopped-1"))
+    ground.go_on("stopped")
+    with ground.submit("stopped") as again:
+        assert again.stdout is not None
+        lines = []
+        while not lines or not lines[-1].startswith("  stop: "):
+            lines.append(again.stdout.readline())
+            assert lines[-1], lines
+        again.send_signal(signal.SIGINT)
+        seen["output again"] = "".join(lines) + again.communicate(timeout=_JOB_S)[0]
+    until(lambda: ground.is_over("stopped-2"), limit_s=_JOB_S)
+    return seen | {"code again": again.returncode, "job again": ground.head.job("stopped-2")}
+
+
+def test_a_stopped_job_of_ours_is_closed_and_continues(ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any) -> None:
+    seen = flows["stopped"].result(_JOB_S)
+    assert (seen["code"], seen["job"]["status"]) == (75, "STOPPED"), seen["output"]
+    assert "Stopping after this step, with a checkpoint ..." in seen["output"]
+    assert "somebody stopped the job; submitting the same run.name again continues it" in seen["output"]
+    summary = seen["summary"]
+    assert (summary["status"], seen["ended"], seen["mlflow"]) == ("interrupted", ["interrupted"], "KILLED")
+    steps = [event.details["step"] for event in read_events(ground.paths("stopped"), "checkpointed") if event.fence == 1]
+    assert 0 < steps[-1] == summary["steps"] < _STEPS
+    assert any("epoch " in line and "1 of 1 workers" in line for line in seen["output"].splitlines())
+
+    assert (seen["code again"], seen["job again"]["driver_exit_code"]) == (130, 0), seen["output again"]
+    assert seen["job again"]["metadata"]["ray_app_directory"] == str(ground.paths("stopped").root)
+    assert "as job stopped-2 (try 1 of 4)" in seen["output again"]
+    assert "The job stopped-2 goes on." in seen["output again"]
+    final = ground.summary("stopped")
+    assert (final["status"], final["params_digest"]) == ("finished", undisturbed[0]["params_digest"])
+    assert (final["redone_steps"], final["restarts"]["driver"]) == (0, 1)
+    assert ground.mlflow_status("stopped") == "FINISHED"
+
+
+def killed(ground: Ground) -> dict[str, Any]:
+    """A run whose driver is killed after its first checkpoint."""
+    with ground.submit("killed") as submitted:
+        ground.wait_for_checkpoint("killed", lambda: submitted.poll() is None)
+        driver = psutil.Process(int(ground.head.job("killed-1")["driver_info"]["pid"]))
+        assert driver.cmdline()[1:4] == ["-m", "ray_app", "train"]
+        ground.go_on("killed")
+        driver.send_signal(signal.SIGKILL)
+        output = submitted.communicate(timeout=_JOB_S)[0]
+    return {"output": output, "code": submitted.returncode}
+
+
+def test_a_run_whose_driver_is_killed_is_submitted_again(ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any) -> None:
+    seen = flows["killed"].result(_JOB_S)
+    output = seen["output"]
+    assert seen["code"] == 0, output
+    assert "try 2 of 4 in 0.5 s: the driver was lost (killed by signal 9)\n" in output
+    assert [ground.head.job(name)["status"] for name in ("killed-1", "killed-2")] == ["FAILED", "SUCCEEDED"]
+    assert (output.count("Starting run killed in"), output.count("Continuing run killed in")) == (1, 1)
+    summary = ground.summary("killed")
+    assert (summary["status"], summary["params_digest"]) == ("finished", undisturbed[0]["params_digest"])
+    assert summary["restarts"]["driver"] == 1
+    assert ground.mlflow_status("killed") == "FINISHED"
+
+
+def over_rest(ground: Ground) -> dict[str, Any]:
+    """A run submitted, stopped with Ray's 3 seconds, and submitted again by nothing but HTTP."""
+    archive = ground.folder / "project.zip"
+    with zipfile.ZipFile(archive, "w") as made:
+        for file in ground.project.rglob("*"):
+            made.write(file, file.relative_to(ground.project))
+    ground.head.put("/api/packages/gcs/_ray_pkg_rest.zip", archive.read_bytes())
+    options = ["--config", "conf/plain.yaml", *ground.options("rest")[2:]]
+    body: dict[str, Any] = {"entrypoint": " ".join(["python", "-m", "ray_app", "train", *options])}
+    body["runtime_env"] = {"working_dir": "gcs://_ray_pkg_rest.zip"}
+    ground.head.ask("/api/jobs/", body=body | {"submission_id": "rest-1"})
+    ground.wait_for_checkpoint("rest", lambda: not ground.is_over("rest-1"))
+    # the evaluator, which closes the run when the driver is gone, must be there
+    until(lambda: read_evaluations(ground.paths("rest")), limit_s=_JOB_S)
+    assert ground.head.ask("/api/jobs/rest-1/stop", body={})["stopped"]
+    until(lambda: ground.head.job("rest-1")["status"] == "STOPPED", limit_s=_JOB_S)
+    until(lambda: ground.mlflow_status("rest") == "KILLED", limit_s=_JOB_S)
+    until(lambda: ground.paths("rest").summary.exists() and ground.summary("rest")["mlflow_run_id"], limit_s=_JOB_S)
+    seen = {"summary": ground.summary("rest")}
+    ground.go_on("rest")
+    ground.head.ask("/api/jobs/", body=body | {"submission_id": "rest-2"})
+    until(lambda: ground.is_over("rest-2"), limit_s=_JOB_S)
+    return seen | {"log": ground.head.ask("/api/jobs/rest-2/logs")["logs"]}
+
+
+def test_a_job_over_rest_is_stopped_in_three_seconds_and_continues(ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any) -> None:
+    seen = flows["rest"].result(_JOB_S)
+    assert seen["summary"]["status"] == "interrupted"
+    assert 0 < seen["summary"]["steps"] < _STEPS
+    job = ground.head.job("rest-2")
+    assert (job["status"], job["driver_exit_code"]) == ("SUCCEEDED", 0), seen["log"]
+    summary = ground.summary("rest")
+    assert (summary["status"], summary["params_digest"]) == ("finished", undisturbed[0]["params_digest"])
+
+
+FOLLOWER = """
+import json, sys
+from ray_app.submit.server import JobServer, LostContactError
+server = JobServer(sys.argv[1], 60)
+job = server.submit("odd", "for i in 1 2 3 4 5 6; do echo line $i; sleep 1; done; exit 3", {}, {})
+def show(piece): print(piece, end="", flush=True)
+ended = server.follow(job, show, lambda text: print("TOLD", text, flush=True))
+print(json.dumps([job, ended.status, ended.exit_code]))
+print(server.follow("nobody-1", show, print).status)
+server = JobServer(sys.argv[1], 1)
+server.submit("left", "sleep 600", {}, {})
+print("LEFT", flush=True)
+try:
+    server.follow("left-1", show, print)
+except LostContactError as error:
+    print(error)
+"""
+
+
+def tail(ground: Ground) -> str:
+    """A job that is followed through a connection that breaks."""
+    with ground.head.breaking_proxy() as proxy:
+        command = [sys.executable, "-c", FOLLOWER, proxy.url]
+        with subprocess.Popen(command, env=ground.head.environment, stdout=subprocess.PIPE, text=True) as following:
+            lines: list[str] = []
+            assert following.stdout is not None
+            for line in following.stdout:
+                lines.append(line)
+                if line == "line 2\n":
+                    proxy.cut()
+                if line == "LEFT\n":
+                    proxy.close()
+    return "".join(lines)
+
+
+def test_following_survives_a_broken_connection_and_tells_the_true_exit_code(flows: dict[str, Future[Any]]) -> None:
+    lines = flows["tail"].result(_JOB_S).splitlines()
+    assert [line for line in lines if line.startswith("line ")] == [f"line {i}" for i in range(1, 7)]
+    assert any(line.startswith("TOLD The connection to") for line in lines)
+    end = lines.index('["odd-1", "FAILED", 3]')
+    assert "UNKNOWN" in lines[end:]
+    assert "has not answered for 1 s" in lines[-1]
+
+
+def dry(ground: Ground) -> dict[str, Any]:
+    """A dry run, and the jobs that there were after it."""
+    with ground.submit("dry", "--submit.dry_run=true", f"--run.storage_path={ground.folder / 'new' / 'runs'}") as submitted:
+        output = submitted.communicate(timeout=_JOB_S)[0]
+    jobs = [job["submission_id"] for job in ground.head.ask("/api/jobs/")]
+    return {"output": output, "code": submitted.returncode, "jobs": [job for job in jobs if job and job.startswith("dry")]}
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(ground: Ground, flows: dict[str, Future[Any]]) -> None:
+    seen = flows["dry"].result(_JOB_S)
+    assert (seen["code"], seen["jobs"]) == (0, ["dry-preflight-1"]), seen["output"]
+    said = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in seen["output"].splitlines() if "  " in line}
+    assert said["workers (W)"] == "1, arithmetic of 2 (L)"
+    assert said["steps"] == f"{_STEPS:,}; 23 per epoch of 1,438 rows"
+    assert said["rows per step"] == "64"
+    assert said["run directory"] == str(ground.folder / "new" / "runs" / "dry")
+    assert not (ground.folder / "new").exists()
+
+
+def test_what_cannot_work_is_refused_all_at_once(ground: Ground) -> None:
+    private = ground.folder / "private"
+    private.mkdir()
+    bad = [
+        "--data.path=/missing/data",
+        f"--run.storage_path={private}",
+        "--scaling.cpus_per_worker=64",
+        "--tracking.uri=http://127.0.0.1:1",
+    ]
+    silent = ["--submit.address=http://127.0.0.1:1"]
+    stranger = ground.head.environment | {"RAY_AUTH_TOKEN_PATH": str(ground.folder / "other-token")}
+    (ground.folder / "other-token").write_text("0" * 64)
+    other = Ground(Head(ground.head.url, stranger, "", ground.head.log), ground.project, ground.folder)
+    with ground.head.another_node(hidden=private):
+        asked = [ground.submit("refused", *bad), ground.submit("unreachable", *silent), other.submit("stranger")]
+        outputs = [process.communicate(timeout=_JOB_S)[0] for process in asked]
+    assert [process.returncode for process in asked] == [2, 2, 2], outputs
+    refused, unreachable, unknown = outputs
+    found = {tuple(line.split(maxsplit=2)[:2]): line for line in refused.splitlines() if line.startswith(("ok ", "warning ", "refused "))}
+    assert "127.0.0.3: a file that the head node wrote is not there" in found["refused", "storage"]
+    assert "'/missing/data' does not exist" in found["refused", "training"]
+    assert "scaling.min_workers = 1 workers of 64 CPU" in found["refused", "resources"]
+    assert "does not answer from the head node" in found["warning", "MLflow"]
+    assert ("ok", "versions") in found
+    assert "no job server answers at http://127.0.0.1:1" in unreachable
+    assert "RAY_AUTH_TOKEN" in unknown
+    assert "0" * 64 not in unknown
+    started = [job["submission_id"] for job in ground.head.ask("/api/jobs/") if job["submission_id"].startswith(("refused", "stranger"))]
+    assert started == ["refused-preflight-1"]
+    assert not list(private.iterdir())

@@ -1,0 +1,82 @@
+"""Parameter servers on several nodes: one that is announced to go away, with a worker, and one that is lost, with a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ray_app.config.config import Config
+from ray_app.driver.finalize import newest_commit
+from ray_app.driver.single import train_here
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import read_json
+from ray_app.train.job import Hooks
+from ray_app.train.membership import Alone
+from tests.support.cluster import record_of
+from tests.support.places import ROOT
+
+SCRIPT = """
+import ray, sys
+from pathlib import Path
+from ray_app import run_training
+from ray_app.config.config import from_yaml
+from ray_app.drill.cluster import local_nodes
+from ray_app.drill.faults import Several
+from ray_app.driver.run import Faults
+from ray_app.runlog.journal import read_events
+from ray_app.train.job import Hooks
+from tests.support.injector import Linger
+
+config = from_yaml(Path(sys.argv[1]).read_text())
+run = str(Path(config.run.storage_path) / config.run.name)
+
+class Nodes:
+    drained = lost = False
+
+    def __call__(self, job):
+        rendezvous = ray.get_actor(job.rendezvous)
+        if not self.drained and read_events(job.paths, "checkpointed"):
+            beats = ray.get(rendezvous.workers.remote())
+            if len(beats) == 2:
+                nodes.drain(beats[1].node, 60)
+                self.drained = True
+        if self.drained and not self.lost and read_events(job.paths, "preempted"):
+            server = ray.get_actor(f"server-{job.paths.unique_name}-{job.fence}-0")
+            nodes.lose(ray.get(server.__ray_call__.remote(lambda self: __import__("ray").get_runtime_context().get_node_id())))
+            self.lost = True
+
+with local_nodes(3, evaluates=False) as nodes:
+    slow = (Linger(run, "preempted", {}, after=9, each_s=10), Linger(run, "server_lost", {}, after=18, each_s=10))
+    acts = Nodes()
+    run_training(config, faults=Faults(train=Hooks(after_step=Several(slow))), observe=acts)
+    assert acts.drained and acts.lost
+"""
+
+
+def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., Config], tmp_path: Path) -> None:
+    alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
+    train_here(alone, Alone(4, lambda: False), Hooks())
+    undisturbed = newest_commit(alone)
+    config = short_run(train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    paths = RunPaths(tmp_path / "runs" / "run")
+    summary = read_json(paths.summary)
+    assert (summary["status"], summary["restarts"]["preemptions"]) == ("finished", 1)
+    assert summary["restarts"]["failures"] == 0, "what is announced is no failure"
+    [lost] = read_events(paths, "server_lost")
+    assert lost.details["back_to"] in (8, 16, 24)
+    before = [e.details for e in read_events(paths, "formed") if e.time_s < lost.time_s]
+    assert [each["workers"] for each in before][-2:] == [2, 1]
+    assert not any("lost_s" in each for each in before), "who left with notice was taken for lost"
+    assert undisturbed is not None
+    assert summary["params_digest"] == undisturbed.params_digest
+    assert record_of(paths.root) == record_of(tmp_path / "runs" / "undisturbed")

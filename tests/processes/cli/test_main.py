@@ -1,0 +1,141 @@
+"""The command `ray-app`: its table, what it costs, and what the project file promises of an installation."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import ray_app
+from ray_app.cli.main import COMMANDS, main
+from ray_app.cluster.ray_private import search_path
+from ray_app.driver.finalize import report_end
+from ray_app.runlog.paths import RunPaths
+from ray_app.watch.terminal import _mlflow_page
+from tests.support.places import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+_PROCESS_S = 120
+
+
+def test_help_and_version_import_nothing_big() -> None:
+    code = "import sys; from ray_app.cli.main import main; main([sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
+    for asked, expected in (("--help", "train a configuration"), ("--version", f"ray-app {ray_app.__version__}\n")):
+        done = subprocess.run([sys.executable, "-c", code, asked], cwd=ROOT, capture_output=True, text=True, timeout=_PROCESS_S, check=True)
+        assert expected in done.stdout
+        assert not {"torch", "ray", "numpy", "jsonargparse", "yaml"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_there_and_is_called_as_the_user_typed_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--no-such-option"], "python -m ray_app")
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert f"python -m ray_app {name}" in shown.err
+    assert "--no-such-option" in shown.err or "required" in shown.err
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"ray_app.cli.{name}").main(["--help"])
+    assert ended.value.code == 0
+    assert f"ray-app {name}" in capsys.readouterr().out.split("\n\n")[0]
+
+
+def test_a_command_that_there_is_not_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main(given) for given in (["trian"], [], ["--help"])] == [2, 2, 0]
+    shown = capsys.readouterr()
+    assert "ray-app: 'trian' is no command. Did you mean train? There are init, ingest, check, train, submit" in shown.err
+    assert all(f"\n  {name} " in shown.out for name in COMMANDS)
+
+
+def test_every_job_is_a_command() -> None:
+    jobs = {path.stem for path in (ROOT / "jobs").glob("*.py")}
+    assert jobs == set(COMMANDS) - {"init"}
+    assert PROJECT["scripts"] == {"ray-app": "ray_app.cli.main:run"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "started"), [([], "runpy.run_path('jobs/report.py', run_name='__main__')"), (["report"], "sys.exit(run())")]
+)
+def test_a_process_ends_before_python_is_taken_apart(arguments: list[str], started: str) -> None:
+    """A thread that is at work in C++ then can abort the process, whose exit code is no longer that of the command."""
+    code = f"""
+import runpy, sys
+from ray_app.cli.main import run
+class Late:
+    __del__ = lambda self: print("taken apart")
+late = Late()
+sys.argv[:] = {["ray-app", *arguments, "--run", "missing"]}
+print("begun")
+{started}
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "begun\n"), done.stderr
+    assert "missing" in done.stderr
+
+
+@pytest.mark.parametrize(("redirected", "code"), [(">/dev/full", 120), (">&-", 0)])
+def test_where_nobody_takes_what_it_prints(redirected: str, code: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m ray_app --version {redirected}"
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # what is printed is written at the end
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, timeout=_PROCESS_S, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+NAMED = re.compile(r"\bjobs/\w+\.py")
+
+
+def test_no_message_names_a_job_that_an_installation_lacks() -> None:
+    named = {path.name for path in (ROOT / "ray_app").rglob("*.*") if path.suffix in (".py", ".j2") and NAMED.search(path.read_text())}
+    assert named == set()
+
+
+def test_each_pin_lies_in_the_range_that_an_installation_may_have() -> None:
+    def read(lines: list[str]) -> dict[str, Requirement]:
+        return {found.name.lower(): found for found in map(Requirement, lines)}
+
+    pins = read([line for line in (ROOT / "requirements.txt").read_text().splitlines() if re.match(r"\w", line)])
+    extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "all" for line in lines]
+    ranges = read([*PROJECT["dependencies"], *extras])
+    assert pins.keys() == ranges.keys()
+    for name, pin in pins.items():
+        (exact,) = pin.specifier
+        assert exact.operator == "=="
+        assert ranges[name].specifier.contains(exact.version), name
+        assert ranges[name].extras == pin.extras
+    assert not ranges["torch"].specifier.contains("2.16.0")
+    everything = set(Requirement(PROJECT["optional-dependencies"]["all"][0]).extras)
+    assert everything == set(PROJECT["optional-dependencies"]) - {"all"}
+
+
+def test_workers_look_where_the_driver_found_something(tmp_path: Path) -> None:
+    libraries, project = tmp_path / "of-another" / "site-packages", tmp_path / "project"
+    libraries.mkdir(parents=True)
+    project.mkdir()
+    code = "from ray_app.cluster.ray_private import search_path; print(*search_path(), sep='\\n')"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(project), str(libraries), str(tmp_path / "missing")])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=_PROCESS_S, check=True
+    )
+    found = [path for path in done.stdout.splitlines() if path != str(ROOT)]  # an editable installation finds that by itself
+    assert found == [str(tmp_path), str(project), str(libraries)]
+    assert not any(path.startswith(sys.prefix) for path in search_path())
+
+
+def test_commands_that_are_printed_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, uri = tmp_path / "my runs" / "one", "sqlite:////my runs/mlflow.db"
+    report_end(RunPaths(run))
+    (command,) = re.findall(r"ray-app report .*(?= tries again)", caplog.text)
+    assert shlex.split(command) == ["ray-app", "report", "--run", str(run)]
+    assert shlex.split(_mlflow_page(uri))[-2:] == ["--backend-store-uri", uri]

@@ -1,0 +1,248 @@
+"""The examples in deploy/ fit the code: commands, versions, resources, KubeRay's fields, exit codes."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from ray_app import __version__, load_config
+from ray_app.cli.main import main
+from ray_app.cluster.resources import reserved_cpus, workers_that_fit
+from ray_app.config.config import Config
+from tests.support.places import ROOT, SUPPORT
+
+DEPLOY = ROOT / "deploy"
+MANIFESTS = [DEPLOY / "kuberay" / name for name in ("rayjob.yaml", "raycronjob.yaml")]
+SCHEMA = json.loads((SUPPORT / "kuberay" / "schema.json").read_text())
+IN_IMAGE, INSTALLED = "/app/", "/opt/ray_app"
+
+manifests = pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda file: file.stem)
+
+
+def job_of(manifest: Path) -> dict[str, Any]:
+    """The RayJob's specification, also of the one that a RayCronJob makes."""
+    spec = yaml.safe_load(manifest.read_text())["spec"]
+    return spec.get("jobTemplate", spec)
+
+
+def pods_of(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The specifications of the three kinds of pods."""
+    cluster = job["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    templates = {"head": cluster["headGroupSpec"]["template"], "worker": workers["template"], "submitter": job["submitterPodTemplate"]}
+    return {name: template["spec"] for name, template in templates.items()}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Containerfile's instructions and what follows them."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / "Containerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def dag_constants() -> dict[str, Any]:
+    """The constants of the DAG's module."""
+    body = ast.parse((DEPLOY / "airflow" / "retrain_dag.py").read_text()).body
+    return {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
+
+
+def cron_command() -> str:
+    (line,) = (line for line in (DEPLOY / "cron" / "crontab").read_text().splitlines() if re.match(r"[\d*]", line))
+    return line.split(maxsplit=5)[5]
+
+
+def commands() -> Iterator[tuple[str, str, list[str]]]:
+    """Every command in deploy/: where it stands, the job that it starts, the arguments."""
+    texts = {manifest.name: job_of(manifest)["entrypoint"] for manifest in MANIFESTS}
+    texts |= {"crontab": cron_command(), "retrain_dag.py": dag_constants()["COMMAND"], "README.md": (DEPLOY / "README.md").read_text()}
+    for where, text in texts.items():
+        found = re.findall(r"python -m ray_app (\w+) ([^>;|\n]*)", text)
+        assert found, where
+        yield from ((where, script, shlex.split(arguments.replace(IN_IMAGE, ""))) for script, arguments in found)
+
+
+def understood(
+    script: str, arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Config:
+    """The configuration that a job reads from its command line, which it prints itself; refusals raise."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main([script, *arguments, "--print_config"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+    values = yaml.safe_load(printed.out)
+    (folder / "printed.yaml").write_text(yaml.safe_dump({k: v for k, v in values.items() if k not in ("retrain", "submit")}))
+    return load_config(folder / "printed.yaml")
+
+
+@pytest.mark.parametrize(("where", "script", "arguments"), list(commands()), ids=lambda v: v if isinstance(v, str) else "")
+def test_a_command_is_understood_by_its_job(
+    where: str, script: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = understood(script, arguments, tmp_path, monkeypatch, capsys)
+    for path in (config.data.path, config.data.eval_path):
+        assert path is None or (ROOT / path).exists(), path
+    if where in ("rayjob.yaml", "raycronjob.yaml"):
+        assert config.run.storage_path.startswith("/shared/")
+
+
+@manifests
+def test_a_manifest_has_fields_that_kuberay_knows(manifest: Path) -> None:
+    document = yaml.safe_load(manifest.read_text())
+    assert document["apiVersion"] == "ray.io/v1"
+    schema = {"$ref": f"#/$defs/{document['kind']}", "$defs": SCHEMA["$defs"]}
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(document["spec"])
+    assert [f"{error.json_path}: {error.message}" for error in errors] == []
+    assert len(document["metadata"]["name"]) <= 36  # KubeRay appends to it: MaxRayCronJobNameLength
+
+
+@manifests
+def test_a_manifest_offers_what_the_run_reserves(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(manifest)
+    (script, arguments) = next((script, arguments) for where, script, arguments in commands() if where == manifest.name)
+    config = understood(script, arguments, tmp_path, monkeypatch, capsys)
+    (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    pods = pods_of(job)
+    head = int(job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"])
+    each = int(pods["worker"]["containers"][0]["resources"]["limits"]["cpu"])
+    scaling = config.scaling
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (scaling.min_workers, scaling.max_workers)
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    assert [workers_that_fit(config, {"CPU": head + each * pods}, []) for pods in (scaling.min_workers, scaling.max_workers)] == [
+        scaling.min_workers,
+        scaling.max_workers,
+    ]
+    assert each == scaling.cpus_per_worker == scaling.threads_per_worker
+    assert head == reserved_cpus(config) < scaling.cpus_per_worker  # else the autoscaler sees room for workers on the head
+    assert int(pods["head"]["containers"][0]["resources"]["limits"]["cpu"]) > head  # the driver and Ray itself
+
+
+@manifests
+def test_a_manifest_is_safe_and_stops_and_notices_as_documented(manifest: Path) -> None:
+    job = job_of(manifest)
+    cluster, pods = job["rayClusterSpec"], pods_of(job)
+    assert cluster["authOptions"]["mode"] == "token"
+    for name, pod in pods.items():
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        if name != "submitter":
+            assert container["volumeMounts"] == [{"name": "shared", "mountPath": "/shared"}]
+            assert container["envFrom"] == [{"secretRef": {"name": "ray-app", "optional": True}}]
+    named = {variable["name"] for pod in pods.values() for variable in pod["containers"][0].get("env", [])}
+    assert not [name for name in named if re.search("token|secret|password|key", name, re.IGNORECASE)], "secrets come from the Secret"
+    claim = yaml.safe_load((DEPLOY / "kuberay" / "storage.yaml").read_text())
+    assert pods["head"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    wait_s = float(yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
+    assert wait_s >= 60
+    assert all(pods[name]["terminationGracePeriodSeconds"] > wait_s for name in ("head", "worker"))
+    documented = dict(re.findall(r"(RAY_health_check\w+)=(\d+)", (ROOT / "docs" / "failures.md").read_text()))
+    assert {variable["name"]: variable["value"] for variable in pods["head"]["containers"][0]["env"]} == documented
+    assert (job["backoffLimit"] > 0, job["shutdownAfterJobFinishes"], cluster["enableInTreeAutoscaling"]) == (True, True, True)
+
+
+def test_both_manifests_ask_for_the_same_cluster() -> None:
+    first, second = (job_of(manifest) for manifest in MANIFESTS)
+    for part in ("rayClusterSpec", "submitterPodTemplate", "runtimeEnvYAML"):
+        without_comments = [yaml.safe_load(job[part]) if isinstance(job[part], str) else job[part] for job in (first, second)]
+        assert without_comments[0] == without_comments[1], part
+
+
+def test_the_image_has_the_versions_of_the_requirements() -> None:
+    ray = re.search(r"^ray\[.*\]==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    project = (ROOT / "pyproject.toml").read_text()
+    lowest, above = (
+        re.search(pattern, project)[1]  # type: ignore[index]
+        for pattern in (r'requires-python = ">=3\.(\d+)', r'requires-python = .*<3\.(\d+)"')
+    )
+    base = next(rest for word, rest in instructions() if word == "ARG" and rest.startswith("BASE="))
+    minor = int(re.search(r"python:3\.(\d+)-", base)[1])  # type: ignore[index]
+    assert int(lowest) <= minor < int(above)
+    image = f"registry.example.com/ray_app:{__version__}-ray{ray}-py3{minor}"
+    assert {c["image"] for manifest in MANIFESTS for pod in pods_of(job_of(manifest)).values() for c in pod["containers"]} == {image}
+    for file in ("Containerfile", "README.md"):
+        assert set(re.findall(r"registry\S+", (DEPLOY / file).read_text())) == {image}
+    assert {job_of(manifest)["rayClusterSpec"]["rayVersion"] for manifest in MANIFESTS} == {ray}
+
+
+@pytest.mark.rest
+def test_the_image_is_complete_and_runs_as_a_user(tmp_path: Path) -> None:
+    """What the Containerfile copies is enough for the commands, tried in a folder that holds just that."""
+    image, words = tmp_path / "app", instructions()
+    image.mkdir()
+    allowed = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
+    for word, rest in words:
+        if word == "COPY":
+            source, target = rest.split()
+            assert f"!{source}" in allowed, source
+            copied = image / target.removeprefix(IN_IMAGE)
+            (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, copied)
+    environment = dict(rest.split("=") for word, rest in words if word == "ENV")
+    assert environment["PYTHONPATH"] == str(Path(IN_IMAGE))
+    assert ("USER", "1000:1000") in words
+    assert words[-1][0] == "CMD"
+    called = [part.replace(IN_IMAGE, f"{image}/") for part in ast.literal_eval(words[-1][1])]
+    done = subprocess.run(
+        [sys.executable, *called[1:]],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(image), "PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, "--scaling.max_workers" in done.stdout) == (0, True), done.stderr
+    for manifest in MANIFESTS:
+        for path in re.findall(rf"{IN_IMAGE}(\S+)", job_of(manifest)["entrypoint"]):
+            assert (image / path).exists(), path
+
+
+@pytest.mark.parametrize(("code", "mails"), [(0, False), (75, False), (1, True), (2, True)])
+def test_the_crontab_mails_failures_only(code: int, mails: bool, tmp_path: Path) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/bash\necho said $* $FROM_FILE\nexit {code}\n")
+    python.chmod(0o700)
+    (tmp_path / "environment").write_text("export FROM_FILE=read\n")
+    command = cron_command().replace(INSTALLED, str(tmp_path)).replace("/var/log/ray_app", str(tmp_path))
+    settings = {"BASH_ENV": str(tmp_path / "environment"), "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", command], env=settings, capture_output=True, text=True, timeout=60, check=False)
+    assert bool(done.stdout + done.stderr) == mails
+    assert (tmp_path / "retrain.log").read_text().startswith("said -m ray_app retrain --config")
+    assert (tmp_path / "retrain.log").read_text().endswith("read\n")
+
+
+def test_the_crontab_is_one_that_cron_reads() -> None:
+    lines = [line for line in (DEPLOY / "cron" / "crontab").read_text().splitlines() if not line.startswith("#")]
+    *settings, entry = lines
+    assert all(re.fullmatch(r"[A-Z_]+=\S+", setting) for setting in settings)
+    assert "SHELL=/bin/bash" in settings  # BASH_ENV is read by bash only
+    assert all(re.fullmatch(r"[\d*/,-]+", field) for field in entry.split()[:5])
+    assert "%" not in entry  # cron takes it for the end of the line
+
+
+def test_the_dag_tries_again_after_75_only() -> None:
+    """Airflow is too big for the tests' environment: what decides is read from the syntax tree. Imported and run it was by hand."""
+    tree = ast.parse((DEPLOY / "airflow" / "retrain_dag.py").read_text())
+    calls = {node.func.id: node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    options = {name: {k.arg: k.value for k in calls[name].keywords} for name in ("DAG", "Retrain")}
+    assert ast.literal_eval(options["DAG"]["catchup"]) is False
+    assert ast.literal_eval(options["DAG"]["max_active_runs"]) == 1
+    assert ast.literal_eval(options["Retrain"]["retries"]) > 0
+    assert (dag_constants()["AGAIN"], dag_constants()["FOLDER"]) == (75, INSTALLED)
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    raised = {ast.unparse(branch.test): branch.body[0].exc.func.id for branch in branches}  # type: ignore[attr-defined, union-attr]
+    assert raised == {"result.exit_code == AGAIN": "AirflowException", "result.exit_code != 0": "AirflowFailException"}

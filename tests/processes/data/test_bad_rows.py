@@ -1,0 +1,239 @@
+"""Rows that cannot be decoded: skipped, listed and counted, with the same bits on any number of workers and across a resume."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_app.data.arrays import ArraySpec
+from ray_app.data.bad_rows import decode_around
+from ray_app.data.dataset import open_dataset
+from ray_app.data.probes import first_row, first_rows
+from ray_app.data.windows import MicroBatch
+from ray_app.driver.finalize import summarize
+from ray_app.errors import BadRowError, DataError
+from ray_app.plan.assignment import logical_workers_of
+from ray_app.plan.order import Cursor
+from ray_app.train.checkpointing.step_log import BadRows
+from ray_app.train.job import Hooks, Job
+from ray_app.train.state.state import TrainingState
+from tests.support.bad_rows import BAD, Picky, job_of
+from tests.support.local_world import CPU, DieAfter, Pool, cached, feed_of, plain, result_of, streamed, write_images
+
+ROWS = [[50, 1], [46]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("bad") / "data", ROWS)
+
+
+# --- decoding
+
+
+def decode_numbers(rows: dict[str, Any]) -> dict[str, Any]:
+    if any(v < 0 for v in rows["x"]):
+        raise ValueError("negative")
+    return {"y": np.stack([np.full(2 + (v == 99), v) for v in rows["x"]])}
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, -1, 99]), min_size=1, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_just_the_bad_rows_are_zeros_with_a_reason(values: list[int]) -> None:
+    decoded, reasons = decode_around(decode_numbers, {"x": values}, len(values), {"y": ArraySpec("<i8", (2,))})
+    assert [reason is not None for reason in reasons] == [v in (-1, 99) for v in values]
+    assert decoded["y"].tolist() == [[0, 0] if v in (-1, 99) else [v, v] for v in values]
+    for value, reason in zip(values, reasons, strict=True):
+        if value == -1:
+            assert reason is not None
+            assert reason.startswith("ValueError: negative (test_bad_rows.py, line ")
+        if value == 99:
+            assert "(3,)" in str(reason), "it does not say which shape the row has"
+
+
+def test_a_process_that_cannot_decode_is_no_bad_row() -> None:
+    def decode(rows: dict[str, Any]) -> dict[str, Any]:
+        raise ModuleNotFoundError(f"no decoder for {len(rows)}")
+
+    with pytest.raises(ModuleNotFoundError, match="no decoder"):
+        decode_around(decode, {"x": [1, 2]}, 2, {"y": ArraySpec("<i8", (2,))})
+
+
+# --- the feed
+
+
+@pytest.mark.parametrize("windows", [streamed, cached])
+def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data: Path, windows: Any) -> None:
+    job = job_of(tmp_path / "run", data, Picky())
+    plan = job.plan
+    for size in (1, 3):
+        consumed: Counter[int] = Counter()
+        skipped: Counter[int] = Counter()
+        for rank in range(size):
+            played = logical_workers_of(rank, size, plan.logical_workers)
+            feed = feed_of(plan, Cursor(), played, windows(job, Cursor(), played))
+            for step in range(plan.steps_per_epoch):
+                for batch in feed.next():
+                    assert batch.fields["id"].tolist() == batch.positions.tolist()
+                    assert batch.rows == len(batch.keys) == len(batch.fields["image"])
+                    assert batch.rows + len(batch.bad) == plan.rows_of_step(step)[batch.logical_worker]
+                    consumed.update(batch.positions.tolist())
+                    skipped.update(list(batch.bad))
+                    assert all(f"ValueError: row {row} is unreadable (bad_rows.py, line" in reason for row, reason in batch.bad.items())
+            feed.close()
+        assert skipped == Counter(BAD)
+        assert consumed == Counter(set(range(plan.manifest.num_rows)) - set(BAD))
+
+
+# --- training
+
+
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, Picky(), checkpoint__every_epochs=None, checkpoint__every_steps=4)
+    alone = pool.trained(job, 1, cached)
+    for size, windows in ((2, streamed), (3, cached)):
+        several = pool.trained(job, size, windows)
+        assert several.bits == alone.bits
+        assert several.steps == alone.steps
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
+    assert "dies after step 7" in str(outcomes[0].error)
+    pool.run_job(job, 2, cached)
+    assert result_of(job).bits == alone.bits
+
+    summary = summarize(job, "finished")
+    planned = 2 * job.plan.manifest.num_rows
+    assert summary["bad_rows"] == {"skipped": 2 * len(BAD), "distinct": len(BAD)}
+    assert summary["rows"] == sum(summary["rows_by_logical_worker"]) == planned - 2 * len(BAD)
+    listed = [json.loads(path.read_bytes()) for path in sorted(job.paths.bad_rows.iterdir())]
+    assert [entry["position"] for entry in listed] == list(BAD)
+    reason = listed[3].pop("reason")
+    assert reason.startswith("ValueError: row 50 is unreadable (bad_rows.py, line ")
+    assert listed[3] == {"position": 50, "path": "part-0.parquet", "row_group": 1, "row": 0}
+
+
+def test_local_steps_go_around_bad_rows_too(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields = {"train__strategy": "local_sgd", "train__local_steps": 3, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
+    job = job_of(tmp_path / "run", data, Picky(), train__epochs=1, **fields)
+    alone, several = pool.trained(job, 1, cached), pool.trained(job, 3, cached)
+    assert several.bits == alone.bits
+    assert several.steps == alone.steps
+    assert sum(sum(step[4]) for step in alone.steps) == job.plan.manifest.num_rows - len(BAD)
+
+
+def fresh(job: Job) -> TrainingState:
+    with torch.random.fork_rng(devices=[]):
+        return TrainingState(job.config, job.task, CPU, job.total_steps)
+
+
+def test_a_step_is_the_mean_over_its_good_rows(pool: Pool, tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "data", [[12]])
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+    job = job_of(tmp_path / "run", folder, Picky((3, 7), plain=True), train__epochs=1, optimizer=sgd)
+    ended = pool.trained(job, 2, cached)
+    rows = first_rows(job.source.reader, job.plan.manifest, 12)
+    assert len(rows["id"]) == 10
+    state = fresh(job)
+    batch = {name: torch.from_numpy(values.copy()) for name, values in rows.items()}
+    loss = job.task.loss(job.task.forward(state.model, batch), batch).mean()
+    loss.backward()
+    state.optimizer.step()
+    assert ended.steps[0][1] == pytest.approx(loss.item(), rel=1e-6)
+    for name, value in state.model.state_dict().items():
+        torch.testing.assert_close(ended.snapshot.model[name], value)
+
+
+def test_a_step_of_bad_rows_alone_moves_nothing(pool: Pool, tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "data", [[12]])
+    job = job_of(tmp_path / "run", folder, Picky(tuple(range(12))), train__epochs=1)
+    ended = pool.trained(job, 2, cached)
+    start = fresh(job).snapshot()
+    assert all(torch.equal(value, start.model[name]) for name, value in ended.snapshot.model.items())
+    assert ended.commit.step == 1
+
+
+def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "train__strategy": "local_sgd",
+        "train__local_steps": 3,
+        "train__outer_momentum": 0.9,
+        "train__ema_decay": 0.9,
+        "schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2, "gamma": 0.5}},
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 3,
+    }
+    good = job_of(tmp_path / "good", data, Picky(()), **fields)
+    feed = feed_of(good.plan, Cursor(), range(4), cached(good, Cursor(), range(4)))
+    rows = [[int(row) for batch in feed.next() for row in batch.positions] for _ in range(6)]
+    bad = Picky(tuple(rows[3] + rows[4] + rows[5]))
+    before = pool.trained(job_of(tmp_path / "before", data, bad, train__max_steps=3, **fields), 2, cached)
+    after = pool.trained(job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cached)
+    assert [sum(step[4]) for step in after.steps] == [12, 12, 12, 0, 0, 0]
+    assert after.commit.params_digest == before.commit.params_digest
+    states = [plain((e.snapshot.optimizer["state"], e.snapshot.more)) for e in (before, after)]
+    assert states[0] == states[1]
+    assert [e.snapshot.optimizer["param_groups"][0]["lr"] for e in (before, after)] == [0.005, 0.00125]
+    assert [(e.snapshot.step, (e.snapshot.schedule or {})["last_epoch"]) for e in (before, after)] == [(3, 3), (6, 6)]
+
+
+def test_more_bad_rows_than_allowed_end_the_run_which_then_goes_on_with_a_higher_limit(pool: Pool, data: Path, tmp_path: Path) -> None:
+    refused = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1, train__epochs=1)
+    outcomes = pool.train(refused, 1, windows=cached)
+    assert isinstance(outcomes[0].error, DataError)
+    assert f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(outcomes[0].error)
+    allowed = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD), train__epochs=1)
+    assert allowed.config_digest == refused.config_digest
+    pool.run_job(allowed, 1, cached)
+    assert result_of(allowed).commit.step == allowed.total_steps
+
+
+def test_of_workers_that_meet_the_limit_together_one_says_so(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1)
+    together = threading.Barrier(len(BAD))
+
+    def meet(row: int) -> DataError | None:
+        batch = MicroBatch(0, 0, {}, torch.zeros(0), 0, np.zeros(0, np.int64), {row: "unreadable"}, 1)
+        together.wait(10)
+        try:
+            BadRows(job).note([batch])
+        except DataError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(BAD)) as workers:
+        errors = [error for error in workers.map(meet, BAD) if error]
+    assert errors
+    assert all(f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(error) for error in errors)
+    assert sorted(int(path.stem) for path in job.paths.bad_rows.iterdir()) == list(BAD)
+
+
+def test_without_skip_the_row_is_an_error(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, Picky((13,)), data__on_bad_row="fail")
+    outcomes = pool.train(job, 1)
+    assert isinstance(outcomes[0].error, BadRowError)
+    assert "part-0.parquet, row group 0, row 13: ValueError: row 13 is unreadable (" in str(outcomes[0].error)
+
+
+# --- the first rows
+
+
+def test_the_first_good_row_is_looked_for_up_to_the_limit(data: Path) -> None:
+    dataset, task = open_dataset(str(data)), Picky((0, 1, 2))
+    task = task.prepare(dataset.facts)  # type: ignore[assignment]
+    with pytest.raises(BadRowError, match="row 2 is unreadable"):
+        first_row(dataset, task.columns(), task.decode, 2)
+    assert first_row(dataset, task.columns(), task.decode, 3)["id"].tolist() == [3]
+
+
+def test_examples_have_no_bad_row(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, Picky((0, 1, 2, 3, 5)))
+    assert first_rows(job.source.reader, job.plan.manifest, 4)["id"].tolist() == [4, 6, 7]

@@ -1,0 +1,118 @@
+"""`data.by_length` with every other option of the plan: each row as often as without it, the same micro-batches however they are read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.data.windows import MicroBatch
+from ray_app.errors import ConfigError
+from ray_app.plan.order import Cursor
+from ray_app.train.job import Hooks, Job, OpenWindows
+from tests.support.bad_rows import BAD, PickyTexts, job_of
+from tests.support.delivered import Place, assert_same
+from tests.support.delivered import delivered as all_delivered
+from tests.support.local_world import DieAfter, Pool, cached, disk_cached, result_of, streamed, write_images
+
+FILES = [[30, 7], [1, 22], [19], [18]]
+ORDERS = [("row", "none"), ("file", "none"), ("off", "none"), ("row", "balanced"), ("off", "balanced")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("by_length") / "data", FILES)
+
+
+def texts_job(folder: Path, data: Path, bad: tuple[int, ...] = BAD, **fields: Any) -> Job:
+    more = {"data__by_length": "text", "data__shuffle_window_rows": 12, "data__cache": "disk", "data__cache_dir": str(folder / "cache")}
+    return job_of(folder / "run", data, PickyTexts(bad), **(more | fields))
+
+
+def delivered(job: Job, size: int, windows: OpenWindows, start: Cursor = Cursor()) -> dict[Place, MicroBatch]:
+    return all_delivered(job.plan, 2, size, start, lambda played: windows(job, start, played))
+
+
+def used(job: Job, batches: dict[Place, MicroBatch], epoch: int) -> Counter[int]:
+    """How often each row is trained on in an epoch, or was to be, and cannot be decoded."""
+    found: Counter[int] = Counter()
+    for (of, step, v), batch in batches.items():
+        if of == epoch:
+            assert batch.rows + batch.num_skipped == job.plan.rows_of_step(step)[v]
+            assert batch.fields["id"].tolist() == batch.positions.tolist()
+            assert not set(batch.positions.tolist()) & set(BAD)
+            found.update(batch.positions.tolist())
+            found.update({row: batch.num_skipped // len(batch.bad) for row in batch.bad})
+    return found
+
+
+def planned(job: Job, epoch: int) -> Counter[int]:
+    order = job.plan.epoch(epoch)
+    places = product(range(job.plan.logical_workers), range(job.plan.steps_per_epoch))
+    return Counter(row for v, step in places for row in order.rows_at(v, step).tolist())
+
+
+def keys(batches: dict[Place, MicroBatch]) -> Counter[tuple[int, int, int]]:
+    """What each row is augmented with in each epoch."""
+    return Counter((place[0], *pair) for place, b in batches.items() for pair in zip(b.positions.tolist(), b.keys.tolist(), strict=True))
+
+
+def padded(batches: dict[Place, MicroBatch]) -> int:
+    return sum(batch.fields["text"].numel() for batch in batches.values())
+
+
+def starts(job: Job) -> Iterator[Cursor]:
+    """In the middle of a window, and in the second epoch."""
+    yield Cursor(0, job.plan.steps_per_window + 1)
+    yield Cursor(1, 2)
+
+
+@pytest.mark.parametrize("last", ["keep", pytest.param("drop", marks=pytest.mark.rest)])
+@pytest.mark.parametrize(("shard", "sampling"), ORDERS)
+def test_the_same_micro_batches_however_they_are_read(tmp_path: Path, data: Path, shard: str, sampling: str, last: str) -> None:
+    options = {"data__shard": shard, "data__sampling": sampling, "data__last_batch": last}
+    job = texts_job(tmp_path, data, **options)
+    first = delivered(job, 1, streamed)
+    for size, windows in ((1, disk_cached), (2, streamed), (2, disk_cached), (4, cached), (4, disk_cached)):
+        assert_same(first, delivered(job, size, windows))
+    for start in starts(job):
+        rest = {place: batch for place, batch in first.items() if place[:2] >= (start.epoch, start.step)}
+        for size, windows in ((1, cached), (2, disk_cached), (4, streamed)):
+            assert_same(rest, delivered(job, size, windows, start))
+    for epoch in range(2):
+        found = used(job, first, epoch)
+        assert found == planned(job, epoch), "the rows of an epoch are those without data.by_length"
+        if last == "keep" and sampling == "none":
+            assert found == Counter({row: 4 if shard == "off" else 1 for row in range(job.plan.manifest.num_rows)})
+    plain = delivered(texts_job(tmp_path / "plain", data, **options, data__by_length=None), 1, cached)
+    assert keys(first) == keys(plain)
+    assert padded(first) < 0.9 * padded(plain)
+
+
+def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sampling is balanced with data\.shard: file"):
+        texts_job(tmp_path, data, data__shard="file", data__sampling="balanced")
+
+
+@pytest.mark.parametrize(
+    ("shard", "sampling"),
+    [("file", "none"), pytest.param("row", "balanced", marks=pytest.mark.rest), pytest.param("off", "none", marks=pytest.mark.rest)],
+)
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, tmp_path: Path, data: Path, shard: str, sampling: str
+) -> None:
+    fields = {"data__shard": shard, "data__sampling": sampling, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
+    job = texts_job(tmp_path, data, **fields)
+    alone = pool.trained(job, 1, cached)
+    for size, windows in ((2, streamed), (4, disk_cached)):
+        several = pool.trained(job, size, windows)
+        assert (several.bits, several.steps) == (alone.bits, alone.steps)
+    outcomes = pool.train(job, 4, Hooks(after_step=DieAfter(7)), cached)
+    assert "dies after step 7" in str(outcomes[0].error)
+    assert result_of(job).commit.step == 4
+    pool.run_job(job, 2, disk_cached)
+    assert (result_of(job).bits, result_of(job).steps) == (alone.bits, alone.steps)

@@ -1,0 +1,309 @@
+"""The disk cache: the same rows and bits as without, filled by whoever reads first, never trusted blindly, bounded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.data import disk_cache as disk_folder
+from ray_app.data.disk_cache import SUMS, DiskCache, cached_fetch, identity, open_cache
+from ray_app.data.reader import fetch_here
+from ray_app.storage.files import put_atomic
+from ray_app.storage.object_stores import S3Path
+from ray_app.train.job import Hooks, Job
+from tests.support.bad_rows import BAD, Picky, job_of
+from tests.support.disk_caches import Counting, TinyTexts, assert_as_read, cached_job, epoch_of, opened
+from tests.support.local_world import DieAfter, Pool, TinyImages, disk_cached, make_job, result_of, streamed, write_images
+from tests.support.s3_server import S3Server
+
+ROWS = [[50, 1], [46]]
+ROW_BYTES = 64 + 8 + 8 + 8
+"""Image, label, id and checksum."""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "data", ROWS)
+
+
+@pytest.fixture(params=[TinyImages])
+def job(tmp_path: Path, data: Path, request: pytest.FixtureRequest) -> Job:
+    return cached_job(tmp_path, data, request.param())
+
+
+BOTH = pytest.mark.parametrize("job", [TinyImages, TinyTexts], indirect=True)
+
+
+@BOTH
+def test_the_first_epoch_fills_it_and_the_others_read_nothing(job: Job) -> None:
+    cache, counting = opened(job), Counting()
+    fetch = cache.around(counting)
+    assert_as_read(job, 0, epoch_of(job, 0, fetch))
+    assert counting.rows == job.plan.manifest.num_rows, "decoding is not part of the first epoch"
+    for epoch in (1, 2):
+        assert_as_read(job, epoch, epoch_of(job, epoch, fetch))
+    assert counting.rows == job.plan.manifest.num_rows
+    cache.close()
+
+
+@BOTH
+def test_workers_of_a_node_share_it_and_so_do_later_runs(job: Job) -> None:
+    caches, counting = [opened(job) for _ in range(2)], Counting()
+    for cache, played in zip(caches, (range(2), range(2, 4)), strict=True):
+        assert_as_read(job, 0, epoch_of(job, 0, cache.around(counting), played), played)
+    assert counting.rows == job.plan.manifest.num_rows
+    for cache, played in zip(caches, (range(2), range(2, 4)), strict=True):
+        assert_as_read(job, 1, epoch_of(job, 1, cache.around(counting), played), played)
+        cache.close()
+    again = opened(job)
+    assert_as_read(job, 0, epoch_of(job, 0, again.around(counting)))
+    assert counting.rows == job.plan.manifest.num_rows, "a row was read again"
+    again.close()
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "lost writes", "swapped rows", "cut off"])
+def test_what_the_disk_has_spoilt_is_read_anew(job: Job, fault: str) -> None:
+    cache, counting = opened(job), Counting()
+    epoch_of(job, 0, cache.around(counting))
+    [folder] = Path(str(job.config.data.cache_dir)).glob("*/")
+    images = folder / f"field-{list(job.fields).index('image'):03d}"
+    held = bytearray(images.read_bytes())
+    if fault == "flipped bit":
+        held[64 * 20 + 5] ^= 1
+    elif fault == "lost writes":
+        held[64 * 30 : 64 * 40] = bytes(640)
+    elif fault == "swapped rows":
+        held[64 * 8 : 64 * 10] = held[64 * 9 : 64 * 10] + held[64 * 8 : 64 * 9]
+    else:
+        del held[64 * 60 :]
+    images.write_bytes(held)
+    assert_as_read(job, 1, epoch_of(job, 1, cache.around(counting)))
+    fresh = Counting()
+    assert_as_read(job, 2, epoch_of(job, 2, cache.around(fresh)))
+    assert fresh.rows == 0, "what was read anew is not held again"
+    cache.close()
+
+
+def test_bad_rows_are_held_as_such(tmp_path: Path, data: Path) -> None:
+    job = job_of(tmp_path / "run", data, Picky(), data__cache="disk", data__cache_dir=str(tmp_path / "cache"))
+    cache, counting = opened(job), Counting()
+    for epoch in (0, 1):
+        batches = epoch_of(job, epoch, cache.around(counting))
+        assert_as_read(job, epoch, batches)
+        assert sorted(row for batch in batches for row in batch.bad) == list(BAD)
+    assert counting.rows == job.plan.manifest.num_rows
+    cache.close()
+
+
+# --- whose rows they are
+
+
+def test_other_data_settings_or_code_have_another_cache(job: Job, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {identity(job.source, "")}
+
+    def is_new(source: Any, settings: str = "") -> bool:
+        made = identity(source, settings)
+        is_new_one = made not in known
+        known.add(made)
+        return is_new_one
+
+    assert not is_new(job.source)
+    assert is_new(job.source, "other")
+    other = replace(job.source.reader, decode=Picky().decode)
+    assert is_new(replace(job.source, reader=other))
+    changed = tmp_path / "application"
+    shutil.copytree(disk_folder._APPLICATION, changed)
+    monkeypatch.setattr(disk_folder, "_APPLICATION", changed)
+    assert not is_new(job.source)
+    for name in ("task/rows/images.py", "data/read/bad_rows.py", "data/dataset/arrays.py", "task/image.py"):
+        (changed / name).write_text((changed / name).read_text() + "\n# another version")
+        assert is_new(job.source), name
+    module = tmp_path / "changing.py"
+    for text in ("def decode(rows):\n    return rows\n", "def decode(rows):\n    return dict(rows)\n"):
+        module.write_text(text)
+        space: dict[str, Any] = {}
+        exec(compile(text, str(module), "exec"), space)
+        assert is_new(replace(job.source, reader=replace(job.source.reader, decode=space["decode"])))
+    part = data / "part-1.parquet"
+    os.utime(part, ns=(1, 1))
+    assert is_new(job.source), "a file that was written again"
+
+
+def test_data_on_s3_is_cached_until_an_object_changes(job: Job, data: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+    def upload() -> None:
+        for path in data.iterdir():
+            put_atomic(s3_folder / path.name, path.read_bytes())
+
+    upload()
+    there = replace(job, data_root=str(s3_folder))
+    for epoch in range(2):
+        fetch = cached_fetch(fetch_here, there.source, "", job.config.data.cache_dir, 1.0)
+        s3_server.reset()
+        assert_as_read(job, epoch, epoch_of(there, epoch, fetch))
+        assert bool(s3_server.requests(r"GET .*\.parquet")) is (epoch == 0)
+    known = identity(there.source, "")
+    upload()
+    assert identity(there.source, "") == known, "the same content, written again"
+    put_atomic(s3_folder / "part-1.parquet", (data / "part-1.parquet").read_bytes()[::-1])
+    assert identity(there.source, "") != known, "other content of the same size"
+
+
+# --- bounds
+
+
+def test_a_small_limit_holds_the_first_rows(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    cache, counting = opened(job, gb=40 * ROW_BYTES / 1e9), Counting()
+    assert "has room for 40 of 97 rows within data.cache_gb" in caplog.text
+    for epoch in range(3):
+        assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
+    assert 97 + 2 * 57 <= counting.rows < 3 * 97, "less is held than there is room for"
+    folder = Path(str(job.config.data.cache_dir))
+    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) <= 40 * ROW_BYTES
+    cache.close()
+
+
+def test_the_room_follows_the_limit_where_nobody_else_has_it_open(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    folder, few = Path(str(job.config.data.cache_dir)), 40 * ROW_BYTES / 1e9
+
+    def read_with(gb: float) -> tuple[int, int]:
+        """Rows that are read, and the bytes of the cache then."""
+        cache, counting = opened(job, gb), Counting()
+        assert_as_read(job, 0, epoch_of(job, 0, cache.around(counting)))
+        cache.close()
+        return counting.rows, sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+    assert read_with(few) == (97, 40 * ROW_BYTES)
+    rows, size = read_with(1.0)
+    assert (rows < 97, size) == (True, 97 * ROW_BYTES), "what it held is held still"
+    assert read_with(1.0) == (0, 97 * ROW_BYTES)
+    other = opened(job)
+    assert read_with(few) == (0, 97 * ROW_BYTES), "another one has it open"
+    other.close()
+    caplog.clear()
+    for _ in range(2):
+        rows, size = read_with(few)
+        assert (rows >= 57, size) == (True, 40 * ROW_BYTES)
+    assert caplog.text.count("has room for 40 of 97 rows") == 2
+
+
+def test_unused_caches_make_room_oldest_first_and_used_ones_stay(job: Job) -> None:
+    root, gb = Path(str(job.config.data.cache_dir)), 2.5 * 97 * ROW_BYTES / 1e9
+
+    def open_as(settings: str) -> DiskCache:
+        return open_cache(job.source, settings, str(root), gb)
+
+    def there() -> set[str]:
+        return {name for name in ("a", "b", "c", "d") if (root / identity(job.source, name) / SUMS).exists()}
+
+    open_as("a").close()
+    used = open_as("b")
+    os.utime(root / identity(job.source, "b"), (1, 1))
+    assert there() == {"a", "b"}
+    open_as("c").close()
+    assert there() == {"b", "c"}, "b is the oldest, but open"
+    used.close()
+    open_as("d").close()
+    assert there() == {"c", "d"}
+
+
+def test_what_is_no_cache_of_ours_is_left_alone(job: Job) -> None:
+    """However little room there is: `data.cache_dir` may be a folder that others use, too."""
+    root = Path(str(job.config.data.cache_dir))
+    foreign = [root / "thesis" / "chapter.tex", root / ("a" * 32) / "notes.txt", root / ("b" * 31) / SUMS, root / "file"]
+    for file in foreign:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"not to be lost")
+    (root / "elsewhere").mkdir()
+    (root / "elsewhere" / SUMS).write_bytes(b"")
+    (root / ("c" * 32)).symlink_to(root / "elsewhere")
+    open_cache(job.source, "a", str(root), 1.0).close()
+    open_cache(job.source, "b", str(root), 2 * ROW_BYTES / 1e9).close()
+    assert not (root / identity(job.source, "a")).exists(), "there was room enough"
+    assert all(file.read_bytes() == b"not to be lost" for file in foreign)
+    assert (root / ("c" * 32) / SUMS).exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for some of 2000 rows."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    "leave_free", [pytest.param(0.25, id="a share must stay free", marks=pytest.mark.rest), pytest.param(0.0, id="to the last byte")]
+)
+def test_on_a_full_disk_the_rest_is_read(
+    tmp_path: Path, small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, leave_free: float
+) -> None:
+    monkeypatch.setattr("ray_app.data.disk_cache._LEAVE_FREE", leave_free)
+    folder = write_images(tmp_path / "data", [[50] * 40])
+    fields = {"data__cache": "disk", "data__cache_dir": str(small_disk)}
+    job = make_job(tmp_path / "run", folder, logical_workers=4, batch=200, task=TinyImages(), **fields)
+    cache, counting = opened(job), Counting()
+    for epoch in range(2):
+        assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
+    assert caplog.text.count("takes no more rows") == 1
+    assert 2000 < counting.rows < 4000, "nothing of what fits is held"
+    assert (os.statvfs(small_disk).f_bfree > 0) == (leave_free > 0)
+    cache.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_cache_of_another_user_is_not_used(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_given: bool
+) -> None:
+    """A folder that is given may be another's, as a mounted one is to root in a container; only the user's own caches in it count."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    root = tmp_path / "given" if is_given else tmp_path / f"ray_app-{os.getuid()}" / "cache"
+    root.mkdir(parents=True)
+    os.chown(root, 12345, 12345)
+    given = str(root) if is_given else None
+    if is_given:
+        open_cache(job.source, "", given, 1.0).close()
+        os.chown(root / identity(job.source, ""), 12345, 12345)
+    assert cached_fetch(fetch_here, job.source, "", given, 1.0) is fetch_here
+    assert "belongs to another user" in caplog.text
+
+
+def test_every_user_has_a_default_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    open_cache(job.source, "", None, 1.0).close()
+    assert (tmp_path / f"ray_app-{os.getuid()}" / "cache" / identity(job.source, "") / SUMS).exists()
+
+
+def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert cached_fetch(fetch_here, job.source, "", str(tmp_path / "file" / "cache"), 1.0) is fetch_here
+    assert "There is no disk cache on this node" in caplog.text
+
+
+# --- training
+
+
+@BOTH
+def test_the_same_bits_as_without_also_after_a_worker_was_killed(pool: Pool, job: Job) -> None:
+    without = pool.trained(job, 2, streamed)
+    for size in (1, 3):  # cold, then warm
+        found = pool.trained(job, size, disk_cached)
+        assert found.bits == without.bits
+        assert found.steps == without.steps
+    cold = replace(job, config=job.config.replace(data__cache_dir=str(job.config.data.cache_dir) + "-2", checkpoint__every_steps=3))
+    outcomes = pool.train(cold, 2, Hooks(after_step=DieAfter(4, killed=1)), disk_cached)
+    assert all(outcome.error is not None for outcome in outcomes)
+    pool.run_job(cold, 3, disk_cached)
+    assert result_of(cold).bits == without.bits

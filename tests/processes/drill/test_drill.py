@@ -1,0 +1,281 @@
+"""The drill: what it compares, what it takes as proof, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ray_app import load_config
+from ray_app.cli.drill import DrillSection, chosen, drilled, main
+from ray_app.config.config import Config
+from ray_app.drill import process_scenarios
+from ray_app.drill.certificate import Start, Trace, conclusion, difference, judge, measures, restart, start_since, table, without
+from ray_app.drill.delays import Slow
+from ray_app.drill.faults import Kill, KillNewcomer, Proofs
+from ray_app.drill.process_scenarios import evaluator, kill
+from ray_app.drill.scenario import Disturbance, Ended, Ground
+from ray_app.drill.session import SCENARIOS
+from ray_app.errors import ConfigError
+from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
+from ray_app.runlog.lease import Holder
+from ray_app.runlog.paths import RunPaths
+from tests.support.drilled import ground
+from tests.support.places import ROOT
+
+SUMMARY = {"status": "finished", "params_digest": "d", "rows": 8, "world_sizes": [[0, 2]], "redone_steps": 0, "recovery_s": [0.1]}
+
+
+def record(step: int, **fields: Any) -> StepRecord:
+    values = {"step": step, "epoch": 0, "time_s": 100.0 + step, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "step_ms": 1000.0}
+    more = {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"}
+    return StepRecord(**(values | more | fields))
+
+
+def written(root: Path, records: list[StepRecord]) -> RunPaths:
+    paths = RunPaths(root)
+    writer = MetricsWriter(paths, 1)
+    for made in records:
+        writer.add(made)
+    writer.close()
+    return paths
+
+
+def trace(**fields: Any) -> Trace:
+    return Trace(**({"digest": "d", "rows": 8, "steps": {step: (1.0, [1, 1], [5, 6]) for step in (1, 2, 3, 4)}} | fields))
+
+
+@pytest.fixture
+def gone() -> dict[str, Any]:
+    """What a proof says of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended = asdict(Holder.here()) | {"pid": process.pid, "pid_ticks": 1}
+    process.wait()
+    return ended
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> tuple[Disturbance, RunPaths]:
+    """A kill at step 2, and the record of a run in which nothing is other than in `trace()`."""
+    config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(tmp_path), run__name="kill")
+    proofs = Proofs(str(tmp_path / "proofs"))
+    ground = Ground(config, 2, 6, 3, 1, proofs, random.Random(0), None, lambda *_: pytest.fail("it runs nothing"))
+    made = kill(ground)
+    assert isinstance(made, Disturbance)
+    return made, written(tmp_path / "kill", [record(step) for step in (1, 2, 3, 4)])
+
+
+def ended(paths: RunPaths, process: dict[str, Any] | None, **summary: Any) -> Ended:
+    """The kill happened at 101.9 s, just before rank 0 finished that step."""
+    proofs = {"killed-0": {"time_s": 101.9, "step": 2, "rank": 0, "process": process}} if process else {}
+    return Ended(paths, SUMMARY | summary, proofs)
+
+
+def test_a_scenario_that_happened_and_changed_nothing_is_equal(killed: tuple[Disturbance, RunPaths], gone: dict[str, Any]) -> None:
+    disturbance, paths = killed
+    put_event(paths, "failed", 1, errors={})
+    assert judge(disturbance, ended(paths, gone), trace()) == ("equal", None)
+    assert judge(disturbance, ended(paths, gone), trace(digest="other"))[0] == "different"
+    assert measures(disturbance, ended(paths, gone))["next_step_s"] == [1.1]
+
+
+def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Disturbance, RunPaths], gone: dict[str, Any]) -> None:
+    disturbance, paths = killed
+    assert judge(disturbance, ended(paths, None), trace()) == ("failed", "it did not happen: there is no proof 'killed-0'")
+    outcome, reason = judge(disturbance, ended(paths, asdict(Holder.here())), trace())
+    assert (outcome, reason) == (
+        "failed",
+        "it did not happen: the process of killed-0 still lives; the run has no record of a failure",
+    )
+    assert judge(disturbance, ended(paths, gone), trace())[0] == "failed", "the run must have noticed it"
+    put_event(paths, "failed", 1, errors={})
+    assert judge(disturbance, ended(paths, gone, status="interrupted"), trace()) == ("failed", "the run ended as interrupted")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (trace(), None),
+        (trace(digest="x"), "its parameters are others, after the same rows and losses"),
+        (trace(rows=7), "it consumed 7 rows instead of 8"),
+        (trace(steps=trace().steps | {3: (1.0, [1, 1], [5, 7])}), "from step 3 on it saw other rows"),
+        (trace(steps=trace().steps | {2: (1.5, [1, 1], [5, 6])}), "from step 2 on its losses are others, on the same rows"),
+        (trace(steps=trace().steps | {5: (1.0, [1, 1], [5, 6])}), "step 5 is recorded in only one of the runs"),
+    ],
+)
+def test_differences_are_named(other: Trace, said: str | None) -> None:
+    assert difference(trace(), other) == said
+
+
+@pytest.mark.parametrize(
+    ("next_s", "workers", "said"),
+    [
+        (109.0, 2, "back after 0.60 of a first start, on 2 of 2 workers"),
+        (116.5, 1, "back after 1.35 of a first start, more than 1.3, on 1 of 2 workers"),
+    ],
+)
+def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(tmp_path: Path, next_s: float, workers: int, said: str) -> None:
+    first = start_since(written(tmp_path / "undisturbed", [record(1), record(2)]), 91.0)
+    assert first == Start(10.0, 2)
+    again = [record(3, time_s=next_s, workers=workers, generation="2.1"), record(4, time_s=next_s + 1, generation="2.1")]
+    paths = written(tmp_path / "driver", [record(1), record(2), record(3), *again])
+    run = Ended(paths, SUMMARY, {"held": {"time_s": 102.5, "step": 3}, "driver_killed": {"time_s": 103.0, "step": 3}})
+    found = restart(run, first)
+    assert found["restart"] == {
+        "first": {"seconds": 10.0, "workers": 2},
+        "again": {"seconds": next_s - 103.0, "workers": workers},
+        "ratio": round((next_s - 103.0) / 10, 2),
+        "bar": 1.3,
+    }
+    shown = Console(file=StringIO(), width=200)
+    shown.print(table([{"scenario": "driver", "outcome": "equal", "reason": None, **found}]))
+    assert f"equal: {said}" in shown.file.getvalue()  # type: ignore[attr-defined]
+    assert restart(Ended(paths, SUMMARY, {"killed-0": {"time_s": 103.0, "step": 3}}), first) == {}
+
+
+def test_waits_of_the_drill_itself_do_not_count() -> None:
+    records = [record(1), record(2), record(3, time_s=113.0, step_ms=11_000.0), record(4, time_s=114.0)]
+    assert without(records, {2: 10.0}) == [record(step) for step in (1, 2, 3, 4)]
+    reformed = [replace(r, step_ms=5.0) if r.step == 3 else r for r in records]
+    assert [r.step_ms for r in without(reformed, {2: 10.0})][2] == 5.0, "the wait was before its generation"
+
+
+def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
+    proofs = Proofs(str(tmp_path))
+    assert proofs.claim(["a", "b"], rank=1)
+    assert proofs.claim(["a", "b"], rank=2)
+    assert not proofs.claim(["a", "b"], rank=3)
+    assert {name: proof["rank"] for name, proof in proofs.all().items()} == {"a": 1, "b": 2}
+    assert proofs.all()["a"]["process"] == asdict(Holder.here())
+    Kill(proofs, ["a", "b"], step=3, ranks=[0])(0, 3)  # both have happened, so nobody is killed
+
+
+def test_only_who_comes_later_is_a_newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    struck: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: struck.append(number))
+    proofs = Proofs(str(tmp_path))
+    there, other = KillNewcomer(proofs, "killed-1", "killed-0"), KillNewcomer(proofs, "killed-1", "killed-0")
+    there("forming", 0, 0)
+    other("data", 1, 4)
+    proofs.put("killed-0", step=4)
+    for hook in (there, other):
+        hook("forming", 0, 4)
+    assert not struck
+    newcomer = KillNewcomer(proofs, "killed-1", "killed-0")
+    newcomer("forming", 0, 0)
+    assert struck == [signal.SIGKILL]
+    assert proofs.has("killed-1")
+    KillNewcomer(proofs, "killed-1", "killed-0")("forming", 0, 0)
+    assert struck == [signal.SIGKILL], "only one of them"
+
+
+def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = iter([1, 1, 1, 2])
+    actor = SimpleNamespace(lifeline=SimpleNamespace(remote=lambda: (("host", next(places)), "secret")))
+    killed: list[Any] = []
+    fake = SimpleNamespace(get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one))
+    monkeypatch.setattr(process_scenarios, "ray", fake)
+    made = process_scenarios.rendezvous(ground(tmp_path))
+    assert isinstance(made, Disturbance)
+    assert made.observe is not None
+    proofs = Proofs(str(tmp_path / "proofs"))
+    proofs.put("held")
+    made.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
+    said = proofs.get("rendezvous_killed")
+    assert said is not None
+    assert (killed, said["before"], said["after"]) == ([actor], ["host", 1], ["host", 2])
+
+
+def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
+    proofs = Proofs(str(tmp_path))
+    hook, other = Slow(proofs, "slow", 3, 5, 1, 3.0), Slow(proofs, "slow", 3, 5, 1, 3.0)
+    for step in range(1, 8):
+        other(0, step)
+        busy_s = time.monotonic() + 0.01
+        while time.monotonic() < busy_s:
+            pass
+        hook(1, step)
+    proof = proofs.get("slow")
+    assert proof is not None
+    assert (proof["rank"], proof["step"]) == (1, 3)
+    assert proof["seconds"] >= 2 * 2 * 0.01
+
+
+def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> None:
+    results = [{"outcome": outcome} for outcome in ("equal", "left out", "failed")]
+    assert conclusion(results, "abc", 4) == (
+        "1 of 3 scenarios ended with the parameters of the undisturbed run: sha256 abc (1 failed, 1 left out, 1 not reached)"
+    )
+
+
+def test_names_of_scenarios() -> None:
+    assert chosen(DrillSection()) == list(SCENARIOS)
+    assert chosen(DrillSection(scenarios="resize, kill,grow,preempt")) == ["grow", "kill", "shrink"]
+    assert all(name in str(DrillSection.__doc__) for name in SCENARIOS)
+    with pytest.raises(ConfigError, match=r"'nod' is no scenario\. There are kill, kill_twice, .*driver"):
+        chosen(DrillSection(scenarios="kill,nod"))
+
+
+@pytest.fixture
+def digits_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
+    def make(**fields: Any) -> Config:
+        paths = {"data__path": str(digits / "train"), "data__eval_path": str(digits / "eval"), "run__storage_path": str(tmp_path / "runs")}
+        return load_config(ROOT / "conf" / "digits.yaml", **paths, **fields)
+
+    return make
+
+
+def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = digits_config(scaling__max_workers=4, scaling__logical_workers=4)
+    made = drilled(config, DrillSection(max_steps=40), own=True)
+    assert made.replace(train__max_steps=None).train == config.train
+    assert (made.task, made.optimizer, made.schedule, made.data, made.seed) == (
+        config.task,
+        config.optimizer,
+        config.schedule,
+        config.data,
+        config.seed,
+    )
+    assert made.checkpoint.every_steps == 5
+    assert Path(made.run.storage_path).parent == tmp_path / "drills"
+    assert drilled(digits_config(evaluate__patience=2), DrillSection(), own=True).evaluate.patience is None
+    with pytest.raises(ConfigError, match=r"would have 19 steps; a drill needs 20\. Raise drill\.max_steps"):
+        drilled(config, DrillSection(max_steps=19), own=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"train__reduction": "overlapped"}, "train.reduction is 'overlapped', which does not promise the same bits"),
+        ({"train__strategy": "parameter_server", "train__staleness": 2}, "train.staleness is 2, which does not promise the same bits"),
+        ({"train__strategy": "single"}, "train.strategy is single: its only worker is the driver"),
+    ],
+)
+def test_what_cannot_be_drilled_is_refused(digits_config: Callable[..., Config], fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        drilled(digits_config(**fields), DrillSection(), own=True)
+
+
+def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = digits_config(evaluate__where="workers")
+    ground = Ground(
+        config, 2, 40, 20, 5, Proofs(str(tmp_path / "proofs")), random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
+    )
+    assert evaluator(ground) == "there is no evaluator with evaluate.where workers"
+
+
+def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(ROOT / "conf" / "digits.yaml"), "--drill.scenarios", "kill,foo"]) == 2
+    assert "'foo' is no scenario. There are kill, kill_twice" in capsys.readouterr().err

@@ -1,0 +1,27 @@
+"""The drill uses up a worker's memory: that the kernel ends it, and says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ray_app.drill import memory_faults
+
+
+def test_the_kernel_ends_who_uses_more_than_the_limit_of_its_group() -> None:
+    if reason := memory_faults.why_not():
+        print(reason)
+        pytest.skip(reason)
+    group = memory_faults.make_group()
+    try:
+        script = f"import os, pathlib; from ray_app.drill import memory; memory.put_into(pathlib.Path({str(group)!r}), os.getpid())"
+        assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+        assert memory_faults.kills(str(group)) == 0
+        done = subprocess.run([sys.executable, "-c", f"{script}; memory.use_up()"], capture_output=True, text=True, check=False)
+        assert done.returncode == -9, done.stderr
+        assert memory_faults.kills(str(group)) == 1
+    finally:
+        memory_faults.remove(str(group))
+    assert not group.exists()

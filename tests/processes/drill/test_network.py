@@ -1,0 +1,139 @@
+"""Connections that the drill cuts, without Ray: that nothing gets through, and what counts as proof."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ray_app.drill.faults import Proofs
+from ray_app.drill.network import Severed, Wire, half_open, partition, wires
+from ray_app.drill.scenario import Disturbance
+from ray_app.runlog.journal import put_event
+from ray_app.runlog.lease import Holder
+from tests.support.drilled import SUMMARY, ended, ended_process, ground
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other = server.accept()[0]
+        for end in (one, other):
+            end.settimeout(30)
+        with other:
+            yield one, other
+
+
+def wire_of(end: socket.socket) -> Wire:
+    return next(wire for wire in wires() if (wire.here, wire.there) == (end.getsockname(), end.getpeername()))
+
+
+def has_nothing(end: socket.socket) -> bool:
+    end.settimeout(0.2)
+    try:
+        return not end.recv(1)
+    except TimeoutError:
+        return True
+    finally:
+        end.settimeout(30)
+
+
+def test_a_wire_that_is_cut_is_silent_in_both_directions_and_comes_back(ends: tuple[socket.socket, socket.socket]) -> None:
+    one, other = ends
+    wire = wire_of(one)
+    with wire.socket:
+        assert wire.thrown_away == 0
+        wire.cut()
+        other.sendall(b"to it")
+        until(lambda: wire.thrown_away > 0)
+        assert has_nothing(one)
+        one.sendall(b"the last that gets through, unheard ")
+        assert other.recv(100)
+        one.sendall(b"and")
+        until(lambda: wire.thrown_away > 3)
+        for _ in range(5):
+            one.sendall(b" more")
+        while not has_nothing(other):
+            pass
+        one.sendall(b" of it")
+        assert has_nothing(other), "what is not acknowledged is not followed by more"
+        wire.mend()
+        assert one.recv(5) == b"to it"
+        assert other.recv(100).endswith(b"of it")
+
+
+@pytest.mark.parametrize("mends", [True, False])
+def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
+    tmp_path: Path, ends: tuple[socket.socket, socket.socket], mends: bool
+) -> None:
+    """Both ends are in this process here."""
+    one, other = ends
+    proofs = Proofs(str(tmp_path))
+    victim, peer = (Severed(proofs, 4, 1, [0], mends, mends) for _ in range(2))
+    with socket.create_server(("127.0.0.1", 0)) as rendezvous, socket.create_connection(rendezvous.getsockname()) as line:
+        proofs.put("listening", address=rendezvous.getsockname())
+        for step in (3, 4):
+            peer(0, step)
+            victim(1, step)
+        said = proofs.get("cut")
+        assert said is not None
+        assert said["step"] == 4
+        assert said["of_the_rendezvous"] == mends
+        here = "{}:{} - {}:{}".format(*one.getsockname(), *one.getpeername())
+        assert here in said["connections"]
+        other.sendall(b"x")
+        if not mends:
+            assert proofs.wait(["silent"], 30)
+            assert any((proofs.get("silent") or {})["thrown_away"])
+            return
+        accepted = rendezvous.accept()[0]
+        with accepted:
+            accepted.sendall(b"orders")
+            assert has_nothing(one)
+            assert has_nothing(line)
+            victim.forming("forming", 1, 4)
+            assert not proofs.has("went_on"), "it is not who goes on without itself"
+            peer.forming("data", 0, 4)
+            peer.forming("forming", 0, 4)
+            assert proofs.wait(["went_on", "mended"], 30)
+            assert sum((proofs.get("mended") or {})["thrown_away"]) >= 2
+            line.settimeout(30)
+            assert (one.recv(1), line.recv(6)) == (b"x", b"orders")
+
+
+def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) -> None:
+    made = partition(ground(tmp_path))
+    assert isinstance(made, Disturbance)
+    proofs = {
+        "cut": {"connections": ["a", "b"], "of_the_rendezvous": 1, "process": ended_process()},
+        "went_on": {"workers": 1},
+        "mended": {"thrown_away": [3, 1]},
+    }
+    run = ended(tmp_path / "run", proofs, [])
+    assert made.confirm(run) == []
+    assert made.confirm(replace(run, proofs=proofs | {"mended": {"thrown_away": [0, 0]}})) == ["nothing was thrown away"]
+    assert made.confirm(replace(run, proofs=proofs | {"went_on": {"workers": 2}})) == ["the others went on as 2 workers"]
+    lone = {"connections": ["a"], "of_the_rendezvous": 1, "process": asdict(Holder.here())}
+    assert made.confirm(replace(run, proofs=proofs | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})) == [
+        "no connection to another worker was cut",
+        "the worker still lives and is not one of them again",
+    ]
+
+
+def test_a_half_open_connection_is_found_by_the_standstill(tmp_path: Path) -> None:
+    made = half_open(ground(tmp_path))
+    assert isinstance(made, Disturbance)
+    step = made.steps[0]
+    proofs = {"cut": {"connections": ["a"], "of_the_rendezvous": 0}, "silent": {"thrown_away": [1]}}
+    run = ended(tmp_path / "run", proofs, [])
+    assert made.confirm(run) == ["the run has no record of a standstill", f"no generation formed at step {step}"]
+    put_event(run.paths, "stacks", 1, rank=0, step=step, doing="exchange", stacks="")
+    put_event(run.paths, "formed", 1, generation=2, workers=2, step=step)
+    assert made.confirm(run) == []
+    assert half_open(ground(tmp_path, 1)) == "one worker has no connection to another"
+    no_group = ground(tmp_path, train__strategy="parameter_server")
+    assert partition(no_group) == "workers of parameter servers have no connections to each other"

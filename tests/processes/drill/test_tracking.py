@@ -1,0 +1,67 @@
+"""The drill kills its MLflow server: what counts as proof that it was away and has lost and doubled nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.drill import tracking
+from ray_app.drill.scenario import Ended
+from tests.support.drilled import ended, ground, record
+from tests.support.mlflow_server import database
+
+
+def outage(tmp_path: Path, **back: Any) -> Ended:
+    """The server was away from before step 3 to after step 5."""
+    proofs = {
+        "server_killed": {"time_s": 102.5, "step": 2},
+        "server_back": {"time_s": 105.5, "step": 5, "before": {"answers": False, "sent_step": 2} | back},
+    }
+    return ended(tmp_path / "run", proofs, [record(n) for n in range(1, 7)])
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> tuple[str, Any, str]:
+    from mlflow.tracking import MlflowClient
+
+    uri = database(tmp_path / "mlflow.db")
+    client = MlflowClient(uri)
+    return uri, client, client.create_run("0", run_name="run").info.run_id
+
+
+def log(client: Any, run_id: str, steps: range) -> None:
+    for n in steps:
+        made = record(n)
+        for name, value in (("loss", made.loss), ("step_ms", made.step_ms), ("workers", 2.0)):
+            client.log_metric(run_id, name, value, int(made.time_s * 1e3), n)
+
+
+def test_mlflow_must_have_each_point_once_and_have_been_away(tmp_path: Path, served: tuple[str, Any, str]) -> None:
+    uri, client, run_id = served
+    run = outage(tmp_path)
+    run = replace(run, summary=run.summary | {"mlflow_run_id": run_id})
+    log(client, run_id, range(1, 6))
+    [status, *lost] = tracking.lacks(run, uri)
+    assert status == "MLflow says that the run is RUNNING"
+    assert [said.split(" MLflow has ")[1] for said in lost] == ["5 points, 5 of them different, instead of the 6 recorded"] * 3
+    log(client, run_id, range(6, 7))
+    client.set_terminated(run_id)
+    assert tracking.lacks(run, uri) == []
+    client.log_metric(run_id, "loss", record(6).loss, int(record(6).time_s * 1e3) + 1, 6)
+    assert tracking.lacks(run, uri) == ["of loss MLflow has 7 points, 7 of them different, instead of the 6 recorded"]
+    client.create_run("0", run_name="run")
+    assert tracking.lacks(run, uri) == ["MLflow has 2 runs of this name"]
+
+
+def test_steps_must_have_gone_on_without_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_differences", lambda *_: [])
+    assert tracking.lacks(outage(tmp_path), "") == []
+    answered = outage(tmp_path, answers=True, sent_step=4)
+    assert tracking.lacks(answered, "") == ["the server answered while it was away", "step 4 was sent while the server was away"]
+    answered.proofs["server_back"]["step"] = 6
+    assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.lacks(answered, "")
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    assert tracking.mlflow(ground(tmp_path)) == 'mlflow is not installed (pip install "ray_app[tracking]")'

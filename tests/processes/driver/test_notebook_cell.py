@@ -1,0 +1,100 @@
+"""The live line of a notebook's cell, and the signals of the process that runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from io import StringIO
+from pathlib import Path
+from typing import cast
+
+import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+
+from ray_app.driver.background import Training
+from ray_app.driver.result import Result
+from ray_app.driver.run import Run
+from ray_app.driver.signals import stopping_at_signals
+from ray_app.errors import RunEndedError
+from ray_app.watch.terminal import LiveLine
+from tests.support.local_world import make_job, write_images
+
+
+@pytest.fixture
+def shown() -> Iterator[CapturingDisplayPublisher]:
+    """What a notebook would be sent."""
+    shell = InteractiveShell.instance()
+    before, shell.display_pub = shell.display_pub, CapturingDisplayPublisher()
+    yield shell.display_pub
+    shell.display_pub = before
+    InteractiveShell.clear_instance()
+
+
+def test_a_line_is_shown_once_and_then_changed_in_place(shown: CapturingDisplayPublisher) -> None:
+    line = LiveLine()
+    line.show("waiting ...")
+    line.show("step 1 of <2>", 0.5)
+    line.show("step 1 of <2>", 0.5)
+    line.show("step 2 of <2>", 1.0)
+    first, second, third = shown.outputs
+    assert [output.get("update", False) for output in (first, second, third)] == [False, True, True]
+    assert len({output["transient"]["display_id"] for output in (first, second, third)}) == 1
+    assert "<progress" not in first["data"]["text/html"]
+    assert '<progress value="0.5000"' in second["data"]["text/html"]
+    assert "step 2 of &lt;2&gt;" in third["data"]["text/html"]
+    assert third["data"]["text/plain"] == "step 2 of <2>"
+
+
+def test_the_first_interrupt_asks_the_second_insists_and_the_handlers_of_before_come_back() -> None:
+    interrupted, calls = threading.Event(), []
+    before = signal.signal(signal.SIGINT, lambda *_: calls.append("kernel"))
+    mine = signal.getsignal(signal.SIGINT)
+    try:
+        with stopping_at_signals(interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupted.is_set()
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is mine
+        os.kill(os.getpid(), signal.SIGINT)
+        assert calls == ["kernel"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_has_ended_is_past_the_steps_that_it_made(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "run", write_images(tmp_path / "data", [[32]]), logical_workers=1, batch=8)
+
+    class Ended:
+        """A run that ends at once."""
+
+        def __init__(self) -> None:
+            self.job = job
+
+        def go(self) -> Result:
+            return Result(tmp_path, {"status": "finished", "steps": 690}, job.task)
+
+    training = Training(cast(Run, Ended()), ExitStack(), StringIO(), tmp_path / "slowed")
+    training.wait()
+    training.watch(step=100)
+    assert training.step == 690
+    for step, workers in ((691, None), (1, 1)):
+        with pytest.raises(RunEndedError, match="never came to"):
+            training.watch(step=step, workers=workers)
+
+
+def test_a_run_in_another_thread_leaves_the_signals_alone() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with stopping_at_signals(threading.Event()):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]

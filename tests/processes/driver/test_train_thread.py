@@ -1,0 +1,45 @@
+"""What is told of a run whose thread ended while the one that watches it met something else."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import load_config
+from ray_app.driver import run
+from ray_app.errors import DataError
+from tests.support.places import ROOT
+
+WAIT_S = 20.0
+START: Any = SimpleNamespace(job=SimpleNamespace(config=load_config(ROOT / "conf" / "digits.yaml")))
+
+
+def test_what_ended_the_training_explains_what_its_watcher_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(*_: Any) -> None:
+        raise DataError("row 3 cannot be used")
+
+    monkeypatch.setattr(run, "fit", fit)
+
+    def watch() -> None:
+        with run.Fitting(START, 1) as training:
+            training.join(WAIT_S)
+            raise ray.exceptions.ActorDiedError
+
+    with pytest.raises(DataError, match="row 3"):
+        watch()
+
+
+def test_what_comes_of_giving_up_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(start: Any, workers: int, cpus: float, given_up: threading.Event) -> None:
+        assert given_up.wait(WAIT_S)
+        raise DataError("aborted")
+
+    monkeypatch.setattr(run, "fit", fit)
+    for error in (ray.exceptions.ActorDiedError, KeyboardInterrupt):
+        with pytest.raises(error), run.Fitting(START, 1) as training:
+            raise error
+        assert training.error is None

@@ -1,0 +1,384 @@
+"""Ingest as tasks: the same files whoever does them, again after a kill, rows in = rows out + rows refused, and S3 on both ends."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from ray_app.data.dataset import open_dataset
+from ray_app.data.parquet_files import KEPT
+from ray_app.data.probes import probe
+from ray_app.data.reader import Reader, fetch_here, whole
+from ray_app.errors import DataError, StorageError
+from ray_app.ingest import shuffle
+from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
+from ray_app.ingest.output_folder import RECORDS, RUNS
+from ray_app.ingest.splits import write_piece
+from ray_app.storage.files import listing, names, put_atomic, read_all
+from ray_app.storage.object_stores import S3Path
+from tests.support.ingest_inputs import RNG, read, write_cifar, write_idx, write_images, write_tar
+from tests.support.places import ROOT, SUPPORT
+from tests.support.s3_server import S3Server
+
+
+def write_csvs(folder: Path, files: int = 6, rows: int = 40) -> Path:
+    folder.mkdir()
+    for i in range(files):
+        lines = "".join(f"{i * rows + j},{'uvw'[j % 3]}\n" for j in range(rows))
+        (folder / f"{i}.csv").write_text("a,y\n" + lines)
+    return folder
+
+
+def options_for(folder: Path, out: Any, **more: Any) -> IngestOptions:
+    return IngestOptions("csv", str(out), str(folder), label="y", piece_bytes=1, **more)
+
+
+def content(folder: Path | S3Path) -> dict[str, bytes]:
+    """The bytes of every file by relative path, but of the one in which times and ETags of the others stand."""
+    found = {name: place for name, place in listing(folder).items() if not name.endswith(KEPT)}
+    return dict(zip(found, read_all(found.values()), strict=True))
+
+
+def test_the_files_do_not_depend_on_the_number_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shuffle, "BUCKET_BYTES", 1000)
+    folder = write_csvs(tmp_path / "in")
+    made = []
+    for threads in (1, 3, 7):
+        out = tmp_path / f"out-{threads}"
+        ingest(options_for(folder, out, eval_fraction=0.3), partial(run_in_threads, threads=threads))
+        made.append(content(out))
+    assert made[0] == made[1] == made[2]
+    rows = [row for side in ("train", "eval") for row in read(tmp_path / "out-1" / side)["a"]]
+    assert Counter(rows) == Counter(range(240))
+    shards = json.loads(made[0]["train/dataset.json"])["shards"]
+    assert [shard["path"] for shard in shards] == [f"part-0000{i}.parquet" for i in range(len(shards))]
+    assert len(shards) > 2
+
+
+KILLED = """
+import os, signal, sys
+from functools import partial
+from ray_app.ingest import ingest
+from ray_app.ingest import mixing, pieces
+from ray_app.ingest.options import IngestOptions
+from ray_app.ingest.ingest import run_in_threads
+
+write = {"write_piece": pieces.write_piece, "write_bucket": mixing.write_bucket}[sys.argv[3]]
+
+def deadly(task):
+    if task.number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(task)
+
+mixing.BUCKET_BYTES = 1000
+setattr(ingest, sys.argv[3], deadly)
+ingest.ingest(IngestOptions("csv", sys.argv[2], sys.argv[1], label="y", piece_bytes=1), partial(run_in_threads, threads=1))
+"""
+
+
+def kill_midway(folder: Path, out: Any, at: str = "write_piece") -> None:
+    """Runs an ingest in a process that is killed when its fourth piece (or bucket) begins."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(out), at], cwd=ROOT, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
+    folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
+    kill_midway(folder, out)
+    assert not out.exists()
+    [left] = tmp_path.glob("out.partial-*")
+    assert len(names(left / RECORDS)) == 3
+    before = {path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()}
+    assert sorted(before) == ["-00000-000.arrow", "-00001-000.arrow", "-00002-000.arrow"]
+    (left / ".dataset.json.0123.tmp").write_bytes(b"half")  # as a kill while it is written leaves it
+    (left / RUNS / "-00001-000.arrow").write_bytes(b"damaged")  # a finished piece whose file is not as it was is done again
+    after: dict[str, int] = {}
+
+    def run(work: Any, tasks: Any) -> Any:
+        if work is shuffle.write_bucket:
+            after.update({path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()})
+        return run_in_threads(work, tasks)
+
+    ingest(options_for(folder, out), run)
+    assert len(after) == 6
+    assert sorted(name for name in before if before[name] == after[name]) == ["-00000-000.arrow", "-00002-000.arrow"]
+    ingest(options_for(folder, tmp_path / "undisturbed"))
+    assert content(out) == content(tmp_path / "undisturbed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "undisturbed"]
+    assert [path for path in out.rglob(".*")] == []
+
+
+@pytest.mark.rest
+def test_after_a_kill_the_finished_buckets_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shuffle, "BUCKET_BYTES", 1000)
+    folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
+    kill_midway(folder, out, "write_bucket")
+    [left] = tmp_path.glob("out.partial-*")
+    before = {path.name: path.stat().st_mtime_ns for path in left.glob("*.parquet")}
+    assert sorted(before) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    (left / "part-00001.parquet").write_bytes(b"damaged")
+    ingest(options_for(folder, out))
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    assert sorted(name for name in before if before[name] == after[name]) == ["part-00000.parquet", "part-00002.parquet"]
+    ingest(options_for(folder, tmp_path / "undisturbed"))
+    assert content(out) == content(tmp_path / "undisturbed")
+    assert Counter(read(out)["a"]) == Counter(range(240))
+
+
+@pytest.mark.rest
+def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows may be in another order, so that some would be there twice and others not at all."""
+    folder, out = write_csvs(tmp_path / "in"), tmp_path / "out"
+    kill_midway(folder, out)
+    monkeypatch.setattr("ray_app.ingest.ingest.LAYOUT", 99)
+    ingest(options_for(folder, tmp_path / "undisturbed"))
+    begun: list[list[str]] = []
+
+    def run(work: Any, tasks: Any) -> Any:
+        [left] = tmp_path.glob("out.partial-*")
+        begun.append(names(left / RECORDS))
+        return run_in_threads(work, tasks)
+
+    ingest(options_for(folder, out), run)
+    assert begun[-2] == [], "the pieces are written anew"
+    assert content(out) == content(tmp_path / "undisturbed")
+    monkeypatch.undo()
+    assert ingest(options_for(folder, out)).reused, "what is complete is the same data set"
+
+
+def test_links_are_followed_and_the_order_is_that_of_s3(tmp_path: Path, s3_folder: S3Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a-b/x.parquet", "a/x.parquet", "a/z.parquet", "linked/x.parquet", "tables.parquet/part.parquet"]
+    for i, name in enumerate(names):
+        place = (tmp_path / "elsewhere" / "x.parquet") if name.startswith("linked") else tmp_path / "in" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"a": [i]}), place)
+        put_atomic(s3_folder / name, place.read_bytes())
+    (tmp_path / "in" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "lost+found").mkdir()
+    (tmp_path / "in" / ".Trash").mkdir()
+    closed = {".Trash", "lost+found"}
+    scandir = os.scandir
+
+    def refusing(folder: Path) -> Any:
+        if folder.name in closed:  # to root everything is open
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr("ray_app.storage.data_files.os.scandir", refusing)
+    assert open_dataset(str(tmp_path / "in")).manifest.paths == tuple(names)
+    assert open_dataset(str(s3_folder)).manifest.paths == tuple(names)
+    (tmp_path / "in" / "latest").symlink_to(tmp_path / "in" / "a")
+    with pytest.raises(DataError, match=r"in/a/x.parquet and .*in/latest/x.parquet are the same file by a link"):
+        open_dataset(str(tmp_path / "in"))
+    (tmp_path / "in" / "latest").unlink()
+    closed.add("a-b")
+    with pytest.raises(DataError, match="a-b may not be listed"):
+        open_dataset(str(tmp_path / "in"))
+
+
+def test_rows_in_are_rows_out_and_rows_refused(tmp_path: Path) -> None:
+    folder = write_csvs(tmp_path / "in", files=3, rows=5)
+    (folder / "1.csv").write_text("a,y\n5,u\n6\n7,\n8,v,9\n9,w\n")
+    with pytest.raises(DataError, match=r"1\.csv: .*Row #3: Expected 2 columns, got 1"):
+        ingest(options_for(folder, tmp_path / "out"))
+    ingest(options_for(folder, tmp_path / "out", on_bad_row="skip", max_bad_rows=3))
+    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert (about["rows_in"], about["rows"], about["refused"], about["classes"]) == (15, 12, 3, ["u", "v", "w"])
+    assert read(tmp_path / "out")["row_id"][5:7] == ["1.csv:2", "1.csv:6"]
+    refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
+    assert {row["row_id"]: row["reason"] for row in refused} == {
+        "1.csv:3": "1 values where 2 are expected",
+        "1.csv:4": "no label; every row needs an integer",
+        "1.csv:5": "3 values where 2 are expected",
+    }
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_more_bad_rows_than_allowed_end_an_ingest(tmp_path: Path, piece_bytes: int) -> None:
+    for name in [f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(5)]:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(RNG.integers(0, 255, (9, 7, 3), dtype=np.uint8)).save(tmp_path / "in" / name)
+    for name in ("cat/1.png", "dog/2.png"):
+        (tmp_path / "in" / name).write_bytes(b"broken")
+    options = {"on_bad_row": "skip", "piece_bytes": piece_bytes, "eval_fraction": 0.5}
+    with pytest.raises(DataError, match=r"more than max_bad_rows=1 rows .* one more is dog/2\.png: not an image"):
+        ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), max_bad_rows=1, **options))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), max_bad_rows=2, **options))
+    assert (summary.rows, sum(part.refused for part in summary.parts.values())) == (8, 2)
+    listed = [json.loads(line)["row_id"] for path in (tmp_path / "out").rglob("refused.jsonl") for line in path.read_text().splitlines()]
+    assert sorted(listed) == ["cat/1.png", "dog/2.png"]
+
+
+def upload(folder: Path, target: S3Path) -> None:
+    for name, data in content(folder).items():
+        put_atomic(target / name, data)
+
+
+def write_numpy(folder: Path) -> None:
+    folder.mkdir()
+    np.save(folder / "x.npy", RNG.random((8, 4)))
+
+
+def write_jsonl(folder: Path) -> None:
+    folder.mkdir()
+    lines = [f'{{"a": {i}, "kind": "{"uvw"[i % 3]}"}}\n'.encode() for i in range(8)]
+    (folder / "a.jsonl").write_bytes(b"".join(lines[:4]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[4:])))
+
+
+def write_both_idx(folder: Path) -> None:
+    write_idx(folder, "train", 5, packed=False)
+    write_idx(folder, "t10k", 3, packed=True)
+
+
+def write_tars(folder: Path) -> None:
+    for i, end in enumerate(("tar", "tar.gz")):
+        members = {f"{row}.{kind}": bytes(str(row), "ascii") for row in range(4) for kind in ("cls", "txt")}
+        write_tar(folder / f"{i}.{end}", members, "w:gz" if end.endswith("gz") else "w")
+
+
+SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {  # what writes a folder, what is given of it, options
+    "images": (write_images, "in", {}),
+    "csv": (partial(write_csvs, files=2, rows=4), "in", {"label": "y"}),
+    "numpy": (write_numpy, "in", {}),
+    "hf": (lambda folder: folder.symlink_to(SUPPORT / "hf" / "saved"), "in", {}),
+    "jsonl": (write_jsonl, "in", {"label": "kind"}),
+    "idx": (write_both_idx, "in", {"eval_fraction": 0}),
+    "cifar, binary": (partial(write_cifar, kind="binary10"), "in", {"eval_fraction": 0}),
+    "cifar, python": (partial(write_cifar, kind="python100"), "in", {"eval_fraction": 0}),
+    "webdataset": (write_tars, "in", {}),
+    "webdataset, star": (write_tars, "in/*.tar*", {}),
+    "webdataset, braces": (write_tars, "in/{1.tar.gz,0.tar}", {}),
+}
+QUICK = ("images", "hf", "webdataset, braces")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in SOURCES])
+def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, name: str) -> None:
+    source: Any = name.partition(",")[0]
+    write, given, more = SOURCES[name]
+    options = {"piece_bytes": 1000, "shard_rows": 3, **more}
+    write(tmp_path / "in")
+    upload((tmp_path / "in").resolve(), s3_folder / "in")
+    ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / given), **options))
+    s3_server.reset()
+    summary = ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / given), **options))
+    asked = Counter(re.sub(r"\?.*", "", request) for request in s3_server.requests(r"^GET .*/in/\w"))
+    assert 1 <= max(asked.values()) <= 8, "every request fetches but a few bytes"
+    here, there = content(tmp_path / "out"), content(s3_folder / "out")
+    for file in [file for file in here if file.endswith("dataset.json")]:
+        about, about_there = json.loads(here.pop(file)), json.loads(there.pop(file))
+        assert about.pop("made_from")["options"] == about_there.pop("made_from")["options"]
+        assert about == about_there
+    assert here == there
+    assert not summary.reused
+    assert ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / given), **options)).reused
+    assert ingest(IngestOptions("parquet", input=summary.parts[sorted(summary.parts)[-1]].path)).rows > 0
+
+
+@pytest.mark.rest
+def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+    folder, out = write_csvs(tmp_path / "in"), s3_folder / "out"
+    kill_midway(folder, out)
+    with pytest.raises(DataError, match="is being written by an ingest, or one was interrupted there"):
+        open_dataset(str(out))
+    s3_server.reset()
+    ingest(options_for(folder, out))
+    written = {re.sub(r".*/|\?.*", "", request) for request in s3_server.requests(r"^(PUT|POST) .*-000\.arrow")}
+    assert written == {f"-0000{i}-000.arrow" for i in (3, 4, 5)}
+    ingest(options_for(folder, tmp_path / "out"))
+    assert content(out) == content(tmp_path / "out")
+
+
+@pytest.mark.parametrize("target", ["disk", "s3"])
+def test_what_is_finished_outlives_an_error_of_the_storage(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, target: str) -> None:
+    upload(write_csvs(tmp_path / "in"), s3_folder / "in")
+    out = tmp_path / "out" if target == "disk" else s3_folder / "out"
+    options = IngestOptions("csv", str(out), str(s3_folder / "in"), label="y", piece_bytes=1)
+
+    def run(function: Any, items: Any) -> Any:
+        if function is write_piece:
+            s3_server.fail(r"GET .*/in/5\.csv", status=403)
+        return run_in_threads(function, items, threads=1)
+
+    with pytest.raises(StorageError, match=r"5\.csv.*Once that is mended, start the same again: it does what is left"):
+        ingest(options, run)
+    [left] = tmp_path.glob("out.partial-*") if target == "disk" else [out]
+    assert len(names(left / RECORDS)) == 5
+    s3_server.reset()
+    ingest(options)
+    reads = [len(s3_server.requests(rf"GET .*/in/{i}\.csv")) for i in range(6)]
+    once = reads[1]
+    expected = [2 * once, *[once] * 4, 2 * once]
+    assert reads == expected, "the first file tells the delimiter, the first pass reads all files, the second only what is left"
+    ingest(options_for(tmp_path / "in", tmp_path / "undisturbed"))
+    assert read_all([out / "part-00000.parquet"]) == read_all([tmp_path / "undisturbed" / "part-00000.parquet"])
+
+
+def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) -> None:
+    folder = write_csvs(tmp_path / "in")
+    ingest(options_for(folder, tmp_path / "out", row_group_rows=7, shard_rows=40))
+    upload(tmp_path / "out", s3_folder / "data")
+    for hidden in ("._part-00000.parquet", ".ipynb_checkpoints/part-00000.parquet", "_temporary/0/part-00000.parquet", "_part.parquet"):
+        put_atomic(tmp_path / "out" / hidden, b"no Parquet")
+        put_atomic(s3_folder / "data" / hidden, b"no Parquet")
+    here, there = open_dataset(str(tmp_path / "out")), open_dataset(str(s3_folder / "data"))
+    assert here.manifest.digest == there.manifest.digest
+    assert here.facts.columns == there.facts.columns
+    assert there.facts.classes == ("u", "v", "w")
+    columns = ["a", "label"]
+    [local, remote] = [
+        [table.to_pydict() for table in fetch_here(Reader(d.root, columns, dict, probe(d, columns, dict)), whole(d.manifest, 50))]
+        for d in (here, there)
+    ]
+    assert local == remote
+    one = open_dataset(str(s3_folder / "data" / "part-00000_002.parquet"))
+    assert (one.manifest.num_rows, one.facts.classes) == (40, ("u", "v", "w"))
+    for name, expected in (
+        ("absent", "does not exist"),
+        ("", "holds several data sets: data"),
+        ("data/dataset.json", "cannot be read as Parquet"),
+    ):
+        with pytest.raises(DataError, match=expected):
+            open_dataset(str(s3_folder / name if name else s3_folder))
+
+
+def test_footers_on_s3_cost_two_requests_each_or_none(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+    out = s3_folder / "out"
+    ingest(options_for(write_csvs(tmp_path / "in"), out, row_group_rows=7, shard_rows=40))
+    s3_server.reset()
+    warm = open_dataset(str(out))
+    assert s3_server.requests(r"\.parquet") == []
+    (out / KEPT).unlink()
+    cold = open_dataset(str(out))
+    paths = [*cold.manifest.paths, cold.manifest.paths[0]]  # the first one's columns are those of all
+    assert len(set(paths)) > 1
+    assert sorted(re.sub(r" .*/|\?.*", " ", request).strip() for request in s3_server.requests(r"\.parquet")) == [
+        f"{method} {path}" for method in ("GET", "HEAD") for path in sorted(paths)
+    ]
+    assert (warm.manifest.digest, warm.facts.columns) == (cold.manifest.digest, cold.facts.columns)
+
+
+def test_s3_that_refuses_is_a_data_error(s3_folder: S3Path, s3_server: S3Server) -> None:
+    s3_server.fail(".*", times=-1, status=403)
+    with pytest.raises(DataError, match=r"s3://runs/.* cannot be read: .*Check the address, the bucket and the credentials"):
+        open_dataset(str(s3_folder / "data"))

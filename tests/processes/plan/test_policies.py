@@ -1,0 +1,343 @@
+"""Shard policies, balanced sampling and class weights: counted, pure, and the same bits for every number of workers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from ray_app.data.dataset import open_dataset, read_labels
+from ray_app.driver.finalize import stored_job, summarize
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.assignment import logical_workers_of
+from ray_app.plan.class_balancing import Classes
+from ray_app.plan.manifest import Manifest
+from ray_app.plan.order import Cursor, Plan
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.runlog.paths import RunPaths
+from ray_app.task.image import ImageClassification
+from ray_app.task.tabular import TabularClassification
+from ray_app.train.job import Hooks, Job
+from tests.support.bad_rows import Picky, job_of
+from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, feed_of, make_job, result_of, streamed, write_images
+
+files = st.lists(st.lists(st.integers(0, 25), max_size=4), min_size=1, max_size=7).filter(lambda f: sum(map(sum, f)) > 0)
+
+
+@st.composite
+def plans(draw: st.DrawFn, *shards: str, balanced: bool = False) -> Plan:
+    manifest = Manifest.from_files((f"part-{i}.parquet", groups) for i, groups in enumerate(draw(files)))
+    logical = draw(st.integers(1, 5))
+    classes = None
+    if balanced:
+        skew = draw(st.sampled_from([1, 3]))
+        labels = np.array(draw(st.lists(st.integers(0, 4), min_size=manifest.num_rows, max_size=manifest.num_rows))) // skew
+        classes = Classes.of(manifest, np.unique(labels, return_inverse=True)[1].astype(np.uint8))
+    return Plan(
+        manifest=manifest,
+        seed=draw(st.integers(0, 99)),
+        logical_workers=logical,
+        global_batch_size=logical * draw(st.integers(1, 6)),
+        shuffle_window_rows=draw(st.integers(1, 40)),
+        keep_last=draw(st.booleans()),
+        shard=draw(st.sampled_from(shards)),  # type: ignore[arg-type]
+        classes=classes,
+    )
+
+
+def used(plan: Plan, epoch: int) -> list[Counter[int]]:
+    """How often each logical worker uses each row in an epoch, with everything checked that holds for every plan."""
+    order = plan.epoch(epoch)
+    counted = [Counter[int]() for _ in range(plan.logical_workers)]
+    for step in range(plan.steps_per_epoch):
+        sizes = []
+        for v, counter in enumerate(counted):
+            rows = order.rows_at(v, step).tolist()
+            counter.update(rows)
+            sizes.append(len(rows))
+        assert sizes == plan.rows_of_step(step)
+        assert sum(sizes) == plan.global_rows(step)
+        assert sizes[0] == max(sizes) > 0, "logical worker 0 never has fewer rows than another"
+    assert sum(counter.total() for counter in counted) == plan.rows_per_epoch
+    return counted
+
+
+# --- the plan
+
+
+@given(plans("file"))
+@settings(max_examples=60, deadline=None)
+def test_whole_files_every_row_once_and_the_same_files_in_every_epoch(plan: Plan) -> None:
+    manifest = plan.manifest
+    owner = plan.owner[manifest.file_of].repeat(manifest.rows)
+    for epoch in range(2):
+        for v, counter in enumerate(used(plan, epoch)):
+            own = Counter(np.flatnonzero(owner == v).tolist())
+            assert counter == own if plan.keep_last else counter <= own
+    held = [int((owner == v).sum()) for v in range(plan.logical_workers)]
+    largest = max(int(manifest.rows[manifest.file_of == i].sum()) for i in range(len(manifest.paths)))
+    assert max(held) - min(held) <= largest, "the files are not spread evenly"
+    other = Plan(manifest, plan.seed + 1, plan.logical_workers, plan.global_batch_size, 5, True, "file")
+    assert sorted(other.stream_rows(v) for v in range(plan.logical_workers)) == sorted(held), "equal files change places, no more"
+
+
+def test_files_are_spread_by_their_rows() -> None:
+    plan = Plan(Manifest.from_files((f"part-{i}.parquet", [rows]) for i, rows in enumerate([3, 9, 4, 5, 3])), 1, 2, 4, 5, True, "file")
+    assert [plan.stream_rows(v) for v in range(2)] == [12, 12]
+
+
+@given(plans("off"), st.integers(0, 2))
+@settings(max_examples=60, deadline=None)
+def test_off_gives_every_row_to_every_logical_worker(plan: Plan, epoch: int) -> None:
+    everything = Counter(range(plan.manifest.num_rows))
+    for counter in used(plan, epoch):
+        assert counter == everything if plan.keep_last else counter <= everything
+
+
+def test_off_shuffles_for_each_logical_worker_differently() -> None:
+    manifest = Manifest.from_files([("a", [10] * 8)])
+    plan = Plan(manifest, 1, 2, 20, 10, True, "off")
+    groups = [[int(plan.epoch(0).rows_at(v, step)[0]) // 10 for step in range(8)] for v in range(2)]
+    assert sorted(groups[0]) == sorted(groups[1]) == list(range(8))
+    assert groups[0] != groups[1]
+
+
+@given(plans("row", "off", balanced=True))
+@settings(max_examples=60, deadline=None)
+def test_balanced_uses_all_classes_equally_often_and_all_their_rows(plan: Plan) -> None:
+    assert plan.classes is not None
+    of_row, most = plan.classes.of_row, int(plan.classes.totals.max())
+    repeats = plan.logical_workers if plan.shard == "off" else 1
+    total: Counter[int] = Counter()
+    for epoch in range(3):
+        counted = sum(used(plan, epoch), Counter[int]())
+        total.update(counted)
+        if not plan.keep_last:
+            return
+        for c, rows in enumerate(plan.classes.totals.tolist()):
+            uses = [counted[int(row)] for row in np.flatnonzero(of_row == c)]
+            assert sum(uses) == most * repeats
+            assert {n // repeats for n in uses} <= {most // rows, -(-most // rows)}
+    for c in range(len(plan.classes.totals)):
+        uses = [total[int(row)] for row in np.flatnonzero(of_row == c)]
+        assert max(uses) - min(uses) <= repeats, "the same rows are repeated more in every epoch"
+
+
+@given(plans("file", "off"), plans("row", balanced=True), st.integers(0, 2))
+@settings(max_examples=40, deadline=None)
+def test_no_position_depends_on_what_was_asked_before(one: Plan, other: Plan, epoch: int) -> None:
+    for plan in (one, other):
+        places = [(v, step) for step in range(plan.steps_per_epoch) for v in range(plan.logical_workers)]
+        inorder = {place: plan.epoch(epoch).rows_at(*place).tolist() for place in places}
+        for place in reversed(places):
+            assert replace(plan).epoch(epoch).rows_at(*place).tolist() == inorder[place]
+
+
+GOLDEN: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
+    "file": ({"shard": "file"}, [[12, 8, 10], [7, 11, 9], [2, 3, 0], [1, 4, 5]]),
+    "off": ({"shard": "off"}, [[12, 5, 10], [4, 11, 6], [9, 0, 7], [8, 1, 2]]),
+    "balanced": ({"balanced": True}, [[3, 1, 2], [0, 2, 2], [8, 9, 8], [8, 10, 11]]),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_order_is_the_same_for_ever(name: str) -> None:
+    fields, expected = GOLDEN[name]
+    manifest = Manifest.from_files((f"part-{i}.parquet", groups) for i, groups in enumerate([[4, 3], [3], [5]]))
+    classes = Classes.of(manifest, np.array([0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0, 2, 1, 0, 0], np.uint8)) if "balanced" in fields else None
+    plan = Plan(manifest, 7, 2, 6, 6, True, fields.get("shard", "row"), classes)
+    assert [plan.epoch(1).rows_at(v, step).tolist() for v in range(2) for step in range(2)] == expected
+
+
+# --- the feed
+
+
+def skewed(folder: Path) -> Path:
+    """97 images in 5 files, of which class 0 has half."""
+    write_images(folder, [[20, 1], [9], [30], [17, 3], [17]])
+    for file in folder.glob("*.parquet"):
+        table = pq.read_table(file)
+        labels = table["label"].to_numpy().copy()
+        labels[labels > 2] = 0
+        table = table.set_column(table.schema.get_field_index("label"), "label", pa.array(labels))
+        pq.write_table(table, file, row_group_size=20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return skewed(tmp_path_factory.mktemp("skewed") / "data")
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "file": {"data__shard": "file"},
+    "off": {"data__shard": "off"},
+    "balanced": {"data__sampling": "balanced"},
+    "balanced off": {"data__sampling": "balanced", "data__shard": "off"},
+}
+
+
+def policy_job(folder: Path, data: Path, name: str, **fields: Any) -> Job:
+    fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4, **POLICIES[name], **fields}
+    return make_job(folder, data, logical_workers=4, batch=24, task=TinyImages(), **fields)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
+    job = policy_job(tmp_path / "run", data, name, data__shuffle_window_rows=12)
+    keys: dict[tuple[int, int, int], list[int]] = {}
+    for windows, size in ((streamed, 1), (cached, 3)):
+        for start in (Cursor(), Cursor(1, 2)):
+            for rank in range(size):
+                played, cursor = logical_workers_of(rank, size, 4), start
+                feed = feed_of(job.plan, start, played, windows(job, start, played))
+                while cursor < Cursor(2, 0):
+                    for batch in feed.next():
+                        place = (cursor.epoch, cursor.step, batch.logical_worker)
+                        planned = job.plan.epoch(cursor.epoch).rows_at(batch.logical_worker, cursor.step).tolist()
+                        assert batch.fields["id"].tolist() == batch.positions.tolist() == planned
+                        assert keys.setdefault(place, batch.keys.tolist()) == batch.keys.tolist()
+                    cursor = cursor.next(job.plan.steps_per_epoch)
+                feed.close()
+    every = [value for values in keys.values() for value in values]
+    assert len(every) == len(set(every)) == 2 * job.plan.rows_per_epoch, "two uses of a row are augmented alike"
+
+
+# --- training
+
+
+@pytest.mark.parametrize("name", [pytest.param("file", marks=pytest.mark.rest), pytest.param("off", marks=pytest.mark.rest), "balanced"])
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, name: str) -> None:
+    job = policy_job(tmp_path / "run", data, name)
+    alone = pool.trained(job, 1, cached)
+    several = pool.trained(job, 3, streamed)
+    assert several.bits == alone.bits
+    assert several.steps == alone.steps
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(6)), cached)
+    assert "dies after step 6" in str(outcomes[0].error)
+    pool.run_job(job, 2, cached)
+    assert result_of(job).bits == alone.bits
+    summary = summarize(job, "finished")
+    assert summary["rows"] == 2 * job.plan.rows_per_epoch
+    assert summary["rows_by_logical_worker"] == [2 * job.plan.stream_rows(v) for v in range(4)]
+
+
+def test_a_bad_row_that_is_repeated_is_skipped_each_time(pool: Pool, data: Path, tmp_path: Path) -> None:
+    dataset = open_dataset(str(data))
+    rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[1:].tolist()
+    job = job_of(tmp_path / "run", data, Picky(tuple(rare)), data__sampling="balanced", train__epochs=1)
+    uses = sum(used(job.plan, 0), Counter[int]())
+    assert min(uses[row] for row in rare) > 1
+    pool.run_job(job, 2, cached)
+    summary = summarize(job, "finished")
+    assert summary["bad_rows"] == {"skipped": sum(uses[row] for row in rare), "distinct": len(rare)}
+    assert summary["rows"] + summary["bad_rows"]["skipped"] == job.plan.rows_per_epoch
+
+
+# --- what is refused, and what is stored
+
+
+def test_too_few_files_are_refused(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "data", [[5], [0], [6], [7]])
+    with pytest.raises(DataError, match=r"has 3 files with rows for 4 logical workers; each needs at least one"):
+        policy_job(tmp_path / "run", folder, "file")
+
+
+def test_whole_files_cannot_be_balanced(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.sampling is balanced with data.shard: file"):
+        policy_job(tmp_path / "run", data, "file", data__sampling="balanced")
+
+
+@pytest.mark.parametrize("column", ["image", "nothing"])
+def test_a_column_without_classes_is_refused(tmp_path: Path, data: Path, column: str) -> None:
+    with pytest.raises(DataError, match=r"data.balance_by"):
+        policy_job(tmp_path / "run", data, "balanced", data__balance_by=column)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+def test_classes_may_be_text(tmp_path: Path, kind: pa.DataType) -> None:
+    pq.write_table(pa.table({"kind": pa.array(["b", "a", "b", "c"], kind)}), tmp_path / "x.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert dataset.facts.columns["kind"].kind == "text"
+    names, of_row = read_labels(dataset.root, dataset.manifest, "kind")
+    assert (names, of_row.tolist(), of_row.dtype) == (["a", "b", "c"], [1, 0, 1, 2], np.uint8)
+
+
+def test_a_balanced_run_is_known_without_its_data_and_refuses_other_classes(tmp_path: Path) -> None:
+    data = skewed(tmp_path / "data")
+    config = policy_job(tmp_path / "x", data, "balanced").config.replace(run__storage_path=str(tmp_path), run__name="run")
+    made = claim(prepare(config), 1).job
+    assert made.plan.classes is not None
+    assert prepare(config).resumes
+    stored = stored_job(RunPaths(tmp_path / "run"))
+    assert stored.total_steps == made.total_steps
+    assert stored.plan.rows_per_epoch == made.plan.rows_per_epoch > made.plan.manifest.num_rows
+    assert json.loads(made.paths.classes.read_bytes())["rows"] == made.plan.classes.totals.tolist()
+    file = data / "part-2.parquet"
+    table = pq.read_table(file)
+    swapped = pa.array(table["label"].to_numpy()[::-1])
+    pq.write_table(table.set_column(table.schema.get_field_index("label"), "label", swapped), file, row_group_size=20)
+    with pytest.raises(DataError, match="other classes than when the run 'run' began"):
+        prepare(config)
+
+
+# --- class weights
+
+
+def test_balanced_weights_make_all_classes_count_the_same(data: Path) -> None:
+    facts = open_dataset(str(data)).facts
+    task = ImageClassification(num_classes=4, class_weights="balanced").prepare(facts)
+    assert facts.count is not None
+    rows = facts.count("label")
+    assert set(rows) == {0, 1, 2}
+    assert task.weights is not None
+    assert [task.weights[c] * rows[c] for c in rows] == pytest.approx([97 / 3] * 3)
+    assert task.weights[3] == 0.0, "a class without rows"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_weights_count_in_training_and_not_in_evaluation(data: Path, mixed: bool) -> None:
+    facts = open_dataset(str(data)).facts
+    args: dict[str, Any] = {"num_classes": 3, "model_args": {"channels": 4}}
+    mixing: dict[str, Any] = {"label_smoothing": 0.3} if mixed else {}
+    task = ImageClassification(class_weights=[0.5, 2.0, 3.0], **mixing, **args).prepare(facts)
+    plain = ImageClassification(**mixing, **args).prepare(facts)
+    batch = {"image": torch.randint(0, 255, (6, 1, 8, 8), dtype=torch.uint8), "label": torch.tensor([0, 1, 2, 2, 1, 0])}
+    keys, model = torch.arange(6), plain.build_model().eval()
+    of_row = torch.tensor([0.5, 2.0, 3.0, 3.0, 2.0, 0.5])
+    if mixed:
+        of_row = 0.7 * of_row + 0.3 * torch.tensor([0.5, 2.0, 3.0]).mean()
+    losses = task.training_loss(model, task.augment(batch, keys))
+    torch.testing.assert_close(losses, plain.training_loss(model, plain.augment(batch, keys)) * of_row)
+    torch.testing.assert_close(
+        task.loss(task.forward(model, batch), batch),
+        functional.cross_entropy(model(batch["image"] / 255.0), batch["label"], reduction="none"),
+    )
+
+
+def test_tabular_weights(data: Path) -> None:
+    facts = open_dataset(str(data)).facts
+    task = TabularClassification(features=["image"], class_weights="balanced").prepare(facts)
+    assert task.weights is not None
+    batch = {"features": torch.rand(3, 64), "label": torch.tensor([0, 1, 2])}
+    model = task.build_model().to(CPU)
+    plain = task.loss(task.forward(model, batch), batch)
+    losses = task.training_loss(model, task.augment(batch, torch.arange(3)))
+    torch.testing.assert_close(losses, plain * torch.tensor(task.weights))
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, -1.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 1.0], "even"])
+def test_wrong_weights_are_refused(data: Path, weights: Any) -> None:
+    with pytest.raises(ConfigError, match="it must be balanced, or a list of 3 numbers"):
+        ImageClassification(class_weights=weights).prepare(open_dataset(str(data)).facts)

@@ -1,0 +1,67 @@
+"""A run that is continued with another task says so, or does not start; its record has what was not given."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from ray_app import compare_runs, load_config, run_training
+from ray_app.errors import RunExistsError
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from tests.support.places import ROOT
+
+TASK = """
+from ray_app.task.image import ImageClassification
+
+SMOOTHING = 0.0
+
+class Changing(ImageClassification):
+    pass
+"""
+
+
+def test_a_changed_task_is_told_or_refused(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tmp_path / "changing_task.py"
+    task.write_text(TASK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    common = {
+        "task__class_path": "changing_task.Changing",
+        "data__path": str(digits / "train"),
+        "data__eval_path": None,
+        "run__storage_path": str(tmp_path / "runs"),
+        "schedule": None,
+        "train__strategy": "single",
+        "train__max_steps": 1,
+        "tracking__enabled": False,
+    }
+    said = StringIO()
+    config = load_config(ROOT / "conf" / "digits.yaml", **common, run__name="one")
+    run_training(config, Console(file=said, width=200))
+    assert "other code" not in said.getvalue()
+
+    task.write_text(TASK.replace("0.0", "0.1"))
+    with pytest.raises(RunExistsError, match="- changing_task has another content"):
+        run_training(config.replace(run__changed_code="refuse"), Console(file=said))
+    result = run_training(config, Console(file=said, width=200))
+    assert "Warning: one goes on with other code than at its last start: changing_task has another content." in said.getvalue()
+    [event] = read_events(RunPaths(tmp_path / "runs" / "one"), "code_changed")
+    assert event.details == {"changed": ["changing_task has another content"]}
+    assert "went on with other code: changing_task has another content" in (tmp_path / "runs" / "one" / "report.html").read_text()
+    run_training(config.replace(run__changed_code="refuse"), Console(file=said))  # as at its last start
+
+    values = yaml.safe_load((tmp_path / "runs" / "one" / "config.yaml").read_text())
+    assert values["optimizer"]["init_args"]["betas"] == [0.9, 0.999]
+    assert values["task"]["init_args"]["label_smoothing"] == 0.0
+    other = load_config(ROOT / "conf" / "digits.yaml", **common, run__name="two", optimizer__init_args__lr=0.001)
+    compared = compare_runs([result.path, run_training(other, Console(file=said)).path]).rows
+    assert [row["optimizer.init_args.lr"] for row in compared] == ["0.003", "0.001"]
+    assert other.optimizer.init_args == {"weight_decay": 0.0001}, "what was not given"
+    sys.modules.pop("changing_task")

@@ -1,0 +1,161 @@
+"""A run that begins with the parameters of a file: the same bits for every worker, part of the digest, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from ray_app import load_config
+from ray_app.checkpoint.format import params_digest
+from ray_app.config.config import Config, result_fields
+from ray_app.errors import ConfigError, RunExistsError
+from ray_app.preflight.initial_parameters import find_beginning
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.task.base import Task
+from ray_app.train.job import Hooks
+from ray_app.train.state.state import TrainingState
+from tests.support.local_world import DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.places import ROOT
+
+
+@pytest.fixture
+def given(digits: Path, tmp_path: Path) -> Config:
+    fields: dict[str, Any] = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path / "runs")}
+    return load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
+
+
+def parameters(task: Task, place: Path, seed: int = 5) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    state = {name: values.clone() for name, values in task.build_model().state_dict().items()}
+    place.write_bytes(safetensors.torch.save(state))
+    return state
+
+
+def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_path: Path) -> None:
+    task = prepare(given).job.task
+    state = parameters(task, tmp_path / "first.safetensors")
+    config = given.replace(train__init_from=str(tmp_path / "first.safetensors"))
+    job = prepare(config).job
+    assert job.config.train.init_digest == params_digest(state)
+    assert result_fields(job.config, "m")["train.init_digest"] == params_digest(state)
+    assert "train.init_from" not in result_fields(job.config, "m")
+    made = TrainingState(job.config.replace(train__ema_decay=0.9), task, torch.device("cpu"), job.total_steps)
+    assert params_digest(made.model.state_dict()) != params_digest(state)
+    claim(prepare(config), 1)
+    made.begin(job.read_initial())
+    assert made.step == 0
+    assert params_digest(made.model.state_dict()) == params_digest(made.snapshot().model) == params_digest(state)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        pytest.param({"train__strategy": "local_sgd", "train__local_steps": 2}, marks=pytest.mark.rest),
+        pytest.param({"train__strategy": "central_storage"}, marks=pytest.mark.rest),
+    ],
+    ids=str,
+)
+def test_workers_need_the_parameters_only_to_begin(pool: Pool, tmp_path: Path, fields: dict[str, Any]) -> None:
+    task, place = TinyImages(), tmp_path / "first.safetensors"
+    parameters(task, place)
+    fields = {"train__init_from": str(place), "train__ema_decay": 0.9, "checkpoint__every_epochs": None, **fields}
+    data = write_images(tmp_path / "data", [[20]])
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=task, checkpoint__every_steps=2, train__epochs=2, **fields)
+    whole = pool.trained(job, 1, cached)
+    seeded = dataclasses.replace(job, initial=None)
+    assert pool.trained(seeded, 1, cached).steps[0] != whole.steps[0]
+    pool.train(job, 2, Hooks(after_step=DieAfter(5)), cached)
+    place.unlink()
+    pool.run_job(job, 2, cached)
+    assert result_of(job).bits == whole.bits
+
+
+def test_a_run_that_has_begun_needs_the_file_no_more(given: Config, tmp_path: Path) -> None:
+    place = tmp_path / "first.safetensors"
+    state = parameters(prepare(given).job.task, place)
+    config = given.replace(train__init_from=str(place))
+    claim(prepare(config), 1)
+    place.unlink()
+    again = claim(prepare(config), 2)
+    assert again.resumes
+    assert again.job.config.train.init_digest == params_digest(again.job.read_initial() or {}) == params_digest(state)
+
+
+def test_the_folder_of_an_export_stands_for_its_parameters(given: Config, tmp_path: Path) -> None:
+    data = tmp_path / "model" / "data" / "model"
+    data.mkdir(parents=True)
+    (data / "package.json").write_text("{}")
+    state = parameters(prepare(given).job.task, data / "model.safetensors")
+    job = prepare(given.replace(train__init_from=str(tmp_path / "model"))).job
+    assert job.config.train.init_from == str(data / "model.safetensors")
+    assert job.config.train.init_digest == params_digest(state)
+
+
+def test_a_run_goes_on_with_the_parameters_that_it_began_with(given: Config, tmp_path: Path) -> None:
+    place = tmp_path / "first.safetensors"
+    task = prepare(given).job.task
+    state = parameters(task, place)
+    config = given.replace(train__init_from=str(place))
+    claim(prepare(config), 1)
+    place.rename(tmp_path / "moved.safetensors")
+    assert prepare(config.replace(train__init_from=str(tmp_path / "moved.safetensors"))).resumes
+    with pytest.raises(RunExistsError, match=r"- train.init_digest: "):
+        prepare(given)
+    claim(prepare(given.replace(run__name="drawn")), 1)
+    with pytest.raises(RunExistsError, match=r"\+ train.init_digest: "):
+        prepare(given.replace(run__name="drawn", train__init_from=str(tmp_path / "moved.safetensors")))
+    parameters(task, place, seed=6)
+    job = prepare(config).job
+    assert params_digest(job.read_initial() or {}) == params_digest(state), "it keeps its own"
+    with pytest.raises(ConfigError, match=rf"but the run begins with {params_digest(state)}"):
+        prepare(config.replace(run__name="new", train__init_digest=params_digest(state)))
+
+
+def test_a_storage_that_does_not_answer_refuses_a_start_but_does_not_end_a_run(
+    monkeypatch: pytest.MonkeyPatch, given: Config, tmp_path: Path
+) -> None:
+    place = tmp_path / "first.safetensors"
+    parameters(prepare(given).job.task, place)
+    config = given.replace(train__init_from=str(place))
+    job = claim(prepare(config), 1).job
+
+    def fails(self: Path) -> bytes:
+        raise OSError(errno.EIO, "the disk does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", fails)
+        with pytest.raises(OSError, match="does not answer"):
+            job.read_initial()
+        with pytest.raises(ConfigError, match=r"cannot be read: .*does not answer"):
+            find_beginning(config, None)
+    Path(job.initial or "").unlink()
+    with pytest.raises(ConfigError, match=r"initial.safetensors' cannot be read: .*No such file"):
+        job.read_initial()
+
+
+def test_parameters_that_are_not_the_models_are_refused_by_name(given: Config, tmp_path: Path) -> None:
+    place = tmp_path / "first.safetensors"
+    config = given.replace(train__init_from=str(place))
+    with pytest.raises(ConfigError, match=r"first.safetensors' cannot be read: .*Name a safetensors file"):
+        prepare(config)
+    place.write_bytes(b"pickle")
+    with pytest.raises(ConfigError, match="is no safetensors file"):
+        prepare(config)
+    state = parameters(prepare(given).job.task, place)
+    state["extra"] = torch.zeros(1)
+    state["9.bias"] = torch.zeros(3)
+    del state["9.weight"]
+    place.write_bytes(safetensors.torch.save(state))
+    with pytest.raises(ConfigError) as refused:
+        prepare(config)
+    for text in ("missing: 9.weight", "unexpected: extra", "9.bias torch.float32 (3,), wanted torch.float32 (10,)"):
+        assert text in str(refused.value)
+    with pytest.raises(ConfigError, match=r"init_digest is given without train.init_from"):
+        prepare(given.replace(train__init_digest="d" * 64))

@@ -1,0 +1,151 @@
+"""A run that is told to go on for longer has the bits of one that was as long from the beginning, or is refused with the reason."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ray_app import load_config, run_training
+from ray_app.config.config import Config
+from ray_app.driver.result import Result
+from ray_app.errors import ConfigError, RunExistsError
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.runlog.lease import acquire
+from tests.support.places import ROOT
+
+STEPLR = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.5}}
+
+
+def config_of(digits: Path, storage: Path, **fields: Any) -> Config:
+    common = {
+        "train__strategy": "single",
+        "train__steps_per_epoch": 3,
+        "train__ema_decay": 0.9,
+        "tracking__enabled": False,
+        "schedule": STEPLR,
+    }
+    paths = {"data__path": str(digits / "eval"), "data__eval_path": None, "run__storage_path": str(storage)}
+    return load_config(ROOT / "conf" / "digits.yaml", **(common | paths | fields))
+
+
+def train(config: Config, **fields: Any) -> Result:
+    result = run_training(config.replace(**fields), Console(file=StringIO()))
+    assert result.status == "finished"
+    return result
+
+
+def test_one_epoch_and_then_a_second_are_two_at_once(digits: Path, tmp_path: Path) -> None:
+    """As the guide's example of fault tolerance, which calls `run_training(epochs=1)` twice; then a third stretch by `max_steps`."""
+    config = config_of(digits, tmp_path)
+    grown = [
+        train(config, run__name="grown", train__epochs=epochs, train__max_steps=most) for epochs, most in ((1, None), (2, None), (5, 8))
+    ]
+    at_once = [
+        train(config, run__name=f"{n}", train__epochs=epochs, train__max_steps=most) for n, epochs, most in ((1, 2, None), (2, 5, 8))
+    ]
+    digests = [result.summary["params_digest"] for result in grown]
+    assert digests[1:] == [result.summary["params_digest"] for result in at_once]
+    assert len(set(digests)) == 3
+    assert [result.summary["steps"] for result in grown] == [3, 6, 8]
+    assert [(r.step, r.loss, r.lr) for r in grown[-1].metrics()] == [(r.step, r.loss, r.lr) for r in at_once[-1].metrics()]
+    assert train(config, run__name="grown", train__epochs=5, train__max_steps=8).summary["params_digest"] == digests[-1]
+
+
+GROUPS = [{"norms_and_biases": True, "weight_decay": 0.0, "lr": 0.01}]
+ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}, "groups": GROUPS}
+
+
+DEFAULT = vars(Config().optimizer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optimizer": ADAM},
+        {
+            "optimizer": DEFAULT,
+            "optimizers": {
+                "bias": {**ADAM, "parameters": ["*bias"]},
+                "weight": {**ADAM, "parameters": ["*weight"], "steps": 2, "schedule": STEPLR},
+            },
+        },
+    ],
+)
+def test_what_moves_the_parameters_is_stored_with_a_run(digits: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    config = config_of(digits, tmp_path, schedule=None).replace(**fields)
+    train(config, run__name="grown", train__epochs=1)
+    grown, at_once = (train(config, run__name=name, train__epochs=2).summary["params_digest"] for name in ("grown", "at-once"))
+    assert grown == at_once
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "said"),
+    [
+        ({"train__epochs": 3}, {"train__epochs": 2}, "longer, not shorter"),
+        ({"train__epochs": 2, "train__max_steps": 5}, {"train__max_steps": 4}, "longer, not shorter"),
+        (
+            {"schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1}}},
+            {},
+            "OneCycleLR spreads over all",
+        ),
+        (
+            {
+                "schedule": {
+                    "class_path": "torch.optim.lr_scheduler.ChainedScheduler",
+                    "init_args": {
+                        "schedulers": [STEPLR, {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1}}]
+                    },
+                }
+            },
+            {},
+            "ChainedScheduler spreads over all",
+        ),
+        (
+            {"schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 5}}},
+            {},
+            "OneCycleLR has total_steps 5, but is moved at 6",
+        ),
+        ({"train__strategy": "local_sgd", "train__local_steps": 2, "checkpoint__every_epochs": None}, {}, "in the middle of a round"),
+        (
+            {"evaluate__patience": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 2, "evaluate__where": "workers"},
+            {},
+            "plan none there",
+        ),
+        ({}, {"seed": 5}, "+ seed: 5"),
+    ],
+    ids=["epochs", "max_steps", "one cycle", "in a chain", "too short a cycle", "round", "patience", "seed too"],
+)
+def test_what_would_be_another_run_is_refused(
+    digits: Path, tmp_path: Path, fields: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    with_data = {"data__eval_path": str(digits / "eval")} if "evaluate__patience" in fields else {}
+    config = config_of(digits, tmp_path, run__name="run", **({"train__epochs": 1} | fields | with_data))
+    prepared = prepare(config)
+    with acquire(prepared.job.paths) as lease:
+        claim(prepared, lease.fence)
+    with pytest.raises(ConfigError) as caught:
+        prepare(config.replace(**(more or {"train__epochs": 2})))
+    assert said in str(caught.value)
+    assert isinstance(caught.value, RunExistsError) or "total_steps 5" in said
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fields"),
+    [
+        ({"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 6}}, {}),
+        ({"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 4}}, {"train__epochs": 2}),
+        (None, {"train__epochs": 2, "train__max_steps": 4}),
+    ],
+)
+def test_what_leaves_the_beginning_as_it_is_may_grow(
+    digits: Path, tmp_path: Path, schedule: dict[str, Any] | None, fields: dict[str, Any]
+) -> None:
+    config = config_of(digits, tmp_path, run__name="run", train__epochs=1, schedule=schedule)
+    prepared = prepare(config)
+    with acquire(prepared.job.paths) as lease:
+        claim(prepared, lease.fence)
+    assert prepare(config.replace(**({"train__epochs": 2} | fields))).resumes

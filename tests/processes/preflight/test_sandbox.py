@@ -1,0 +1,38 @@
+"""The processes of a trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_app.preflight.sandbox import Processes
+from ray_app.preflight.sandbox_server import _MOST_BYTES
+from tests.support.waiting import until
+
+
+def flood(out: str) -> int:
+    """Prints until twice what may stay has been said and forgotten; returns how much was said."""
+    said = 0
+
+    def is_forgotten() -> bool:
+        nonlocal said
+        said += 50_000
+        print("x" * 49_999, flush=True)
+        return said > 2 * _MOST_BYTES and Path(out).stat().st_size < _MOST_BYTES
+
+    until(is_forgotten, "what was printed stays")
+    print("the end")
+    return said
+
+
+@pytest.mark.rest
+def test_a_flood_of_prints_does_not_fill_the_disk(tmp_path: Path) -> None:
+    processes = Processes(tmp_path / "trial")
+    try:
+        [ended] = processes.run([(flood, (str(tmp_path / "trial" / "0.out"),))], 60.0)
+    finally:
+        processes.close()
+    assert ended.error is None, ended.error
+    assert ended.value > 2 * _MOST_BYTES
+    assert ended.said.splitlines()[-1] == "the end"

@@ -1,0 +1,170 @@
+"""Sharded training whose gradients are added in the tree: the bits of `ddp` for every number of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from ray_app.errors import ConfigError
+from ray_app.task.base import Batch
+from ray_app.train.job import Hooks, Job
+from tests.support.local_world import CLASSES, DieAfter, Pool, TinyImages, cached, make_job, result_of, streamed
+from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bits, data, fsdp_job
+from tests.support.shifting_world import KillOnce, train_shifting
+
+__all__ = ["data"]
+
+AVERAGED = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
+
+
+def optimizer(name: str, **args: Any) -> dict[str, Any]:
+    return {"class_path": name if "." in name else f"torch.optim.{name}", "init_args": args}
+
+
+def assert_those_of_ddp(pool: Pool, folder: Path, data: Path, sizes: tuple[int, ...], task: Any = None, **fields: Any) -> None:
+    plain = pool.trained(fsdp_job(folder / "plain", data, task, train__strategy="ddp", **fields), 2, cached)
+    for size in sizes:
+        assert_bits(pool.trained(fsdp_job(folder / "run", data, task, **fields), size, cached), plain)
+
+
+@pytest.mark.parametrize("fields", [{}, pytest.param(AVERAGED, marks=pytest.mark.rest)])
+def test_on_any_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Shapes that no number divides; the last step of an epoch has a row for one logical worker."""
+    job = fsdp_job(tmp_path / "run", data, **fields)
+    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cached)
+    for size in (1, 3, 4):
+        assert_bits(pool.trained(job, size, cached), plain)
+    pool.train(job, 3, Hooks(after_step=DieAfter(6)), cached)
+    assert result_of(job).commit.step == 6
+    pool.run_job(job, 2, streamed)
+    assert_bits(result_of(job), plain)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        optimizer("AdamW", lr=0.001),
+        pytest.param(optimizer("Adam", lr=0.001, amsgrad=True, weight_decay=0.01), marks=pytest.mark.rest),
+        pytest.param(optimizer("Adagrad", lr=0.01), marks=pytest.mark.rest),
+        pytest.param(optimizer("SGD", lr=0.05, momentum=0.9, foreach=True), marks=pytest.mark.rest),
+        pytest.param(optimizer("RMSprop", lr=0.001, momentum=0.9), marks=pytest.mark.rest),
+        pytest.param(optimizer("NAdam", lr=0.001), marks=pytest.mark.rest),
+        pytest.param(optimizer("ASGD", lr=0.01), marks=pytest.mark.rest),
+        pytest.param(optimizer("tests.processes.reduction.test_sharded_exact.Signs", lr=0.001), marks=pytest.mark.rest),
+        pytest.param({**SGD, "groups": [{"norms_and_biases": True, "lr": 0.01}]}, marks=pytest.mark.rest),
+    ],
+)
+def test_with_optimizers_that_treat_each_value_on_its_own(pool: Pool, data: Path, tmp_path: Path, chosen: dict[str, Any]) -> None:
+    assert_those_of_ddp(pool, tmp_path, data, (3,), optimizer=chosen, train__epochs=1, train__grad_clip_norm=0.5)
+
+
+class Signs(Optimizer):
+    """Of a user's own, with a state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(0.9).add_(p.grad, alpha=0.1)
+                p.add_(mean.sign(), alpha=-group["lr"])
+
+
+class OddModel(nn.Module):
+    """Weights that are tied, an embedding with padding, a unit in a unit, one that is called twice, and parameters that nobody uses, or
+    only the rows of some logical workers."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, padding_idx=0)
+        self.block = nn.Sequential(nn.Linear(6, 7), nn.Sequential(nn.Linear(7, 6), nn.Tanh()))
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embedding.weight
+        self.head = nn.Linear(11, CLASSES)
+        self.unused, self.sometimes = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(CLASSES))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding((x.flatten(1) * 10).abs().long().clamp(max=10)).mean(1)
+        for _ in range(2):
+            h = self.block(h) if self.reentrant is None else checkpoint(self.block, h, use_reentrant=self.reentrant)
+        y = self.head(self.out(h))
+        return y * self.sometimes if x.flatten()[0] > x.flatten()[-1] else y
+
+
+class Odd(TinyImages):
+    """Trains `OddModel`."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def build_model(self) -> nn.Module:
+        return OddModel(self.reentrant)
+
+    def shard_units(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, OddModel)
+        return [model.block, model.block[1]]
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Any:
+        return super().training_loss(model, batch) * (1 if self.reentrant is None else 2)
+
+
+@pytest.mark.rest
+def test_of_an_odd_model(pool: Pool, data: Path, tmp_path: Path) -> None:
+    assert_those_of_ddp(pool, tmp_path, data, (1, 2, 3, 4), Odd(), train__epochs=1)
+
+
+@pytest.mark.rest
+def test_of_checkpointed_activations(pool: Pool, data: Path, tmp_path: Path) -> None:
+    assert_those_of_ddp(pool, tmp_path, data, (1, 3), Odd(reentrant=False), train__epochs=1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_come_in_parts_are_refused(pool: Pool, data: Path, tmp_path: Path, size: int) -> None:
+    outcomes = pool.train(fsdp_job(tmp_path / "run", data, Odd(reentrant=True)), size, Hooks(), cached)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ConfigError), outcome.trace
+        assert "came in several parts" in str(outcome.error)
+
+
+@pytest.mark.parametrize("logical_workers", [1, 6])
+@pytest.mark.rest
+def test_of_other_numbers_of_logical_workers(pool: Pool, data: Path, tmp_path: Path, logical_workers: int) -> None:
+    def job(strategy: str) -> Job:
+        fields = {"train__strategy": strategy, "optimizer": SGD, "train__grad_clip_norm": 0.5}
+        return make_job(tmp_path / strategy, data, logical_workers=logical_workers, batch=12, task=Units(), **fields)
+
+    plain = pool.trained(job("ddp"), 1, cached)
+    for size in range(1, min(logical_workers, 4) + 1):
+        assert_bits(pool.trained(job("fsdp"), size, cached), plain)
+
+
+@pytest.mark.rest
+def test_half_precision_on_any_number_of_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """Not the bits of `ddp`, whose autocast rounds elsewhere."""
+    job = fsdp_job(tmp_path / "run", data, train__precision="bf16", train__epochs=1, train__grad_clip_norm=0.5)
+    first = pool.trained(job, 1, cached)
+    for size in (2, 3, 4):
+        assert_bits(pool.trained(job, size, cached), first)
+
+
+@pytest.mark.rest
+def test_whoever_is_killed_or_comes(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
+    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", checkpoint__every_steps=None), 2, cached)
+    kill = KillOnce(tmp_path / "killed", step=8, rank=1)
+    train_shifting(pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], Hooks(after_step=kill), streamed)
+    assert kill.proof.exists()
+    assert [sizes[-1] for sizes in result_of(job).workers] == [3] * 6 + [2] * 4 + [3] * 8
+    assert_bits(result_of(job), plain)

@@ -1,0 +1,172 @@
+"""Data on Google Cloud Storage and Azure Blob Storage, read from emulators of them, and the names of places there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from ray_app.data.dataset import contents, open_dataset
+from ray_app.data.local_readers import load_all
+from ray_app.data.parquet_files import DataFile
+from ray_app.data.probes import probe
+from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.errors import ConfigError, DataError, StorageError
+from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.storage.data_files import find, is_within, place_of, versions
+from ray_app.storage.files import location
+from ray_app.storage.object_stores import AzurePath
+from tests.support.azure_server import KEY, AzureServer
+from tests.support.encoded_images import encode
+from tests.support.gcs_server import GoogleServer
+
+Server = GoogleServer | AzureServer
+PHOTO = Image.fromarray(np.full((6, 8, 3), 90, np.uint8))
+
+
+@pytest.fixture(scope="module", params=[GoogleServer, AzureServer], ids=["gs", "az"])
+def cloud(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AZURE_STORAGE_KEY", KEY)
+        server: Server = request.param()
+        yield server
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def rows(cloud: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same files on a disk and below `rows`, one of them below a folder in it."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "more").mkdir()
+    for number, name in enumerate(["a.parquet", "b.parquet", "more/c.parquet"]):
+        table = pa.table({"x": np.arange(500.0) + 1000 * number, "y": np.arange(500) % 3})
+        pq.write_table(table, folder / name, row_group_size=120)
+        cloud.put(f"rows/{name}", (folder / name).read_bytes())
+    return folder
+
+
+def loaded(path: str) -> dict[str, np.ndarray]:
+    dataset = open_dataset(path)
+    reader = Reader(dataset.root, ["x", "y"], dict, probe(dataset, ["x", "y"], dict))
+    source = RowSource(reader, dataset.manifest, 300)
+    return {name: np.asarray(values) for name, values in load_all(fetch_here, source).arrays.items()}
+
+
+def test_a_data_set_is_what_it_is_on_a_disk(cloud: Server, rows: Path) -> None:
+    there = str(cloud.path("rows"))
+    here, found = open_dataset(str(rows)), open_dataset(there)
+    assert (found.manifest.digest, found.manifest.paths) == (here.manifest.digest, here.manifest.paths)
+    assert place_of(found.root) == cloud.path("rows")
+    expected, read = loaded(str(rows)), loaded(there)
+    assert read.keys() == expected.keys()
+    assert all(np.array_equal(read[name], expected[name]) for name in expected)
+    paths = here.manifest.paths
+    assert contents(cloud.path("rows"), paths) == contents(rows, paths)
+
+
+FOLDERS = {"kind=a b/day=2024-01-01": 1, "kind=a%2Fb/day=2024-01-02": 2, "kind=ü/day=__HIVE_DEFAULT_PARTITION__": 3}
+
+
+def test_folders_of_keys_and_values_are_columns_in_a_bucket(cloud: Server, tmp_path: Path) -> None:
+    for folder, x in FOLDERS.items():
+        (tmp_path / folder).mkdir(parents=True)
+        pq.write_table(pa.table({"x": [float(x)] * 2}), tmp_path / folder / "a.parquet")
+        cloud.put(f"hive/{folder}/a.parquet", (tmp_path / folder / "a.parquet").read_bytes())
+    here, there = open_dataset(str(tmp_path)), open_dataset(str(cloud.path("hive")))
+    assert (there.manifest.digest, there.manifest.partitions) == (here.manifest.digest, {"kind": "string", "day": "string"})
+    assert (there.facts.columns["day"].nulls, there.facts.columns["kind"].nulls) == (2, 0)
+    values = {}
+    for path in there.manifest.paths:
+        with DataFile(there.root, path, there.manifest.partitions) as file:
+            rows = file.read(["x", "kind", "day"])
+        values[rows["x"][0].as_py()] = rows["kind"][0].as_py(), rows["day"][1].as_py()
+    assert values == {1.0: ("a b", "2024-01-01"), 2.0: ("a/b", "2024-01-02"), 3.0: ("ü", None)}
+
+
+def test_files_of_other_formats_in_a_bucket_of_images_are_named(cloud: Server, tmp_path: Path) -> None:
+    for label in "ab":
+        cloud.put(f"photos/{label}/1.jpg", encode(PHOTO, "jpeg"))
+        cloud.put(f"photos/{label}/2", encode(PHOTO, "png"))
+        cloud.put(f"photos/{label}/1.xml", b"<annotation>")
+    part = ingest(IngestOptions("images", str(tmp_path / "out"), str(cloud.path("photos")))).parts[""]
+    assert (part.rows, part.skipped_files) == (4, 2)
+    lines = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row_id"] for line in lines] == ["a/1.xml", "b/1.xml"]
+
+
+def test_a_changed_file_is_another_version(cloud: Server) -> None:
+    cloud.put("changing/a.parquet", b"one")
+    before = versions(cloud.path("changing"), ["a.parquet"])
+    cloud.put("changing/a.parquet", b"another")
+    assert versions(cloud.path("changing"), ["a.parquet"]) != before
+    with pytest.raises(FileNotFoundError):
+        versions(cloud.path("changing"), ["b.parquet"])
+
+
+def test_what_is_not_there_is_said(cloud: Server, rows: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        open_dataset(str(cloud.path("nothing")))
+    assert find(cloud.path("rows")) is None
+    with pytest.raises(FileNotFoundError):
+        cloud.path("nothing").read_bytes()
+    cloud.put("several/train/dataset.json", b"{}")
+    cloud.put("several/train/a.parquet", (rows / "a.parquet").read_bytes())
+    with pytest.raises(DataError, match=r"holds several data sets: train"):
+        open_dataset(str(cloud.path("several")))
+
+
+def test_a_wrong_key_of_azure_and_a_server_that_is_gone_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY)
+    server = AzureServer()
+    place = server.path("rows")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", KEY.replace("E", "F"))
+    other = replace(place, query="&".join(reversed(place.query.split("&"))))  # a client of its own
+    with pytest.raises(StorageError, match=r"403 Server failed to authenticate(?s:.*)credentials \(AZURE_STORAGE_KEY, "):
+        open_dataset(str(other))
+    server.close()
+    with pytest.raises(StorageError, match=r"Could not connect(?s:.*)Check the address"):
+        open_dataset(str(place))
+
+
+def test_raw_data_is_ingested_from_there(cloud: Server, tmp_path: Path) -> None:
+    cloud.put("raw/rows.csv", b"size,label\n" + b"".join(b"%d,%d\n" % (i, i % 2) for i in range(100)))
+    made = ingest(IngestOptions("csv", str(tmp_path / "out"), str(cloud.path("raw/rows.csv")), label="label"))
+    assert sum(part.rows for part in made.parts.values()) == 100
+    assert open_dataset(str(tmp_path / "out")).manifest.num_rows == 100
+
+
+def test_a_run_is_not_stored_there() -> None:
+    with pytest.raises(ConfigError, match="runs and data sets are written to a folder"):
+        location("gs://bucket/runs")
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("gs://key@bucket/x", "must not hold credentials"),
+        ("gs://bucket/x?region=eu", "'region' is unknown"),
+        ("az:///x", "names no place on az://"),
+        ("abfs://container/x", "is on abfs://"),
+    ],
+)
+def test_other_names_are_refused(uri: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        place_of(uri)
+
+
+def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
+    place = place_of("az://container/rows")
+    assert isinstance(place, AzurePath)
+    with pytest.raises(StorageError, match="needs the name of the storage account"):
+        find(place)
+    assert str(place_of("az://container/rows?account_name=mine") / "a.parquet") == "az://container/rows/a.parquet?account_name=mine"
+    assert is_within(place / "a" / "b", place / "a")
+    assert not is_within(place / "a", place_of("gs://container/rows"))

@@ -1,0 +1,418 @@
+"""The run directory on S3 (moto's server, with faults): the same promises as on a disk."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_app.checkpoint.format import MODEL, pack
+from ray_app.checkpoint.store import CheckpointStore, Fallback, Hold
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.sections import CheckpointSection
+from ray_app.data import dataset as contents
+from ray_app.data.dataset import open_dataset
+from ray_app.data.probes import first_row
+from ray_app.errors import CheckpointError, ConfigError
+from ray_app.retrain.gate import put_together
+from ray_app.retrain.profile import profile
+from ray_app.retrain.rounds import delivered
+from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
+from ray_app.runlog.journal import put_event, read_events
+from ray_app.runlog.lease import acquire
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage import object_stores
+from ray_app.storage.data_files import is_within
+from ray_app.storage.files import Location, folders, listing, location, names, put_atomic, put_json, read_json, remove_tree
+from ray_app.storage.object_stores import S3Path
+from ray_app.train.checkpointing import writer as saver_module
+from ray_app.train.checkpointing.writer import Saver
+from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
+from tests.support.places import ROOT
+from tests.support.s3_server import S3Server
+from tests.support.waiting import until
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["local", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    return tmp_path / "folder" if request.param == "local" else request.getfixturevalue("s3_folder")
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_stores, "PART_BYTES", 5 * MIB)  # the least that S3 takes
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clients that wait for a second only."""
+    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_stores, "_READ_TIMEOUT_S", 1)
+    object_stores._make_client.cache_clear()
+    yield
+    object_stores._make_client.cache_clear()
+
+
+# --- files, on a disk and on S3
+
+
+def test_the_same_on_a_disk_and_on_s3(folder: Location) -> None:
+    assert names(folder) == []
+    assert listing(folder) == {}
+    assert read_json(folder / "a.json") is None
+    assert not (folder / "a.json").exists()
+    with pytest.raises(FileNotFoundError):
+        (folder / "a.json").read_bytes()
+    assert put_json(folder / "a.json", {"b": 1})
+    assert put_atomic(folder / "sub" / "c", b"2", if_absent=True)
+    assert not put_atomic(folder / "sub" / "c", b"3", if_absent=True)
+    assert put_atomic(folder / "empty", b"")
+    assert read_json(folder / "a.json") == {"b": 1}
+    assert (folder / "sub" / "c").read_bytes() == b"2"
+    assert sorted(names(folder)) == ["a.json", "empty"] + (["sub"] if isinstance(folder, Path) else [])
+    found = listing(folder)
+    assert list(found) == ["a.json", "empty", "sub/c"]
+    assert found["sub/c"].name == "c"
+    assert (found["sub/c"].parent, (folder / "sub").parent) == (folder / "sub", folder)
+    assert (folders(folder), folders(folder / "sub"), folders(folder / "none")) == (["sub"], [], [])
+    assert [place.read_bytes() for place in found.values()][1:] == [b"", b"2"]
+    assert put_atomic(folder / "sub" / "c", b"4")
+    assert listing(folder)["sub/c"].read_bytes() == b"4", "an old version is remembered"
+    (folder / "empty").unlink()
+    (folder / "empty").unlink(missing_ok=True)
+    remove_tree(folder / "sub")
+    assert list(listing(folder)) == ["a.json"]
+    assert pickle.loads(pickle.dumps(folder)) == folder == location(str(folder))
+
+
+def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> None:
+    for name, x in {"kind=a b/year=2023": 1.0, "kind=a%2Fb/year=2024": 2.0}.items():
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"x": [x] * 2}), sink)
+        put_atomic(folder / name / "a.parquet", sink.getvalue().to_pybytes())
+    dataset = open_dataset(str(folder))
+    assert dataset.manifest.partitions == {"kind": "string", "year": "int64"}
+    columns = ["x", "kind", "year"]
+    first = first_row(dataset, columns, lambda rows: {"x": rows["x"], "year": rows["year"], "length": np.char.str_len(rows["kind"])})
+    assert {name: values.tolist() for name, values in first.items()} == {"x": [1.0], "year": [2023], "length": [3]}
+
+
+def test_what_names_a_place() -> None:
+    assert location("runs") == Path("runs").resolve()
+    assert location("s3://bucket/") / "run" == S3Path("bucket", "run")
+    place = location("s3://bucket/a/b/?region=eu-west-1&endpoint_override=host:9000&scheme=http") / "run"
+    assert str(place) == "s3://bucket/a/b/run?region=eu-west-1&endpoint_override=host:9000&scheme=http"
+    assert (place.name, location(str(place))) == ("run", place)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gs://bucket/x", "gs://; runs and data sets are written to a folder that all nodes see, or to s3://"),
+        ("s3:///x", "names no place on s3:"),
+        ("s3://bucket/x?endpoint=host", "'endpoint' is unknown. Write s3://bucket/prefix, with ?endpoint_override"),
+        ("s3://key:secret@bucket/x", "must not hold credentials"),
+    ],
+)
+def test_what_names_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        location(text)
+    assert message in str(caught.value)
+    assert "secret" not in str(caught.value).replace("SECRET", "")
+
+
+def test_mlflow_needs_a_place_of_its_own_for_a_run_on_s3() -> None:
+    config = Config().replace(run__storage_path="s3://bucket/runs")
+    with pytest.raises(ConfigError, match=r"Set tracking\.uri to an MLflow server"):
+        default_tracking_uri(config)
+    assert default_tracking_uri(config.replace(tracking__uri="http://host:5000")) == "http://host:5000"
+
+
+def test_a_bucket_that_is_not_there_is_an_error_and_no_missing_file(s3_folder: S3Path) -> None:
+    place = replace(s3_folder, bucket="nothing-here") / "config.yaml"
+    with pytest.raises(OSError, match="NoSuchBucket") as caught:
+        place.read_bytes()
+    assert not isinstance(caught.value, FileNotFoundError)
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), OSError)
+
+
+def test_one_of_two_racing_writers_wins(s3_folder: S3Path) -> None:
+    for i in range(20):
+        place, start, won = s3_folder / str(i), threading.Barrier(2), []
+
+        def write(name: str, place: S3Path = place, start: threading.Barrier = start, won: list[str] = won) -> None:
+            start.wait()
+            if put_atomic(place, name.encode(), if_absent=True):
+                won.append(name)
+
+        threads = [threading.Thread(target=write, args=(name,)) for name in ("one", "two")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert place.read_bytes() == won[0].encode()
+
+
+# --- what goes wrong on the way
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_passing_error_of_the_server_is_not_seen(s3_server: S3Server, s3_folder: S3Path, status: int) -> None:
+    s3_server.fail(f"PUT .*{s3_folder.key}", times=2, status=status)
+    assert put_atomic(s3_folder / "a", b"1")
+    s3_server.fail(f"GET .*{s3_folder.key}", times=2, status=status)
+    assert (s3_folder / "a").read_bytes() == b"1"
+    assert len(s3_server.requests("PUT|GET")) == 6, "the faults did not happen"
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.rest
+def test_an_answer_that_does_not_come_is_asked_for_again(s3_server: S3Server, s3_folder: S3Path) -> None:
+    s3_server.fail("PUT", delay_s=3)
+    assert put_atomic(s3_folder / "a", b"1")
+    assert len(s3_server.requests("PUT")) >= 2
+    s3_server.fail("PUT", delay_s=3, times=-1)
+    with pytest.raises(OSError, match="Read timeout"):
+        put_atomic(s3_folder / "a", b"2")
+    assert (s3_folder / "a").read_bytes() == b"1"
+
+
+def test_a_lost_answer_does_not_lose_the_race(s3_server: S3Server, s3_folder: S3Path) -> None:
+    s3_server.fail("PUT", done=True)
+    assert put_atomic(s3_folder / "fence", b"mine", if_absent=True)
+    assert len(s3_server.requests("PUT")) == 2
+    assert not put_atomic(s3_folder / "fence", b"another's", if_absent=True)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_big_file_goes_in_parts_with_little_memory(s3_server: S3Server, s3_folder: S3Path) -> None:
+    data = os.urandom(60 * MIB + 1)
+    tracemalloc.start()
+    put_atomic(s3_folder / "big", data)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 30 * MIB, "four parts of 5 MiB and change"
+    assert (s3_folder / "big").read_bytes() == data
+    assert len(s3_server.requests("PUT .*partNumber")) == 13
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("broken", ["PUT .*partNumber=2", "POST .*uploadId"])
+def test_an_upload_that_breaks_leaves_what_was_there(s3_server: S3Server, s3_folder: S3Path, broken: str) -> None:
+    put_atomic(s3_folder / "big", b"old")
+    s3_server.fail(broken, times=-1)
+    with pytest.raises(OSError, match="503"):
+        put_atomic(s3_folder / "big", bytes(11 * MIB))
+    assert (s3_folder / "big").read_bytes() == b"old"
+    assert listing(s3_folder, temporary=True) == {}, "parts stay"
+
+
+# --- checkpoints
+
+
+def load(store: CheckpointStore) -> tuple[int, list[Fallback]]:
+    fallbacks: list[Fallback] = []
+    found = store.load_newest(fallbacks.append)
+    assert found is not None
+    return found[1].step, fallbacks
+
+
+@pytest.fixture
+def paths(s3_folder: S3Path) -> RunPaths:
+    return RunPaths(s3_folder / "run")
+
+
+@pytest.fixture
+def store(paths: RunPaths) -> CheckpointStore:
+    return store_of_three(paths)
+
+
+def test_damaged_objects_are_found_and_passed_over(store: CheckpointStore, paths: RunPaths) -> None:
+    place = paths.checkpoint(3, 1) / MODEL
+    data = bytearray(place.read_bytes())
+    data[-1] ^= 1
+    put_atomic(place, bytes(data))
+    step, [fallback] = load(store)
+    assert (step, fallback.name) == (2, "step-00000003-0001")
+    assert "differs from what was committed (SHA-256)" in fallback.reason
+    assert [c.step for c in store.commits()] == [1, 2]
+    assert load(store) == (2, [fallback]), "who marked it may have told nobody"
+    (paths.checkpoint(2, 1) / MODEL).unlink()
+    assert load(store)[0] == 1
+    marker = paths.checkpoint(1, 1) / "COMMIT.json"
+    put_atomic(marker, marker.read_bytes().replace(b'"step": 1', b'"step": 0'))
+    with pytest.raises(CheckpointError, match="Nothing was deleted"):
+        load(store)
+    store.write(pack(snapshot_of(3)), commit_of(3))
+    assert load(store) == (3, [])
+
+
+def test_retention_removes_the_marker_first(store: CheckpointStore, paths: RunPaths, s3_server: S3Server) -> None:
+    store.hold("evaluator", Hold(2, time.time() + 60))
+    store.write(pack(snapshot_of(4)), commit_of(4))
+    s3_server.reset()
+    assert store.retain(keep_last=1, best=[1]) == [2]
+    first, second = s3_server.requests(r"DELETE|POST .*\?delete")
+    assert first.endswith("step-00000002-0001/COMMIT.json")
+    assert second.startswith("POST")
+    assert list(listing(paths.checkpoint(2, 1))) == []
+    assert [c.step for c in store.commits()] == [1, 3, 4]
+
+
+def test_the_last_valid_one_stays_when_newer_ones_are_bad(store: CheckpointStore) -> None:
+    for step in (2, 3):
+        store.mark_bad(commit_of(step), "test")
+    assert store.retain(keep_last=1, best=[]) == []
+    step, fallbacks = load(store)
+    assert (step, [fallback.reason for fallback in fallbacks]) == (1, ["test", "test"])
+
+
+def test_looking_for_commits_is_one_listing(store: CheckpointStore, s3_server: S3Server) -> None:
+    assert len(store.commits()) == 3
+    s3_server.reset()
+    assert len(store.commits()) == 3
+    [request] = s3_server.requests()
+    assert "list-type=2" in request, "what was read is remembered by its version"
+
+
+def test_a_whole_bucket_is_a_place_as_well(s3_server: S3Server, s3_folder: S3Path) -> None:
+    put_atomic(s3_folder / "a" / "x", b"1")
+    whole = s3_server.path("")
+    assert f"{s3_folder.key}/a/x" in listing(whole)
+    assert s3_folder.key in folders(whole)
+    assert is_within(s3_folder, whole)
+    assert not is_within(whole, s3_folder)
+
+
+def test_what_a_console_puts_for_a_folder_is_no_file(s3_folder: S3Path) -> None:
+    """An empty object that has the folder's name and a slash at its end."""
+    paths = RunPaths(s3_folder / "run")
+    for folder in (paths.root, paths.fences, paths.holds, paths.root / "sub"):
+        folder._client.put_object(Bucket=folder.bucket, Key=folder.key + "/", Body=b"")
+    assert names(paths.root) == names(paths.fences) == []
+    with acquire(paths) as lease:
+        assert lease.fence == 1
+        CheckpointStore(paths).hold("evaluator", Hold(1, 2.0))
+        assert len(CheckpointStore(paths).holds()) == 1
+    remove_tree(paths.root)
+    kept = paths.root._client.list_objects_v2(Bucket=paths.root.bucket, Prefix=paths.root.key + "/")
+    assert not kept.get("Contents"), "remains"
+
+
+def test_small_records(paths: RunPaths) -> None:
+    made = Evaluation(8, 0, "digest", {"accuracy": 0.5}, 10, 0.1, 1.0)
+    assert read_evaluations(paths) == []
+    assert put_evaluation(paths, made)
+    assert not put_evaluation(paths, replace(made, rows=11))
+    assert read_evaluations(paths) == [made]
+    assert evaluated_steps(paths) == {8}
+    for kind in ("started", "checkpointed", "failed"):
+        put_event(paths, kind, 1)
+    assert [e.kind for e in read_events(paths)] == ["started", "checkpointed", "failed"]
+    assert [e.kind for e in read_events(paths, "checkpointed")] == ["checkpointed"]
+
+
+WRITER = """
+import sys
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.record import s3
+from ray_app.storage.files import location
+from ray_app.runlog.lease import acquire
+from ray_app.runlog.paths import RunPaths
+from tests.support.checkpoints import commit_of, snapshot_of
+from ray_app.checkpoint.format import pack
+s3.PART_BYTES = 5 << 20
+CheckpointStore(RunPaths(location(sys.argv[1]))).write(pack(snapshot_of(4, 3 << 20)), commit_of(4))
+"""
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param("model.safetensors.*partNumber=2", marks=pytest.mark.rest),
+        pytest.param("training.pt", marks=pytest.mark.rest),
+        "COMMIT.json",
+    ],
+)
+def test_a_writer_that_is_killed_in_the_middle_commits_nothing(
+    store: CheckpointStore, paths: RunPaths, s3_server: S3Server, at: str
+) -> None:
+    at = f"PUT .*step-00000004.*{at}"
+    s3_server.fail(at, times=-1, delay_s=60)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(paths.root)], cwd=ROOT)
+    try:
+        until(lambda: s3_server.requests(at), "the writer does not get there")
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    assert load(store) == (3, [])
+    assert [c.step for c in store.commits()] == [1, 2, 3]
+    left = {**listing(paths.checkpoint(4, 1)), **listing(paths.checkpoint(4, 1), temporary=True)}
+    assert left
+    store.clean(fence=1)
+    assert {**listing(paths.checkpoint(4, 1)), **listing(paths.checkpoint(4, 1), temporary=True)} == left, "may still be written"
+    store.clean(fence=2)
+    assert listing(paths.checkpoint(4, 1)) == listing(paths.checkpoint(4, 1), temporary=True) == {}
+    assert load(store) == (3, [])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_outage_fails_a_checkpoint_and_not_the_next(paths: RunPaths, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "_ATTEMPTS", 2)
+    saver = Saver(paths, CheckpointSection(), list)
+    s3_server.fail("PUT .*step-00000001.*/training.pt", times=3)  # as often as botocore tries
+    saver.save(lambda: snapshot_of(1), commit_of(1))
+    saver.wait()
+    s3_server.fail(r"PUT .*step-00000002.*/training.pt|POST .*\?delete|PUT .*/events/", times=-1)
+    saver.save(lambda: snapshot_of(2), commit_of(2))
+    with pytest.raises(CheckpointError, match="503"):
+        saver.check()
+    assert [c.step for c in CheckpointStore(paths).commits()] == [1]
+    assert list(listing(paths.checkpoint(2, 1))) == [MODEL], "it could be removed at once"
+    s3_server.reset()
+    saver.save(lambda: snapshot_of(3), commit_of(3))
+    saver.check()
+    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 3]
+    assert [(e.kind, e.details["step"]) for e in read_events(paths)] == [
+        ("checkpointed", 1), ("write_retried", 1), ("checkpointed", 3), ("write_failed", 2),
+    ]  # fmt: skip
+    assert list(listing(paths.checkpoint(2, 1))) == [], "half a checkpoint stays"
+
+
+def test_retraining_reads_its_data_on_s3(s3_folder: S3Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests, a profile, and new rows put together with some old ones: equal to those of the same files on a disk."""
+    for kind in ("train", "eval"):
+        (tmp_path / kind).mkdir()
+        for name in ("a", "b"):
+            table = pa.table({"x": [float(ord(name) + i) for i in range(40)], "label": [i % 2 for i in range(40)]})
+            pq.write_table(table, tmp_path / kind / f"{name}.parquet", row_group_size=20)
+            put_atomic(s3_folder / kind / f"{name}.parquet", (tmp_path / kind / f"{name}.parquet").read_bytes())
+    found = []
+    for place in (tmp_path, s3_folder):
+        config = Config().replace(data__path=str(place / "train"), data__eval_path=str(place / "eval"))
+        files = delivered(config, tmp_path / "memory" / str(len(found)))
+        dataset = open_dataset(config.data.path)
+        old = {path for path in files.train if path.endswith("a.parquet")}
+        out = put_together(dataset, ["x", "label"], files.train, old, 0.3, tmp_path / f"out-{len(found)}")
+        found.append((files, profile(dataset, ["x", "label"], "label")[0], open_dataset(str(out)).manifest.digest))
+    assert found[0] == found[1]
+    read: list[str] = []
+    monkeypatch.setattr(contents, "sha256", lambda file: read.append(str(file)))
+    assert delivered(config, tmp_path / "memory" / "1") == found[0][0]
+    assert not read, "nothing was changed"

@@ -1,0 +1,178 @@
+"""Causal language models of `transformers`: the bits that are promised, adapters, shards, and folders that `transformers` loads."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from ray_app.data.dataset import open_dataset
+from ray_app.errors import ConfigError, DataError
+from ray_app.models.export import load_model, write_export
+from ray_app.task.language_model import CausalLanguageModel
+from ray_app.task.metrics import combine, score
+from ray_app.task.ragged import Ragged, to_batch
+from ray_app.train.job import Hooks, Job
+from tests.support.local_world import CPU, DieAfter, KilledError, Pool, cached, make_job, result_of
+from tests.support.shifting_world import KillOnce, train_shifting
+
+WORDS, ROWS = 50, 44
+SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+LORA = {"r": 2, "target_modules": ["c_attn"], "lora_dropout": 0.1}
+
+
+def spec(vocab_size: int = WORDS) -> dict[str, Any]:
+    config = {"class_path": "transformers.GPT2Config", "init_args": {**SMALL, "vocab_size": vocab_size}}
+    return {"class_path": "transformers.AutoModelForCausalLM.from_config", "init_args": {"config": config}}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of different length that count up."""
+    root, random = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
+    texts = [[int(t) % WORDS for t in range(first, first + random.integers(1, 24))] for first in random.integers(0, WORDS, ROWS)]
+    texts[0] = [WORDS - 1, 0]
+    pq.write_table(pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))}), root / "0.parquet", row_group_size=20)
+    return root
+
+
+def job_of(folder: Path, data: Path, task: CausalLanguageModel | None = None, **fields: Any) -> Job:
+    fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3, **fields}
+    task = task or CausalLanguageModel(spec())
+    return make_job(folder, data, logical_workers=4, batch=12, task=task, data__by_length="tokens", **fields)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("how", "precision"), [({}, "fp32"), ({"gradient_checkpointing": True, "lora": LORA}, "bf16")])
+def test_the_same_bits_for_every_number_of_workers_a_kill_and_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, how: dict[str, Any], precision: str
+) -> None:
+    job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), **how), train__precision=precision)
+    first = pool.trained(job, 1, cached)
+    for size in (2, 4):
+        found = pool.trained(job, size, cached)
+        assert (found.bits, found.steps) == (first.bits, first.steps)
+    assert how or first.steps[-1][1] < first.steps[0][1], "it learns"
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(5)), cached)
+    assert all(isinstance(o.error, KilledError) for o in outcomes)
+    assert result_of(job).commit.step == 3, "in the middle of an epoch"
+    pool.run_job(job, 2, cached)
+    assert result_of(job).bits == first.bits
+    kill = KillOnce(tmp_path / "killed", step=5, rank=0)
+    lost = job_of(tmp_path / "lost", data, CausalLanguageModel(spec(), **how), train__precision=precision)
+    outcomes = train_shifting(pool, lost, [[0, 1], [1]], [], Hooks(after_step=kill))
+    assert kill.proof.exists()
+    assert outcomes[1].trace == ""
+    assert result_of(lost).bits == first.bits
+
+
+@pytest.mark.rest
+def test_adapters_alone_are_trained(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), lora=LORA), checkpoint__every_steps=1)
+    pool.run_job(job, 1, cached)
+    last = result_of(job).snapshot.model
+    pool.run_job(begun := job_of(tmp_path / "begun", data, CausalLanguageModel(spec(), lora=LORA), train__max_steps=1), 1, cached)
+    moved = {name for name, value in result_of(begun).snapshot.model.items() if not torch.equal(value, last[name])}
+    assert moved
+    assert moved == {name for name in last if ".lora_" in name}
+    assert len(result_of(job).snapshot.optimizer["state"]) == len(moved)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("how", [{}, {"gradient_checkpointing": True, "lora": LORA}])
+def test_sharded_by_blocks_it_has_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path, how: dict[str, Any]) -> None:
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
+    task = CausalLanguageModel(spec(), **how)
+    plain = pool.trained(job_of(tmp_path / "plain", data, task, optimizer=sgd), 2, cached)
+    found = pool.trained(job_of(tmp_path / "run", data, task, optimizer=sgd, train__strategy="fsdp"), 2, cached)
+    assert found.steps == plain.steps
+    assert found.bits == plain.bits
+
+
+def test_the_units_of_shards_are_the_blocks() -> None:
+    for lora in (None, LORA):
+        task = CausalLanguageModel(spec(), lora=lora)
+        assert [type(unit).__name__ for unit in task.shard_units(task.build_model())] == ["GPT2Block"] * 2
+
+
+def test_a_token_counts_once_and_padding_not_at_all() -> None:
+    """The mean over tokens, and the perplexity, of rows alone, together, and in parts."""
+    task = CausalLanguageModel(spec())
+    model = task.build_model().eval()
+    rows = [[1, 2, 3, 4, 5], [7], [9, 8, 7], []]
+    arrays = {"tokens": Ragged.of(rows, np.int32, fill=13)}
+    losses = []
+    for row in rows:
+        logits = model(torch.tensor([row or [0]])).logits[0].log_softmax(-1)
+        losses += [-logits[i, row[i + 1]].item() for i in range(len(row) - 1)]
+    for size in (4, 1):
+        found = combine(task, score(task, model, arrays, size, CPU)).values
+        assert found["loss"] == pytest.approx(sum(losses) / 6, rel=1e-5)
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
+    outputs = task.forward(model, to_batch(arrays))
+    assert outputs["tokens"].tolist() == [4, 0, 2, 0]
+    said = task.predictions({name: value.detach() for name, value in outputs.items()})
+    assert said["loss"][0] == pytest.approx(sum(losses[:4]) / 4, rel=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_bit() -> None:
+    found = []
+    for checkpointing in (False, True):
+        task = CausalLanguageModel(spec(), gradient_checkpointing=checkpointing)
+        torch.manual_seed(1)
+        model = task.build_model().train()
+        batch = to_batch({"tokens": Ragged.of([[1, 2, 3, 4], [5, 6]], np.int32)})
+        task.loss(task.forward(model, batch), batch).values.sum().backward()
+        assert model.is_activation_checkpointing is checkpointing
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.rest
+def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    task = CausalLanguageModel(spec(), lora=lora).prepare(open_dataset(str(data)).facts)
+    model = task.build_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)  # adapters begin with zeros
+    rows = {"tokens": Ragged.of([[1, 2, 3], [4, 5]], np.int32)}
+    source = {"run": "r", "step": 1, "params_digest": ""}
+    described = write_export(task, model, rows, tmp_path / "export", source)  # type: ignore[arg-type]
+    assert {"config.json", "model.safetensors"} <= described["files"].keys()
+    batch = to_batch(rows)
+    expected = task.forward(model.eval(), batch)["logits"]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert torch.allclose(theirs(batch["tokens"].long()).logits, expected, atol=1e-5)
+    ours = load_model(tmp_path / "export").predict({name: values.numpy() for name, values in batch.items()})
+    assert np.allclose(ours["logits"], expected.detach().numpy(), atol=1e-5)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    for folder, tolerance in (("export", 1e-5), ("half", 0.05)):
+        init_args = {"pretrained_model_name_or_path": str(tmp_path / folder)}
+        again = CausalLanguageModel({"class_path": "transformers.AutoModelForCausalLM.from_pretrained", "init_args": init_args})
+        begun = again.build_model().eval()
+        assert {parameter.dtype for parameter in begun.parameters()} == {torch.float32}
+        assert torch.allclose(again.forward(begun, batch)["logits"], expected, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (CausalLanguageModel(spec(40)), "has tokens up to 49, the model knows 40, 0 to 39. Set the config's vocab_size"),
+        (CausalLanguageModel({"class_path": "torch.nn.ReLU"}), "makes a ReLU; it must make a causal language model of transformers"),
+        (CausalLanguageModel(spec(), lora={"r": 2, "layers": ["c_attn"]}), "unexpected keyword argument 'layers'"),
+        (CausalLanguageModel(spec(), lora={"r": 2, "target_modules": ["qkv"]}), r"task.init_args.lora is .*qkv.* not found"),
+        (CausalLanguageModel(spec(), tokens="ids"), "has no column 'ids' for the tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_words(task: CausalLanguageModel, said: str, data: Path) -> None:
+    with pytest.raises((ConfigError, DataError), match=said):
+        task.prepare(open_dataset(str(data)).facts).build_model()

@@ -1,0 +1,256 @@
+"""Lightning modules: the bits that are promised, what their steps log, and what is refused with words."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torchmetrics.functional import classification
+
+from ray_app import check_task, load_config
+from ray_app.config.config import Config
+from ray_app.config.import_paths import OWN_OPTIMIZER
+from ray_app.errors import ConfigError
+from ray_app.preflight.prepare import prepare
+from ray_app.runlog.journal import read_events
+from ray_app.task.lightning import LightningTask
+from ray_app.task.metrics import combine, score
+from ray_app.train.job import Hooks, Job
+from tests.support.local_world import CPU, DieAfter, KilledError, Pool, cached, make_job, result_of, write_images
+from tests.support.pages import blocks
+from tests.support.places import ROOT
+
+MODULES = "tests.support.lightning_modules."
+OWN: dict[str, Any] = {"optimizer": {"class_path": OWN_OPTIMIZER}}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("lightning") / "data", [[50, 1], [46]])
+
+
+def task_of(module: str = "Good", **init_args: Any) -> LightningTask:
+    made = {"class_path": MODULES + module, "init_args": init_args}
+    return LightningTask(made, {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"], "label")
+
+
+def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
+    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(OWN | {"train__epochs": 2} | fields))
+
+
+def test_workers_do_not_change_the_bits_a_killed_one_costs_none_and_a_run_goes_on_in_mid_epoch(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path / "one", data, task_of(), checkpoint__every_epochs=None, checkpoint__every_steps=3)
+    one, two = pool.trained(job, 1), pool.trained(job, 2)
+    assert (two.bits, two.steps) == (one.bits, one.steps)
+    assert one.snapshot.optimizer["param_groups"][0]["momentum"] == 0.9
+    assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the module's schedule moves after every step"
+
+    killed = replace(job, run_root=str(tmp_path / "killed"))
+    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cached)
+    assert any(isinstance(each.error, KilledError) for each in ended), "the fault did not happen"
+    pool.run_job(replace(killed, fence=2), 1)
+    assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
+    assert job.plan.steps_per_epoch == 9
+    assert (result_of(killed).bits, result_of(killed).steps) == (one.bits, one.steps)
+
+
+def test_what_a_step_logs_is_the_mean_over_the_rows_of_all_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, task_of(), train__max_steps=9)
+    pool.run_job(job, 3)
+    steps = result_of(job).steps
+    logged, rows = [dict(step[-1]) for step in steps], [sum(step[4]) for step in steps]
+    assert [set(each) for each in logged] == [{"train.accuracy"}] * 9
+    assert rows == [12] * 8 + [1]
+    right = [each["train.accuracy"] * count for each, count in zip(logged, rows, strict=True)]
+    assert all(math.isclose(each, round(each), abs_tol=1e-5) for each in right), "a mean over rows counts rows"
+    assert 0 < sum(right) < sum(rows)
+
+
+def test_the_optimizer_of_the_configuration_goes_before_the_modules(pool: Pool, data: Path, tmp_path: Path) -> None:
+    adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
+    trained = pool.trained(job_of(tmp_path / "run", data, task_of(), train__epochs=1, **adam), 2)
+    assert "betas" in trained.snapshot.optimizer["param_groups"][0]
+    assert [step[2] for step in trained.steps] == [0.01] * 9
+
+
+def test_a_module_without_lightning_trains_by_the_optimizer_of_the_configuration(pool: Pool, data: Path, tmp_path: Path) -> None:
+    adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
+    assert not task_of("Unvalidated").brings_optimizer
+    job = job_of(tmp_path / "run", data, task_of("Unvalidated"), train__epochs=1, **adam)
+    assert pool.trained(job, 1).bits == pool.trained(job, 3).bits
+
+
+def test_an_evaluation_is_the_mean_over_rows_of_what_is_logged(data: Path, tmp_path: Path) -> None:
+    task = job_of(tmp_path / "run", data, task_of(does="counts rows")).task
+    torch.manual_seed(0)
+    model = task.build_model()
+    images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 5
+    arrays = {"image": (images * 255).byte().numpy(), "label": labels.numpy()}
+    alone = combine(task, score(task, model, arrays, 10, CPU))
+    shared = [chunk for part in (1, 0) for chunk in score(task, model, arrays, 10, CPU, part, 2)]
+    assert combine(task, shared) == alone
+    right = (model.eval()((images * 255).byte().float() / 255).argmax(1) == labels).float().mean().item()
+    assert alone.values.keys() == {"accuracy", "rows", "loss"}
+    assert math.isclose(alone.values["accuracy"], right, abs_tol=1e-6)
+    assert model.accuracy._update_count == 0, "torchmetrics of a module would grow from step to step"
+    assert alone.values["rows"] == (10 * 10 + 10 * 10 + 5 * 5) / 25
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("object", {"auroc", "f1"}),
+        ("called, then the object", {"auroc", "f1"}),
+        ("what calling returns", {"auroc", "f1"}),
+        ("what compute returns", {"auroc", "f1"}),
+        ("collection", {"of_auroc", "of_f1"}),
+        ("what a collection returns", {"of_auroc", "of_f1"}),
+        ("in a dictionary", {"auroc"}),
+        ("composed", {"auroc"}),
+    ],
+)
+def test_metrics_of_a_module_are_those_of_all_rows_whatever_the_batch(how: str, names: set[str]) -> None:
+    task = LightningTask({"class_path": MODULES + "Measuring", "init_args": {"how": how}}, ["image", "label"], "label")
+    task.kinds = {"image": "image", "label": "integer"}
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 4
+    arrays = {"image": (images * 255).byte().numpy(), "label": labels.numpy()}
+    scores, target = model((images * 255).byte().float() / 255), (labels > 1).long()
+    auroc, f1 = (float(of(scores, target)) for of in (classification.binary_auroc, classification.binary_f1_score))
+    expected = {name: f1 if name.endswith("f1") else 1 - auroc if how == "composed" else auroc for name in names}
+    for size in (25, 10, 1):
+        found = combine(task, score(task, model, arrays, size, CPU)).values
+        assert found == pytest.approx({**expected, "loss": found["loss"]}, abs=1e-6)
+        shared = [chunk for part in (2, 0, 1) for chunk in score(task, model, arrays, size, CPU, part, 3)]
+        assert combine(task, shared).values == found
+
+
+@pytest.mark.parametrize("how", ["of functions", "root"])
+def test_a_logged_number_that_is_no_mean_over_rows_is_refused(how: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not a mean over rows.*self\.log\(name, self\.metric\)"):
+        prepare(config_of(data, tmp_path, "Measuring", how=how))
+
+
+def test_a_module_that_logs_metrics_is_not_refused(data: Path, tmp_path: Path) -> None:
+    assert prepare(config_of(data, tmp_path, "Measuring", how="object")).doubts == ()
+
+
+def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_path: Path) -> None:
+    assert prepare(config_of(data, tmp_path, "OverTokens")).doubts == ()
+    task = LightningTask({"class_path": MODULES + "OverTokens"}, ["image", "label"], "label")
+    task.kinds = {"image": "image", "label": "integer"}
+    model = task.build_model().eval()
+    images, labels = torch.rand(25, 1, 8, 8), torch.arange(25) % 4
+    arrays = {"image": (images * 255).byte().numpy(), "label": labels.numpy()}
+    squares = model((images * 255).byte().float() / 255).square()
+    expected = float(squares[torch.arange(64) < labels[:, None]].mean().detach())
+    for size in (25, 10, 1):  # by ones there are batches without any token
+        found = combine(task, score(task, model, arrays, size, CPU)).values
+        assert found == pytest.approx({"loss": expected, "val_loss": expected}, rel=1e-6)
+
+
+def test_a_metric_logged_in_training_is_that_of_the_micro_batches(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, task_of(does="logs an object"), train__max_steps=2)
+    pool.run_job(job, 2)
+    for step in result_of(job).steps:
+        logged = dict(step[-1])
+        assert logged["train.object"] == pytest.approx(logged["train.accuracy"])
+
+
+@pytest.mark.parametrize("does", ["alone", "in a list"])
+def test_every_form_of_one_optimizer_is_taken(does: str) -> None:
+    task = task_of(does=does)
+    optimizer, schedule = task.own_optimizer(task.build_model())
+    assert (type(optimizer), schedule) == (torch.optim.SGD, None)
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("returns nothing", "Good.training_step returned no loss"),
+        ("returns rows", '"training_step\'s loss" is a Tensor of shape (2,); give one number'),
+        ("asks", "training_step asks the trainer for current_epoch, and there is no trainer"),
+        ("asks", "lightning_modules.py, line"),
+        ("counts", "training_step looks at batch_idx"),
+        ("sums", "is logged with reduce_fx"),
+        ("has no validation loss", "validation_step has no loss; return it, or log it as val_loss"),
+        ("manual", "sets automatic_optimization to False"),
+        ("by epoch", "returned StepLR, interval 'epoch'; a schedule here"),
+        ("asks for steps", "configure_optimizers asks the trainer for estimated_stepping_batches"),
+        ("every second step", "returned StepLR, interval 'step', frequency 2 (leave it out: let the schedule count 2 times as many steps)"),
+        ("by a loss", "returned ReduceLROnPlateau, interval 'epoch', monitor 'val_loss', a value that no step has; a schedule here"),
+        ("by a loss every step", "returned ReduceLROnPlateau, interval 'step', monitor 'val_loss', a value that no step has"),
+        ("by a value", "returned StepLR, interval 'step', monitor None, a value that no step has"),
+        ("misspells the schedule", "a dictionary with lr_schedule; its fields are optimizer, lr_scheduler, monitor"),
+        ("misspells the interval", "a dictionary with intervall; its fields are scheduler, interval, frequency"),
+        ("lacks the schedule", "a schedule without scheduler"),
+        ("several", "returned 2 optimizers and 0 schedulers"),
+        (
+            "counts rows",
+            "'rows', as the evaluation of LightningTask gives it, is not a mean over rows: of a batch of 16 rows it is 16, and",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_start(does: str, said: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        prepare(config_of(data, tmp_path, "Good", does=does))
+    assert said in str(found.value)
+
+
+def test_a_number_that_is_drawn_in_an_evaluation_is_said_and_taken(data: Path, tmp_path: Path) -> None:
+    said = [each for each in prepare(config_of(data, tmp_path, "Good", does="draws")).doubts if "each time that the same rows" in each]
+    assert len(said) == 1
+    assert said[0].startswith("'noise', as the evaluation of LightningTask gives it, is another number each time")
+
+
+@pytest.mark.parametrize(
+    ("module", "fields", "said"),
+    [
+        ("Hooked", {}, "Hooked has on_train_epoch_end, optimizer_step, which Lightning's trainer calls"),
+        ("plain", {}, "makes a Flatten; it must make a module with training_step"),
+        ("Unvalidated", {}, "has no validation_step, but data.eval_path is given"),
+        ("Good", {"train__strategy": "local_sgd"}, "and train.strategy local_sgd makes several"),
+    ],
+)
+def test_modules_that_cannot_be_are_refused(module: str, fields: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        prepare(config_of(data, tmp_path, module, fields))
+    assert said in str(found.value)
+
+
+def config_of(data: Path, tmp_path: Path, module: str, fields: dict[str, Any] | None = None, **init_args: Any) -> Config:
+    batch = {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"]
+    task = {"module": {"class_path": MODULES + module, "init_args": init_args}, "batch": batch, "target": "label"}
+    return load_config(
+        task={"class_path": "ray_app.task.lightning.LightningTask", "init_args": task},
+        data__path=str(data),
+        data__eval_path=str(data),
+        run__storage_path=str(tmp_path / "runs"),
+        **(fields or {}),
+    )
+
+
+@pytest.mark.rest
+def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text = (block.text for block in blocks(ROOT / "docs" / "lightning.md") if block.language in ("python", "yaml"))
+    assert len(code.splitlines() + text.splitlines()) < 60
+    (tmp_path / "net.py").write_text(code)
+    shutil.copytree(ROOT / "datasets", tmp_path / "datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    fields = {name: yaml.safe_load(text)[name] for name in ("task", "data", "scaling", "train")}
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(fields))
+    config = load_config("train.yaml")
+    assert prepare(config).job.config.optimizer.class_path == OWN_OPTIMIZER
+    check = check_task(config)
+    topics = ("one row", "randomness", "workers", "resume", "evaluation", "export")
+    assert [(f.level, f.topic) for f in check.findings if f.topic != "data"] == [("ok", name) for name in topics], str(check)

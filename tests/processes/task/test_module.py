@@ -1,0 +1,181 @@
+"""Models without a class: what a configuration alone trains, with the bits that are promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+
+from ray_app import check_task, load_config
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError, DataError
+from ray_app.preflight.prepare import prepare
+from tests.support.pictures import table_data, write_pictures
+from tests.support.places import ROOT
+
+NAMES = [("ok", name) for name in ("one row", "randomness", "workers", "resume", "evaluation", "export")]
+V2 = "torchvision.transforms.v2."
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> dict[str, Any]:
+    return write_pictures(tmp_path / "pictures")
+
+
+def config_of(data: dict[str, Any], tmp_path: Path, **init_args: Any) -> Config:
+    return load_config(
+        task={"class_path": "ray_app.task.module.ModuleTask", "init_args": init_args},
+        optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
+        **{f"data__{name}": value for name, value in data.items()},
+        run__storage_path=str(tmp_path / "runs"),
+        scaling__max_workers=4,
+        train__epochs=2,
+    )
+
+
+def assert_trains(config: Config, but: str = "") -> None:
+    """One worker against four, a resume in the middle, evaluation and export; see `check_task`."""
+    found = check_task(config)
+    assert [(f.level, f.topic) for f in found.findings if f.topic not in ("data", but)] == [one for one in NAMES if one[1] != but], found
+
+
+RESIZE = [{"class_path": V2 + "Resize", "init_args": {"size": [16, 16]}}]
+RANDOM = [
+    {"class_path": V2 + "RandomResizedCrop", "init_args": {"size": [16, 16], "scale": [0.5, 1.0]}},
+    {"class_path": V2 + "RandomHorizontalFlip"},
+]
+
+TO_FLOAT = {
+    "class_path": V2 + "ToDtype",
+    "init_args": {"dtype": {"class_path": "tests.support.small_models.fractions"}, "scale": True},
+}
+
+
+@pytest.mark.rest
+def test_images_are_classified_with_random_crops_and_augmentations(pictures: dict[str, str], tmp_path: Path) -> None:
+    config = config_of(
+        pictures,
+        tmp_path,
+        model={"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}},
+        inputs=["image"],
+        target="large",
+        loss={"class_path": "torch.nn.CrossEntropyLoss", "init_args": {"label_smoothing": 0.1}},
+        metrics={"accuracy": {"class_path": "torchmetrics.classification.MulticlassAccuracy", "init_args": {"num_classes": 2}}},
+        transforms=[*RANDOM, {"class_path": V2 + "RandAugment"}],
+        evaluate_transforms=RESIZE,
+        mean=[0.5],
+        std=[0.25],
+        best_metric="accuracy",
+        best_mode="max",
+    )
+    assert_trains(config)
+
+
+@pytest.mark.rest
+def test_the_page_classifies_pixels_and_crops_masks_with_their_images(pictures: dict[str, Any], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "module-task.md").read_text()
+    config = yaml.safe_load(page.split("```yaml")[1].split("```")[0])
+    assert_trains(config_of(pictures, tmp_path, **config["task"]["init_args"]))
+
+
+@pytest.mark.rest
+def test_a_number_is_predicted_from_an_image(pictures: dict[str, str], tmp_path: Path) -> None:
+    config = config_of(
+        pictures,
+        tmp_path,
+        model={"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 1}},
+        inputs=["image"],
+        target="area",
+        loss={"class_path": "torch.nn.HuberLoss"},
+        metrics={"error": {"class_path": "torchmetrics.MeanAbsoluteError"}},
+        evaluate_transforms=RESIZE,
+    )
+    assert_trains(config)
+
+
+@pytest.mark.rest
+def test_texts_are_classified_by_a_transformer(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    labels = random.integers(0, 2, 64)
+    tokens = [random.integers(1 + 40 * label, 41 + 40 * label, random.integers(3, 30)).tolist() for label in labels]
+    data = table_data(tmp_path / "texts", {"tokens": pa.array(tokens, pa.list_(pa.int32())), "label": labels})
+    bert = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = config_of(
+        {**data, "by_length": "tokens"},
+        tmp_path,
+        model={
+            "class_path": "transformers.BertForSequenceClassification",
+            "init_args": {"config": {"class_path": "transformers.BertConfig", "init_args": {**bert, "num_labels": 2}}},
+        },
+        inputs={"input_ids": "tokens", "attention_mask": "tokens.mask"},
+        target="label",
+        output="logits",
+        loss={"class_path": "torch.nn.CrossEntropyLoss"},
+        metrics={"accuracy": {"class_path": "torchmetrics.classification.MulticlassAccuracy", "init_args": {"num_classes": 2}}},
+        pad_to=8,
+    )
+    assert_trains(config)
+
+
+@pytest.mark.rest
+def test_the_trial_decodes_its_rows_as_training_does(pictures: dict[str, str], tmp_path: Path) -> None:
+    config = config_of(
+        pictures,
+        tmp_path,
+        model={"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}},
+        inputs=["image"],
+        target="large",
+        loss={"class_path": "torch.nn.CrossEntropyLoss"},
+        transforms=[*RESIZE, {"class_path": "tests.support.small_models.EveryThird"}],
+        evaluate_transforms=RESIZE,
+    )
+    found = {finding.topic: (finding.level, finding.text) for finding in check_task(config).findings}
+    failed = {topic for topic, (level, _) in found.items() if level == "failed"}
+    assert failed & {"training", "workers"}, "the steps of the trial saw other rows than training sees"
+    level, text = found["randomness"]
+    assert level == "failed"
+    assert text.startswith("decode_training gives something else when it is called again with the same rows, keys")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"model": {"class_path": "torchvision.models.resnet81"}},
+            "torchvision.models has no 'resnet81'. Did you mean torchvision.models.resnet",
+        ),
+        ({"model": {"class_path": "torch.nn.Linear", "init_args": {"inputs": 3}}}, "torch.nn.Linear cannot be made with"),
+        ({"model": {"class_path": "builtins.dict"}}, "makes a dict; it must make an nn.Module"),
+        ({"inputs": ["picture"]}, "has no column 'picture'"),
+        ({"inputs": []}, "inputs is empty"),
+        ({"evaluate_transforms": []}, "give them one size"),
+        ({"loss": {"class_path": "torch.nn.CrossEntropyLoss", "arguments": {}}}, "has arguments beside class_path"),
+        (
+            {"transforms": [{"class_path": V2 + "RandomResizedCrop", "init_args": {"size": [24, 24]}}]},
+            "ModuleTask decodes 'image' of a row to train on to uint8 of shape (3, 24, 24), of one to evaluate on to uint8 of shape"
+            " (3, 16, 16); both must be alike, in every epoch. Let task.init_args.transforms and evaluate_transforms give the same size",
+        ),
+        (
+            {"transforms": [*RANDOM, {"class_path": V2 + "Normalize", "init_args": {"mean": [0.5], "std": [0.5]}}]},
+            "A row to train on cannot be decoded: TypeError: Input tensor should be a float tensor. Got torch.uint8.",
+        ),
+        ({"transforms": [*RANDOM, TO_FLOAT]}, "make float32 of the image 'image'; leave that out (ToDtype), the model gets images from 0"),
+        ({"transforms": [*RESIZE, TO_FLOAT], "evaluate_transforms": [*RESIZE, TO_FLOAT]}, "make float32 of the image 'image'; leave"),
+        ({"transforms": [{"class_path": V2 + "RandomHorizontalFlip"}]}, "to train on to uint8 of shape (3, "),
+    ],
+)
+def test_what_cannot_be_is_refused_with_words(changed: dict[str, Any], said: str, pictures: dict[str, str], tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "model": {"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}},
+        "inputs": ["image"],
+        "target": "large",
+        "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
+        "evaluate_transforms": RESIZE,
+    }
+    with pytest.raises((ConfigError, DataError)) as found:
+        prepare(config_of(pictures, tmp_path, **(arguments | changed)))
+    assert said in str(found.value)

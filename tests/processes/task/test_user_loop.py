@@ -1,0 +1,191 @@
+"""A loop of the user's own: the bits that are promised, whoever is killed, and what is refused with words."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app import check_task, load_config, run_training
+from ray_app.config.import_paths import OWN_OPTIMIZER
+from ray_app.errors import ConfigError, TaskError
+from ray_app.preflight.changes import code_of
+from ray_app.preflight.prepare import prepare
+from ray_app.runlog.journal import read_events
+from ray_app.task.user_loop import LoopTask
+from ray_app.train.job import Hooks, Job
+from tests.support.campaign import Campaign
+from tests.support.local_world import DieAfter, KilledError, Pool, cached, make_job, result_of, write_images
+from tests.support.pages import blocks
+from tests.support.places import ROOT
+
+SCRIPTS = "tests.support.loop_scripts."
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("loop") / "data", [[50, 1], [46]])
+
+
+def arguments(evaluate: str = "measured", **settings: Any) -> dict[str, Any]:
+    named = {"train": SCRIPTS + "train", "settings": settings, "evaluate": SCRIPTS + evaluate}
+    return {**named, "module": {"class_path": SCRIPTS + "net"}, "rows": ["image", "label"], "target": "label"}
+
+
+def job_of(folder: Path, data: Path, does: str = "", told: Path | None = None, **fields: Any) -> Job:
+    task = LoopTask(**arguments(does=does, told=str(told) if told else None))
+    fields = {"optimizer": {"class_path": OWN_OPTIMIZER}, "train__epochs": 2, **fields}
+    return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
+
+
+def test_workers_do_not_change_the_bits_a_killed_one_costs_none_and_a_run_goes_on_in_mid_epoch(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    job = job_of(tmp_path / "one", data, told=told, checkpoint__every_epochs=None, checkpoint__every_steps=3)
+    one = pool.trained(job, 1)
+    assert told.read_text() == "after the loop\n"
+    two = pool.trained(job, 2)
+    assert (two.bits, two.steps) == (one.bits, one.steps)
+    assert told.read_text() == "after the loop\n" * 3
+    assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the script's schedule moves after every step"
+    assert [dict(step[-1]).keys() for step in one.steps] == [{"accuracy"}] * 18
+
+    killed = replace(job, run_root=str(tmp_path / "killed"))
+    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cached)
+    assert any(isinstance(each.error, KilledError) for each in ended), "the fault did not happen"
+    pool.run_job(replace(killed, fence=2), 1)
+    assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
+    assert (result_of(killed).bits, result_of(killed).steps) == (one.bits, one.steps)
+
+
+@pytest.mark.rest
+def test_survivors_go_on_in_their_loops_whoever_is_killed_whenever(data: Path, tmp_path: Path) -> None:
+    fields = {"train__epochs": 8, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
+    undisturbed = job_of(tmp_path / "undisturbed", data, **fields)
+    Campaign(tmp_path / "none", 0, undisturbed, 3, cached).run(0)
+    disturbed = job_of(tmp_path / "disturbed", data, **fields)
+    campaign = Campaign(tmp_path / "groups", 3, disturbed, 3, cached)
+    campaign.run(12)
+    assert campaign.fired.total() >= 6, "nothing happened"
+    assert (result_of(disturbed).bits, result_of(disturbed).steps) == (result_of(undisturbed).bits, result_of(undisturbed).steps)
+
+
+@pytest.mark.parametrize("does", ["one for each", "as losses"])
+def test_a_loss_of_each_row_is_taken(does: str, pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, does, train__epochs=1)
+    assert pool.trained(job, 1).bits == pool.trained(job, 3).bits
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("breaks", "the script left `for step in loop` before it ended"),
+        ("leaves the rows", "the script left the rows of a step before their end"),
+        ("adds twice", "step.add was called twice"),
+        ("never moves", "called optimizer.step 0 times"),
+        ("moves twice", "called optimizer.step 2 times"),
+        ("moves the schedule", "the script moved the schedule that it keeps"),
+    ],
+)
+def test_a_loop_that_does_not_fit_ends_the_run_with_words(does: str, said: str, pool: Pool, data: Path, tmp_path: Path) -> None:
+    [ended] = pool.train(job_of(tmp_path / "run", data, does), 1)
+    assert isinstance(ended.error, TaskError)
+    assert said in str(ended.error)
+
+
+def test_the_script_computes_in_the_precision_of_the_configuration(pool: Pool, data: Path, tmp_path: Path) -> None:
+    pool.run_job(job_of(tmp_path / "half", data, "needs bf16", train__max_steps=2, train__precision="bf16"), 2)
+    [ended] = pool.train(job_of(tmp_path / "full", data, "needs bf16", train__max_steps=2), 1)
+    assert "in another precision" in str(ended.error)
+
+
+def test_an_optimizer_of_the_configuration_is_refused(pool: Pool, data: Path, tmp_path: Path) -> None:
+    [ended] = pool.train(job_of(tmp_path / "run", data, optimizer={"class_path": "torch.optim.Adam"}), 1)
+    assert isinstance(ended.error, ConfigError)
+    assert "and the configuration has a Adam" in str(ended.error)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (arguments(does="keeps nothing"), "the script keeps no optimizer; call loop.keep(optimizer)"),
+        (arguments(does="has no loop"), "the script has no `for step in loop`"),
+        (arguments(does="adds nothing"), "without step.add(loss) for the rows"),
+        (arguments(does="breaks", rows=1), "unexpected keyword argument 'rows'"),
+        (arguments("without_loss"), "without_loss returned accuracy, without loss"),
+        ({**arguments(), "evaluate": None}, "task.init_args.evaluate is not"),
+        ({**arguments(), "target": "depth"}, "name those of which it is made"),
+    ],
+)
+def test_what_can_be_known_before_the_start_is_refused_there(changed: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
+    before = threading.active_count()
+    config = load_config(
+        task={"class_path": "ray_app.task.user_loop.LoopTask", "init_args": changed},
+        data__path=str(data),
+        data__eval_path=str(data),
+        run__storage_path=str(tmp_path / "runs"),
+    )
+    with pytest.raises(ConfigError) as found:
+        prepare(config)
+    assert said in str(found.value)
+    assert threading.active_count() == before, "a loop still waits"
+
+
+@pytest.mark.parametrize(("does", "said"), [("", 0), ("one for each", 0), ("as losses", 0), ("a loss between rows", 1)])
+def test_a_loss_that_is_no_mean_over_rows_is_said_at_the_start(does: str, said: int, data: Path, tmp_path: Path) -> None:
+    config = load_config(
+        task={"class_path": "ray_app.task.user_loop.LoopTask", "init_args": arguments(does=does)},
+        data__path=str(data),
+        scaling__max_workers=2,
+        run__storage_path=str(tmp_path / "runs"),
+    )
+    doubts = [each for each in prepare(config).doubts if "is not a mean over rows" in each]
+    assert len(doubts) == said, doubts
+    assert all(each.startswith("The loss that the step of LoopTask gives is not a mean over rows") for each in doubts)
+
+
+@pytest.mark.rest
+def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text = (block.text for block in blocks(ROOT / "docs" / "loop.md") if block.language in ("python", "yaml"))
+    assert len(code.splitlines() + text.splitlines()) < 60
+    (tmp_path / "script.py").write_text(code)
+    (tmp_path / "train.yaml").write_text(text)
+    shutil.copytree(ROOT / "datasets", tmp_path / "datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config("train.yaml")
+    assert code_of(
+        config.replace(task__init_args={**config.task.init_args, "module": {"class_path": "torch.nn.Flatten"}})
+    ).files.keys() == {"script"}, "the file of the functions is part of what the result depends on"
+    check = check_task(config)
+    topics = ("one row", "randomness", "workers", "resume", "evaluation", "export")
+    assert [(f.level, f.topic) for f in check.findings if f.topic != "data"] == [("ok", name) for name in topics], str(check)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("page", ["loop", "lightning"])
+def test_a_run_of_the_page_goes_on_in_mid_epoch_when_it_is_started_again(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for block in blocks(ROOT / "docs" / f"{page}.md"):
+        if block.mark == "file":
+            (tmp_path / block.told).write_text(block.text)
+    shutil.copytree(ROOT / "datasets", tmp_path / "datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    fields = {"train__strategy": "single", "scaling__logical_workers": 2, "evaluate__where": "workers", "tracking__enabled": False}
+
+    def digest(name: str, steps: int) -> str:
+        return run_training(load_config("train.yaml", run__name=name, train__max_steps=steps, **fields)).summary["params_digest"]
+
+    threads = threading.active_count()
+    first = digest("parts", 30)
+    whole = digest("whole", 46)
+    assert digest("parts", 46) == whole != first
+    assert prepare(load_config("train.yaml", **fields)).job.plan.steps_per_epoch == 23
+    assert threading.active_count() == threads, "a loop still waits"

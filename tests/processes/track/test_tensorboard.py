@@ -1,0 +1,167 @@
+"""TensorBoard's event files: the points that MLflow gets, each once, whatever happens to the driver or the storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ray_app import run_training
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+from ray_app.runlog.journal import MetricsWriter
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import listing
+from ray_app.storage.object_stores import S3Path
+from ray_app.track.mlflow_client import Backlog, Sent
+from ray_app.track.tensorboard import Board
+from tests.support.places import ROOT
+from tests.support.recorded_run import Run
+from tests.support.s3_server import S3Server
+from tests.support.waiting import until
+
+_DRIVER_S = 300
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from ray_app import run_training
+from ray_app.config.config import from_yaml
+from ray_app.driver.run import Faults
+from ray_app.runlog.journal import newest_record
+from ray_app.runlog.paths import RunPaths
+from ray_app.train.job import Hooks
+
+config = from_yaml(open(sys.argv[1]).read())
+paths = RunPaths(Path(config.run.storage_path) / config.run.name)
+folder = str(paths.tensorboard)
+
+def shown():
+    if not os.path.isdir(folder):
+        return []
+    events = EventAccumulator(folder)
+    events.Reload()
+    return [point.step for point in events.Scalars("loss")] if "loss" in events.Tags()["scalars"] else []
+
+def kill(rank, step):
+    if step == 20:
+        while 15 not in shown() or newest_record(paths).step <= 16:  # of more than the last checkpoint, so that steps are done again
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run_training(config, faults=Faults(train=Hooks(after_step=kill)))
+"""
+
+
+def full_files(paths: RunPaths) -> dict[str, bytes]:
+    return {name: data for name, data in ((name, file.read_bytes()) for name, file in listing(paths.tensorboard).items()) if data}
+
+
+def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
+    """Step, time and value of every point by name, as TensorBoard reads them."""
+    if not folder.is_dir():
+        return {}
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: [(p.step, p.wall_time, p.value) for p in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_they_hold_the_points_that_mlflow_gets_and_no_secret(tmp_path: Path) -> None:
+    run = Run(tmp_path / "runs" / "run", "sqlite:///unused.db")
+    run.record(1, 12)
+    board = Board(run.paths, run.config)
+    board.start()
+    until(lambda: "loss" in shown(run.paths.root / "tensorboard"), "the first block is not shown while the run goes on")
+    run.evaluate(10)
+    run.evaluate(10, "august", f1=0.5)
+    run.record(13, 27)
+    assert board.close(finished=True, timeout_s=60)
+    found, expected = shown(run.paths.root / "tensorboard"), run.expected(27)
+    assert found.keys() == expected.keys()
+    for name, points in expected.items():
+        assert [(step, round(1000 * at)) for step, at, _ in found[name]] == [(step, at) for step, at, _ in points]
+        assert [value for *_, value in found[name]] == [float(np.float32(value)) for *_, value in points]
+    [data] = full_files(run.paths).values()
+    assert b"experiment: ray_app" in data
+    assert b"secret" not in data
+
+
+@pytest.mark.rest
+def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..., Config], tmp_path: Path) -> None:
+    fields = {"train__strategy": "single", "scaling__min_workers": 1, "scaling__max_workers": 1}
+    config = short_run(tracking__tensorboard=True, tracking__every_steps=5, **fields)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml")]
+    driver = subprocess.run(command, cwd=ROOT, env=environment, timeout=_DRIVER_S, check=False)
+    assert driver.returncode == -signal.SIGKILL
+    paths = RunPaths(tmp_path / "runs" / "run")
+    folder = paths.root / "tensorboard"
+    stays_open = EventAccumulator(str(folder))
+    stays_open.Reload()
+    assert [point.step for point in stays_open.Scalars("loss")][:3] == [5, 10, 15]
+    summary = run_training(config).summary
+    assert summary["restarts"]["driver"] == 1
+    assert summary["redone_steps"] > 0, "no step was done again"
+    assert summary["params_digest"] == run_training(short_run(run__name="undisturbed", **fields)).summary["params_digest"]
+    backlog = Backlog(paths, 5)
+    backlog.read(Sent())
+    blocks = [point for point in backlog.points(Sent(), finished=True) if point.look is None]  # Ray, if up, adds looks
+    expected = [(p.step, p.time_ms / 1e3, float(np.float32(p.metrics["loss"]))) for p in blocks]
+    assert [step for step, *_ in expected] == [5, 10, 15, 20, 25, 30]
+    assert shown(folder)["loss"] == expected
+    assert len(full_files(paths)) == 1
+    stays_open.Reload()
+    assert [(p.step, p.wall_time, p.value) for p in stays_open.Scalars("loss")] == expected, "an open TensorBoard shows something twice"
+
+
+def test_a_run_on_s3_gets_one_whole_file(s3_server: S3Server, s3_folder: S3Path, tmp_path: Path) -> None:
+    paths = RunPaths(s3_folder / "run")
+    local = Run(tmp_path / "run", "sqlite:///unused.db")
+    local.record(1, 20)
+    writer = MetricsWriter(paths, 1, 3600.0)
+    for record in local.records.values():
+        writer.add(record)
+    writer.close()
+    s3_server.fail("PUT .*tensorboard", status=403, times=1)
+    for _ in range(2):
+        board = Board(paths, local.config)
+        board.start()
+        assert board.close(finished=True, timeout_s=60)
+    [(name, data)] = full_files(paths).items()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / name).write_bytes(data)
+    assert [step for step, *_ in shown(copy)["loss"]] == [10, 20]
+
+
+def test_a_storage_that_refuses_is_said_once_and_everything_is_there_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path / "run", "sqlite:///unused.db")
+    run.record(1, 20)
+    (run.paths.root / "tensorboard").write_text("in the way")
+    with caplog.at_level(logging.WARNING, logger="ray_app.track.tensorboard"):
+        board = Board(run.paths, run.config)
+        board.start()
+        until(lambda: caplog.records, "nothing was said")
+        (run.paths.root / "tensorboard").unlink()
+        assert board.close(finished=True, timeout_s=60)
+    assert [record.message for record in caplog.records if "training goes on" not in record.message] == []
+    assert len(caplog.records) == 1
+    assert [step for step, *_ in shown(run.paths.root / "tensorboard")["lr"]] == [10, 20]
+
+
+def test_without_tensorboard_the_run_is_refused_before_anything_is_written(
+    short_run: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install \"PATH_TO_RAY_APP\[tensorboard\]\", or set it to false"):
+        run_training(short_run(tracking__tensorboard=True))
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,122 @@
+"""Survivors whose states are not the same: they notice when the next generation begins, and the result is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.errors import CheckpointError, PeerLostError
+from ray_app.runlog.journal import read_events
+from ray_app.train.job import Hooks, Job
+from ray_app.train.state.transfer import odd_ones
+from tests.support.local_world import KilledError, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.shifting_world import train_shifting
+from tests.support.waiting import until
+
+
+class Tampered(TinyImages):
+    """After one of its updates rank 1 has a parameter that is not that of the others; the file `proof` says so.
+
+    Args:
+        proof: The file.
+        update: Which, counted from 1 in the process.
+    """
+
+    def __init__(self, proof: Path, update: int, **args: Any) -> None:
+        super().__init__(**args)
+        self._proof, self._update = proof, update
+
+    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.step()
+        self._update -= 1
+        if self._update == 0 and dist.get_rank() == 1:
+            self._proof.touch()
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 2**-10
+
+
+@dataclasses.dataclass(frozen=True)
+class KillLast:
+    """A hook: the worker of a rank is killed after a step, once so many checkpoints are there."""
+
+    job: Job
+    rank: int
+    step: int
+    checkpoints: int
+
+    def __call__(self, rank: int, step: int) -> None:
+        if (rank, step) == (self.rank, self.step):
+            until(lambda: len(list(CheckpointStore(self.job.paths).commits())) >= self.checkpoints, "no checkpoint")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job_in(folder: Path, update: int = 0) -> Job:
+    """Six steps, with a checkpoint after every third."""
+    data = folder / "data"
+    if not data.exists():
+        write_images(data, [[20, 13]])
+    task = Tampered(folder / "proof", update) if update else TinyImages()
+    return make_job(folder / f"run-{update}", data, logical_workers=4, batch=12, task=task, train__epochs=2)
+
+
+def differed(job: Job) -> list[tuple[list[int], int]]:
+    """The ranks that did, and the step that was gone on from."""
+    return [(event.details["ranks"], event.details["step"]) for event in read_events(job.paths, "states_differed")]
+
+
+def test_the_one_that_differs_gets_the_state_of_the_others(pool: Pool, tmp_path: Path) -> None:
+    job = job_in(tmp_path, update=4)
+    hook = KillLast(job, 3, 4, 1)
+    outcomes = train_shifting(pool, job, [[0, 1, 2, 3], [0, 1, 2]], [], Hooks(after_step=hook))
+    assert isinstance(outcomes[3].error, KilledError)
+    assert (tmp_path / "proof").exists()
+    assert [each.value for each in outcomes[:3]] == ["done"] * 3, [each.trace for each in outcomes[:3]]
+    assert differed(job) == [([1], 4)]
+    assert result_of(job).commit.params_digest == pool.trained(job_in(tmp_path), 2, cached).commit.params_digest
+
+
+def test_without_a_majority_the_newest_checkpoint_decides(pool: Pool, tmp_path: Path) -> None:
+    job = job_in(tmp_path, update=4)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 4, 1)))
+    assert (tmp_path / "proof").exists()
+    assert [each.value for each in outcomes[:2]] == ["done"] * 2, [each.trace for each in outcomes[:2]]
+    assert differed(job) == [([0, 1], 3)]
+    found = result_of(job)
+    assert found.commit.params_digest == pool.trained(job_in(tmp_path), 2, cached).commit.params_digest
+    assert [len(workers) for workers in found.workers] == [1, 1, 1, 2, 1, 1], "step 4 is done again, and its record says so"
+
+
+def test_without_a_checkpoint_either_the_run_ends(pool: Pool, tmp_path: Path) -> None:
+    job = job_in(tmp_path, update=2)
+    first, second, _ = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 2, 0)))
+    assert isinstance(first.error, CheckpointError), first.trace
+    assert "different states of the same step" in str(first.error)
+    assert second.error is not None
+    assert not isinstance(second.error, KilledError)
+    assert isinstance(second.error, PeerLostError | IndexError), second.trace
+
+
+@pytest.mark.parametrize(
+    ("steps", "digests", "odd"),
+    [
+        ([7, 7, 7], "aaa", []),
+        ([7, 7, 7], "aba", [1]),
+        ([7, 7, 6], "ab-", [0, 1]),
+        ([7, 7, 7, 7], "aabb", [0, 1, 2, 3]),
+        ([7, 7, 7, 7, -1], "abcc-", [0, 1, 2, 3]),
+        ([7, 7, 7, 7, 7], "abccc", [0, 1]),
+        ([6, 7, -1], "-a-", []),
+    ],
+)
+def test_more_than_half_of_those_with_the_newest_step_are_right(steps: list[int], digests: str, odd: list[int]) -> None:
+    assert odd_ones(steps, list(digests)) == odd

@@ -1,0 +1,238 @@
+"""Several optimizers that take turns: whose turn it is follows from the step, and the bits do not depend on the number of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from ray_app.checkpoint.format import params_digest
+from ray_app.config.checks import check
+from ray_app.config.import_paths import TurnSpec
+from ray_app.drill.faults import Proofs
+from ray_app.drill.memory_faults import Flip
+from ray_app.driver.parsing import load_config
+from ray_app.errors import ConfigError, WrongResultError
+from ray_app.models.export import load_model, write_export
+from ray_app.runlog.journal import MetricsReader, read_events
+from ray_app.task.base import Task
+from ray_app.train.job import Hooks, Job
+from ray_app.train.state.alternating_optimizers import steps_of, turn_of
+from ray_app.train.state.state import TrainingState
+from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.pages import blocks
+from tests.support.places import ROOT
+from tests.support.shifting_world import KillOnce, train_shifting
+
+ON_PAGE = {block.language: block.text for block in blocks(ROOT / "docs" / "own-task.md") if "critic" in block.text}
+exec(ON_PAGE["python"], globals())
+OPTIMIZERS = yaml.safe_load(ON_PAGE["yaml"])["optimizers"]
+SOURCE = {"run": "gan", "step": 1, "params_digest": ""}
+STEP = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("turns") / "data", [[50, 1], [46]])
+
+
+def gan() -> Task:
+    return globals()["Gan"]()  # type: ignore[no-any-return]
+
+
+def job_of(folder: Path, data: Path, turns: dict[str, Any] | None = None, **fields: Any) -> Job:
+    defaults: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
+    default = {"class_path": "torch.optim.Adam", "init_args": {}}
+    made: dict[str, Any] = defaults | {"optimizer": default, "optimizers": OPTIMIZERS if turns is None else turns} | fields
+    return make_job(folder, data, logical_workers=4, batch=12, task=made.pop("task", None) or gan(), **made)
+
+
+def with_schedules() -> dict[str, Any]:
+    """The critic one step, the generator three, each with its schedule and a group."""
+    group = [{"norms_and_biases": True, "lr": 0.0}]
+    return {
+        "critic": {**OPTIMIZERS["critic"], "steps": 1, "schedule": STEP},
+        "generator": {**OPTIMIZERS["generator"], "steps": 3, "schedule": STEP, "groups": group},
+    }
+
+
+def test_the_page_trains_a_gan(pool: Pool, data: Path, tmp_path: Path) -> None:
+    assert len([line for line in ON_PAGE["python"].split("class Gan")[1].splitlines() if line.strip()]) <= 35
+    job = job_of(tmp_path / "run", data)
+    pool.run_job(job, 2, cached)
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    turns = [sorted(reader.records[step].metrics) for step in range(1, 7)]
+    assert turns == [["caught", "critic_loss"]] * 2 + [["generator_loss"]] + [["caught", "critic_loss"]] * 2 + [["generator_loss"]]
+    assert [reader.records[step].lr for step in range(1, 5)] == [0.002, 0.002, 0.001, 0.002]
+
+
+@pytest.mark.parametrize(
+    ("turns", "fields"),
+    [pytest.param(None, {}, marks=pytest.mark.rest), (with_schedules(), {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.1})],
+)
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, turns: dict[str, Any] | None, fields: dict[str, Any]
+) -> None:
+    """The resumes are in the middle of a turn of several steps, and of an epoch."""
+    job = job_of(tmp_path / "run", data, turns, **fields)
+    alone = pool.trained(job, 1, cached)
+    for size in (2, 4):
+        several = pool.trained(job, size, cached)
+        assert (several.bits, several.steps) == (alone.bits, alone.steps)
+    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
+    assert result_of(job).commit.step == 4
+    pool.run_job(job, 2, cached)
+    again = result_of(job)
+    assert (again.bits, again.steps) == (alone.bits, alone.steps)
+
+
+def test_only_the_parameters_of_the_turn_get_gradients_and_move(pool: Pool, data: Path, tmp_path: Path) -> None:
+    for steps, moved in ((1, {"critic"}), (2, {"critic"}), (3, {"critic", "generator"})):
+        job = job_of(tmp_path / str(steps), data, train__max_steps=steps)
+        found = pool.trained(job, 2, cached).snapshot.model
+        begun = TrainingState(job.config, job.task, CPU, 10).snapshot().model
+        assert {name.split(".")[0] for name, value in found.items() if not torch.equal(value, begun[name])} == moved
+
+
+def test_a_turn_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
+    """The optimizers and schedules of the state, against two that are made by hand, with the same gradients."""
+    job = job_of(tmp_path / "run", data, with_schedules())
+    state, twin = (TrainingState(job.config, job.task, CPU, 10) for _ in range(2))
+    state.step = 0
+    critic, generator = (dict(twin.model[name].named_parameters()) for name in ("critic", "generator"))  # type: ignore[index]
+    plain = torch.optim.Adam(critic.values(), lr=0.002, betas=(0.5, 0.999), fused=True)
+    groups = [{"params": [p for p in generator.values() if p.ndim == d], "lr": lr} for d, lr in ((2, 0.001), (1, 0.0))]
+    other = torch.optim.Adam(groups, lr=0.001, betas=(0.5, 0.999), fused=True)
+    schedules = {each: torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (plain, other)}
+    assert state.turns is not None
+    for step in range(6):
+        turn = state.turns.begin(step)
+        assert {name.split(".")[0] for name, p in state.model.named_parameters() if p.requires_grad} == {turn}
+        for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
+            ours.grad = torch.full_like(ours, 0.1 * (step + 1)) if ours.requires_grad else None
+            theirs.grad = ours.grad.clone() if ours.grad is not None else None
+        state.advance()
+        moving = other if step % 4 else plain
+        moving.step()
+        schedules[moving].step()
+    assert params_digest(state.model.state_dict()) == params_digest(twin.model.state_dict())
+
+
+def test_whose_turn_it_is() -> None:
+    turns = {name: TurnSpec("x", steps=steps) for name, steps in (("a", 2), ("b", 1), ("c", 3))}
+    assert "".join(turn_of(turns, step) for step in range(14)) == "aabcccaabcccaa"
+    for steps in range(20):
+        assert [steps_of(turns, name, steps) for name in turns] == [sum(turn_of(turns, s) == name for s in range(steps)) for name in turns]
+
+
+@pytest.mark.parametrize("part", ["critic", "generator"])
+def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_path: Path, part: str) -> None:
+    """A bit of a gradient of rank 1, in the next step in which that part of the model has its turn."""
+    job = job_of(tmp_path / "run", data, failure__replay_rate=1.0)
+    flip = Flip(Proofs(str(tmp_path / "proofs")), "flip", "gradient", 1, 3)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=OfPart(flip, part)))
+    assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
+    assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]
+    assert [event.details["rank"] for event in read_events(job.paths, "lied")] == [1]
+
+
+def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """Between the critic's two: who goes on knows whose turn it is, and has the optimizers' states of both."""
+    alone = pool.trained(job_of(tmp_path / "alone", data), 1, cached)
+    kill = KillOnce(tmp_path / "killed", step=4, rank=0)
+    train_shifting(pool, job := job_of(tmp_path / "killed-run", data), [[0, 1], [1]], [], Hooks(after_step=kill))
+    assert kill.proof.exists(), "the fault did not happen"
+    assert turn_of(job.config.optimizers or {}, 3) == turn_of(job.config.optimizers or {}, 4) == "critic"
+    assert result_of(job).bits == alone.bits
+
+
+def test_a_generator_is_exported_though_it_draws(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gan_of_the_page.py").write_text(ON_PAGE["python"])
+    monkeypatch.syspath_prepend(tmp_path)
+    task = importlib.import_module("gan_of_the_page").Gan()
+    torch.manual_seed(0)
+    stored = write_export(task, task.build_model(), {"image": np.ones((2, 64), np.float32)}, tmp_path / "export", SOURCE)
+    assert stored["outputs"] == "equal"
+    loaded = load_model(tmp_path / "export")
+    first, second = (loaded.predict(np.ones((2, 64), np.float32)) for _ in range(2))
+    assert (np.asarray(first) != np.asarray(second)).any(), "it draws no more"
+
+
+@dataclasses.dataclass(frozen=True)
+class OfPart:
+    """Lets a flip see a part of the model only."""
+
+    flip: Flip
+    part: str
+
+    def __call__(self, model: nn.Module) -> None:
+        self.flip.built(getattr(model, self.part))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ((["critic.*"], ["generator.0.*"]), r"No optimizer has the parameters generator.2.weight, generator.2.bias; name them in one"),
+        ((["*"], ["generator.*"]), r"optimizers.generator.parameters names generator.0.weight.*, which optimizers.critic has, too"),
+        ((["critic.*"], ["genrator.*"]), r"optimizers.generator.parameters names 'genrator.\*', which matches no parameter"),
+    ],
+)
+def test_a_parameter_belongs_to_one_optimizer(data: Path, tmp_path: Path, parameters: tuple[list[str], list[str]], said: str) -> None:
+    turns = {name: {**OPTIMIZERS[name], "parameters": some} for name, some in zip(OPTIMIZERS, parameters, strict=True)}
+    job = job_of(tmp_path / "run", data, turns)
+    with pytest.raises(ConfigError, match=said):
+        TrainingState(job.config, job.task, CPU, 10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"train__strategy": "fsdp"}, "optimizers are given with train.strategy fsdp.*Use ddp or single"),
+        ({"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}}, "optimizer and optimizers are both given"),
+        ({"schedule": STEP}, "of which each has its own: optimizers.NAME.schedule"),
+        ({"optimizers": {"a": {**OPTIMIZERS["critic"], "steps": 0}}}, "optimizers.a.steps is 0; it must be at least 1"),
+        ({"optimizers": {"a": {"class_path": "torch.optim.Adam"}}}, "optimizers.a.parameters is missing"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    job = job_of(tmp_path / "run", data)
+    with pytest.raises(ConfigError, match=said):
+        check(job.config.replace(**fields))
+
+
+def test_yaml_is_checked_against_the_signatures(tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    begin = "task: {class_path: ray_app.task.image.ImageClassification}\ndata: {path: x}\n"
+    file.write_text(begin + ON_PAGE["yaml"])
+    config = load_config(file)
+    assert config.optimizers is not None
+    assert [(name, spec.steps, spec.parameters) for name, spec in config.optimizers.items()] == [
+        ("critic", 2, ["critic.*"]),
+        ("generator", 1, ["generator.*"]),
+    ]
+    file.write_text(config.to_yaml())
+    assert load_config(file) == config
+    for wrong, said in (
+        ("lr: 0.002", "optimizers.critic: torch.optim.Adam has no argument .lrr.. Did you mean lr"),
+        ("steps: 2", "optimizers.critic has stepps; there are"),
+    ):
+        file.write_text(begin + ON_PAGE["yaml"].replace(wrong, wrong.replace("lr", "lrr").replace("steps", "stepps"), 1))
+        with pytest.raises(ConfigError, match=said):
+            load_config(file)
+
+
+def test_a_task_that_knows_no_turns_has_its_usual_loss(pool: Pool, data: Path, tmp_path: Path) -> None:
+    turns = {
+        name: {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}, "parameters": [f"{n}.*" for n in layers]}
+        for name, layers in (("first", (1, 2)), ("last", (5,)))
+    }
+    job = job_of(tmp_path / "run", data, turns, task=TinyImages())
+    assert pool.trained(job, 2, cached).bits == pool.trained(job, 1, cached).bits

@@ -1,0 +1,259 @@
+"""`train.capture` on a CPU that stands for a device (`tests/support/recorded_graph.py`): the bits of an eager step, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ray_app.errors import ConfigError
+from ray_app.reduction.base import World
+from ray_app.task.base import Batch, Unread
+from ray_app.task.image import ImageClassification
+from ray_app.train.build import build_state, build_step
+from ray_app.train.job import Hooks, Job
+from ray_app.train.step import cuda_graphs
+from ray_app.train.step.cuda_graphs import Captured, _Inputs, graphs_of
+from tests.support.local_world import CPU, DieAfter, KilledError, Pool, TinyImages, _train, cached, make_job, result_of, write_images
+from tests.support.recorded_graph import RecordedGraphs
+
+CAPTURE: dict[str, Any] = {"train__capture": True, "scaling__gpus_per_worker": 1.0, "train__backend": "gloo"}
+ROWS = [[50, 1], [46]]
+"""97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("capture") / "data", ROWS)
+
+
+def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_kinds: int) -> tuple[int, int]:
+    """Trains with the stand-in; returns how many captures and replays there were."""
+    graphs = RecordedGraphs()
+    with (
+        patch("ray_app.train.step.step.graphs_of", lambda device: graphs),
+        patch.object(cuda_graphs, "_MOST_KINDS", most_kinds),
+        patch.object(cuda_graphs, "_EVERY", 5),
+    ):
+        _train(rank, store, job, size, hooks, cached, {})
+    return graphs.captures, graphs.replays
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("task", "fields"),
+    [
+        (None, {}),
+        (None, {"train__precision": "bf16", "train__channels_last": True, "train__grad_clip_norm": 0.5}),
+        (TinyImages(variant="unused"), {"train__precision": "fp16"}),
+        (TinyImages(), {"scaling__logical_workers": 1}),
+    ],
+)
+def test_the_bits_are_those_of_an_eager_step(
+    pool: Pool, data: Path, tmp_path: Path, task: ImageClassification | None, fields: dict[str, Any], workers: int
+) -> None:
+    """Batch-norm, dropout, augmentation, micro-batches of other sizes, of one row and of none."""
+    L = fields.get("scaling__logical_workers", 4)
+    fields = {"train__epochs": 2} | fields
+    eager = pool.trained(make_job(tmp_path / "eager", data, logical_workers=L, batch=12, task=task, **fields), 1, cached)
+    job = make_job(tmp_path / "captured", data, logical_workers=L, batch=12, task=task, **fields, **CAPTURE)
+    counts = pool.run(min(workers, L), _captured, job, min(workers, L), Hooks(), 16)
+    found = result_of(job)
+    assert (found.bits, found.steps) == (eager.bits, eager.steps)
+    assert all(0 < captures < replays for captures, replays in counts)
+
+
+def test_other_workers_go_on_with_the_same_bits(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2, "checkpoint__every_steps": 4}
+    eager = pool.trained(make_job(tmp_path / "eager", data, **fields), 1, cached)
+    job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
+    broken = pool.outcomes(2, _captured, job, 2, Hooks(after_step=DieAfter(6)), 16)
+    assert all(isinstance(each.error, KilledError) for each in broken)
+    pool.run(1, _captured, job, 1, Hooks(), 16)
+    assert result_of(job).bits == eager.bits
+
+
+def test_kinds_beyond_the_most_are_computed_eagerly(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2}
+    eager = pool.trained(make_job(tmp_path / "eager", data, **fields), 1, cached)
+    job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
+    [(captures, replays)] = pool.run(1, _captured, job, 1, Hooks(), 1)
+    assert (captures, result_of(job).bits) == (1, eager.bits)
+    assert replays < len(eager.steps) * 4
+
+
+class OnTheHost(TinyImages):
+    """Has its loss decided by the host: by how often it was called, a number drawn there, or a value that is read."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Any:
+        losses = self.loss(self.forward(model, batch), batch)
+        assert isinstance(losses, Tensor)
+        self.calls += 1
+        factor = {
+            "counts": lambda: self.calls,
+            "later": lambda: 1 + self.calls // 4,
+            "much later": lambda: 1 + self.calls // 6,
+            "draws": random.random,
+            "reads": lambda: losses.sum().item(),
+        }[self.how]()
+        return losses * factor
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("counts", "the gradient of a replay is not that of the same rows computed without"),
+        ("later", "the gradient of a replay is not that of the same rows computed without"),
+        ("much later", "the gradient of a replay is not that of the same rows computed without"),
+        ("draws", "the gradient of a replay is not that of the same rows computed without"),
+        ("reads", "it does what a CUDA graph cannot hold (CUDA error: operation not permitted when stream is capturing)"),
+    ],
+)
+def test_what_depends_on_the_host_is_refused(pool: Pool, data: Path, tmp_path: Path, how: str, why: str) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=OnTheHost(how), **CAPTURE)
+    [outcome] = pool.outcomes(1, _captured, job, 1, Hooks(), 16)
+    assert isinstance(outcome.error, ConfigError)
+    assert why in str(outcome.error)
+    assert "leave train.capture out: the bits are the same without" in str(outcome.error)
+
+
+def test_a_worker_that_computes_on_its_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a worker computes on its CPU, which has no CUDA graphs"):
+        graphs_of(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"scaling__gpus_per_worker": 0.0}, "scaling.gpus_per_worker is 0"),
+        ({"train__strategy": "fsdp"}, "train.strategy is fsdp"),
+        ({"train__compile": True}, "train.compile is set"),
+        ({"train__reduction": "overlapped"}, "train.reduction is overlapped"),
+        ({"failure__replay_rate": 0.1}, "failure.replay_rate is set"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.capture is set, and {why}"):
+        make_job(tmp_path / "run", data, logical_workers=4, batch=12, **(CAPTURE | fields))
+
+
+class Failing(RecordedGraphs):
+    """Fails at a capture, and then, as CUDA does, at its end."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__()
+        self.said = said
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        try:
+            raise RuntimeError(self.said)
+        except RuntimeError:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
+
+
+def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> Captured:
+    model = nn.Linear(3, 1)
+
+    def compute(fields: Batch, weights: Tensor) -> Unread:
+        losses = model(fields["x"]).square().sum(1)
+        if draws:
+            losses = losses * torch.rand(())
+        losses.backward(weights)
+        return Unread(losses.detach().sum(), len(weights), None)
+
+    return Captured(model, torch.device(device), compute, graphs)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [("CUDA out of memory while capturing", RuntimeError), ("operation not permitted when stream is capturing", ConfigError)],
+)
+def test_the_first_error_of_a_capture_is_told(said: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as found:
+        _small(Failing(said)).run({"x": torch.ones(2, 3)}, torch.ones(2))
+    assert type(found.value) is kind
+    assert said in str(found.value)
+
+
+def test_an_error_of_the_task_keeps_its_words() -> None:
+    small = _small(RecordedGraphs())
+    with (
+        patch.object(small, "_compute", side_effect=RuntimeError("the captured screenshot has 3 channels")),
+        pytest.raises(RuntimeError, match="screenshot"),
+    ):
+        small.run({"x": torch.ones(2, 3)}, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [(torch.ones(1, 3).expand(2, 3), "the field x was expanded"), (torch.ones(2, 3, device="meta"), "the field x is on the meta")],
+)
+def test_a_field_without_memory_of_its_own_on_the_device_is_refused(field: Tensor, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        _small(RecordedGraphs()).run({"x": field}, torch.ones(2))
+
+
+def test_a_cut_out_of_a_field_is_captured_in_its_layout() -> None:
+    small, cut = _small(RecordedGraphs()), torch.arange(24.0).view(4, 6)[1:3, 2:5]
+    for _ in range(3):
+        sums = small.run({"x": cut}, torch.ones(2))
+        assert sums.values == small._compute({"x": cut}, torch.ones(2)).values
+        small._forget()
+    [kind] = small._kinds.values()
+    assert kind.fields["x"].stride() == cut.stride()
+
+
+def test_a_graph_is_looked_at_after_1_2_4_uses_and_every_so_many() -> None:
+    small, looked = _small(RecordedGraphs()), list[int]()
+    with patch.object(cuda_graphs, "_EVERY", 6), patch.object(small, "_hold_against_eager", lambda kind, *_: looked.append(kind.uses)):
+        for _ in range(20):
+            small.run({"x": torch.ones(2, 3)}, torch.ones(2))
+    assert looked == [0, 1, 2, 4, 6, 8, 12, 16, 18]
+
+
+def test_numbers_that_are_drawn_on_the_host_are_refused_at_once() -> None:
+    """Of a device that is not the host; here only its generator is asked for."""
+    states = {"get_rng_state": lambda device: torch.zeros(1), "set_rng_state": lambda state, device: None}
+    with (
+        patch.multiple(torch.cuda, **states),
+        patch("ray_app.train.step.cuda_graphs.Captured._copy", lambda self, name, field: field.clone()),
+    ):
+        with pytest.raises(ConfigError, match="it draws random numbers on the host"):
+            _small(RecordedGraphs(), "cuda", draws=True).run({"x": torch.ones(2, 3)}, torch.ones(2))
+        _small(RecordedGraphs(), "cuda").run({"x": torch.ones(2, 3)}, torch.ones(2))
+
+
+def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
+    """A model may keep a table as a plain attribute, and make another for longer rows."""
+    table, weight = torch.ones(3), nn.Parameter(torch.ones(3))
+    with _Inputs() as inputs:
+        ((weight * table + 1).relu() * 2).sum().backward()
+    assert {t.data_ptr() for t in inputs.alive} == {table.data_ptr(), weight.data_ptr()}
+
+
+def test_a_closed_step_keeps_no_graph(data: Path, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **CAPTURE)
+    state = build_state(job.config, job.task, CPU, 1)
+    with patch("ray_app.train.step.step.graphs_of", lambda device: RecordedGraphs()):
+        step = build_step(job, state, World(0, 1, 1), CPU, lambda phase: None)
+    step.close()
+    gone, captured = weakref.ref(step), step._captured
+    gc.disable()
+    try:
+        del step
+        assert (gone(), captured) == (None, None)
+    finally:
+        gc.enable()

@@ -1,0 +1,315 @@
+"""Losses with weights and metrics: means over the weight of the global batch, for every strategy and any number of workers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ray_app import Losses
+from ray_app.checkpoint.format import params_digest
+from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World
+from ray_app.reduction.build import build_exchange
+from ray_app.runlog.journal import MetricsReader
+from ray_app.task.base import Batch
+from ray_app.task.device import set_up_torch
+from ray_app.task.metrics import combine, score
+from ray_app.train.build import build_state, build_step
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Flags
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.step import Step
+from tests.support import server_world
+from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, Trained, cached, feed_of, make_job, plain, result_of, write_images
+from tests.support.pages import blocks
+from tests.support.places import ROOT
+
+ROWS = [[50, 1], [46]]
+SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("losses") / "data", ROWS)
+
+
+class Tokens(TinyImages):
+    """Rows of 0 to 6 parts that all have the row's loss, and what share of the parts was right.
+
+    Args:
+        weighs: `by id` as above, `nothing` no row counts in the first two steps, `none` no weights are given.
+        odd: Manifest positions with which another metric comes.
+    """
+
+    def __init__(self, weighs: str = "by id", odd: tuple[int, ...] = (), plainly: bool = False, bad: tuple[int, ...] = ()) -> None:
+        super().__init__(bad=bad)
+        self.weighs, self.odd, self.plainly = weighs, odd, plainly
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 5)) if self.plainly else super().build_model()
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Losses:
+        losses, right = super().loss(outputs, batch), (outputs.argmax(1) == batch["label"])
+        if self.weighs == "none":
+            return Losses(losses, metrics={"right": right})
+        parts = torch.zeros_like(batch["id"]) if self.weighs == "nothing" else batch["id"] % 7
+        name = "wrong" if torch.isin(batch["id"], torch.tensor(self.odd, dtype=torch.int64)).any() else "right"
+        return Losses(losses * parts, parts, {name: right * parts})
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "clipped": {"train__grad_clip_norm": 0.3},
+    "fp16": {"train__precision": "fp16"},
+    "central_storage": {"train__strategy": "central_storage"},
+    "local_sgd": {"train__strategy": "local_sgd", "train__local_steps": 3, "checkpoint__every_steps": 3},
+    "one bad row": {"data__on_bad_row": "skip"},
+}
+
+
+def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: Any) -> Job:
+    defaults: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
+    return make_job(folder, data, logical_workers=4, batch=12, task=task or Tokens(), **(defaults | fields))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, name: str) -> None:
+    job = job_of(tmp_path / "run", data, **STRATEGIES[name])
+    alone = pool.trained(job, 1, cached)
+    for size in (2, 4):
+        several = pool.trained(job, size, cached)
+        assert several.bits == alone.bits
+        assert several.steps == alone.steps
+    assert alone.steps[0][6] == sum(position % 7 for v in range(4) for position in job.plan.epoch(0).rows_at(v, 0)), "its weight"
+    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
+    pool.run_job(job, 2, cached)
+    assert result_of(job).bits == alone.bits
+    unweighted = pool.trained(job_of(tmp_path / "other", data, task=Tokens("none"), **STRATEGIES[name]), 1, cached)
+    assert unweighted.commit.params_digest != alone.commit.params_digest, "weights change nothing"
+
+
+def test_metrics_without_weights_change_no_bit(pool: Pool, data: Path, tmp_path: Path) -> None:
+    watched = pool.trained(job_of(tmp_path / "one", data, task=Tokens("none")), 2, cached)
+    bare = pool.trained(job_of(tmp_path / "two", data, task=TinyImages()), 2, cached)
+    assert watched.bits == bare.bits
+    assert [step[:6] for step in watched.steps] == bare.steps
+
+
+def run_steps(job: Job, steps: int) -> tuple[TrainingState, list[Any]]:
+    """The first steps of a run on one worker."""
+    set_up_torch(job.config, CPU)
+    state = build_state(job.config, job.task, CPU, 100)
+    state.step = 0
+    world = World(0, 1, 4)
+    step = build_step(job, state, world, CPU, lambda phase: None)
+    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+    rows = job.plan.rows_of_step
+    return state, [step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)) for i in range(steps)]
+
+
+def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, task=Tokens(plainly=True), optimizer=SGD)
+    state, results = run_steps(job, 9)
+    twin = TrainingState(job.config, job.task, CPU, 100)
+    feed = feed_of(job.plan, Cursor(), range(4), cached(job, Cursor(), range(4)))
+    for result in results:
+        batches = feed.next()
+        rows = {name: torch.cat([b.fields[name] for b in batches]) for name in ("image", "label", "id")}
+        outputs, parts = job.task.forward(twin.model, rows), rows["id"] % 7
+        loss = (functional.cross_entropy(outputs, rows["label"], reduction="none") * parts).sum() / parts.sum()
+        twin.optimizer.zero_grad()
+        loss.backward()
+        twin.optimizer.step()
+        right = ((outputs.argmax(1) == rows["label"]) * parts).sum() / parts.sum()
+        assert (result.loss, result.metrics["right"]) == pytest.approx((loss.item(), right.item()), rel=1e-5)
+        assert result.weight == parts.sum()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in twin.model.parameters() if p.grad is not None])
+    assert results[-1].grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])
+def test_rows_that_count_for_nothing_move_nothing(data: Path, tmp_path: Path, strategy: str) -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
+    local = {"train__local_steps": 2} if strategy == "local_sgd" else {}
+    job = job_of(tmp_path / "run", data, task=Tokens("nothing"), schedule=schedule, train__strategy=strategy, **local)
+    state, results = run_steps(job, 4)
+    first, _ = run_steps(job, 0)
+    before, after = plain(first.snapshot()), plain(state.snapshot())
+    names = [name for name, _ in state.model.named_parameters()]
+    assert {name: after["model"][name] for name in names} == {name: before["model"][name] for name in names}
+    assert after["optimizer"]["state"] == {}
+    assert (state.step, state.lr) == (4, pytest.approx(0.01 * 0.1**4)), "the schedule goes on"
+    assert [(r.loss, r.weight, r.metrics) for r in results] == [(0.0, 0.0, {})] * 4
+
+
+def test_parameter_servers_have_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path) -> None:
+    fields = {"train__grad_clip_norm": 0.3, "optimizer": SGD}
+    ddp = pool.trained(job_of(tmp_path / "ddp", data, **fields), 2, cached)
+    job = job_of(tmp_path / "servers", data, train__strategy="parameter_server", train__servers=2, **fields)
+    server_world.World(job, 3).run()
+    served = result_of(job)
+    assert (served.bits, served.steps) == (ddp.bits, ddp.steps)
+
+
+def test_parameter_servers_pass_over_what_counts_for_nothing(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, task=Tokens("nothing"), train__strategy="parameter_server", train__max_steps=4)
+    server_world.World(job, 2).run()
+    begun = TrainingState(job.config, job.task, CPU, 100).snapshot()
+    found = result_of(job).snapshot
+    assert all(torch.equal(found.model[name], value) for name, value in begun.model.items() if name.endswith(("weight", "bias")))
+    assert found.optimizer["state"] == {}
+
+
+@pytest.mark.parametrize("weighs", ["by id", "nothing"])
+def test_with_staleness_a_gradient_is_that_of_the_own_mean(data: Path, tmp_path: Path, weighs: str) -> None:
+    """One logical worker: its own mean is that of the step, so with plain SGD it goes as `ddp` goes."""
+    fields = {"task": Tokens(weighs, plainly=True), "optimizer": SGD, "train__max_steps": 6}
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=12, train__strategy="parameter_server", train__staleness=1, **fields)
+    server_world.World(job, 1).run()
+    state = build_state(job.config.replace(train__strategy="ddp"), job.task, CPU, 100)
+    state.step, world = 0, World(0, 1, 1)
+    step = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU)
+    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+    for i in range(6):
+        step.run(Cursor.at(i, 9), feed.next(), sum(job.plan.rows_of_step(i)), Flags(0))
+    for name, value in result_of(job).snapshot.model.items():
+        assert torch.allclose(value, state.model.state_dict()[name], atol=1e-6)
+
+
+def test_sharded_it_is_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
+    def run(strategy: str) -> Trained:
+        fields = {"task": Tokens(plainly=True), "optimizer": SGD, "train__strategy": strategy}
+        return pool.trained(job_of(tmp_path / strategy, data, **fields), 2, cached)
+
+    ours, theirs = run("fsdp"), run("ddp")
+    assert (ours.steps, ours.bits) == (theirs.steps, theirs.bits)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_other_metrics_of_some_rows_are_refused(pool: Pool, data: Path, tmp_path: Path, size: int) -> None:
+    job = job_of(tmp_path / "run", data)
+    odd = tuple(int(row) for row in job.plan.epoch(0).rows_at(3, 0))
+    job = job_of(tmp_path / "run", data, task=Tokens(odd=odd))
+    outcomes = pool.train(job, size, windows=cached)
+    said = "with other metrics than those of others: right and wrong. Return the same names for every batch"
+    assert all(isinstance(o.error, ConfigError) and said in str(o.error) for o in outcomes), outcomes
+
+
+def test_a_later_step_with_other_metrics_is_refused(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data)
+    odd = tuple(int(row) for row in job.plan.epoch(0).rows_at(1, 2))
+    with pytest.raises(ConfigError, match="right and wrong"):
+        run_steps(job_of(tmp_path / "run", data, task=Tokens(odd=odd)), 3)
+
+
+def test_rows_that_give_nan_are_named(data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data)
+    bad = next(int(row) for row in job.plan.epoch(0).rows_at(2, 0) if row % 7)
+    with pytest.raises(NonFiniteError, match=r"from logical worker 2, rows"):
+        run_steps(job_of(tmp_path / "run", data, task=Tokens(bad=(bad,))), 1)
+
+
+class Wrong(TinyImages):
+    """Losses that cannot be taken."""
+
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.made = made
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Any:
+        values = super().loss(outputs, batch)
+        return {
+            "weights": Losses(values, torch.ones(())),
+            "negative": Losses(values, -torch.ones_like(values)),
+            "metric": Losses(values, None, {"right": values.mean()}),
+            "number": Losses(values, None, {"right": 0.5}),  # type: ignore[dict-item]
+            "taken": Losses(values, None, {"lr": values}),
+            "name": Losses(values, None, {"eval_right": values}),
+        }[self.made]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("weights", r"Wrong.loss returned 'weights' of shape \(\) for 3 rows; it must return one value per row"),
+        ("negative", r"weights whose sum over 3 rows is -3.0; each must be a number of at least 0"),
+        ("metric", r"'right' of shape \(\) for 3 rows"),
+        ("number", r"'right' of shape float for 3 rows"),
+        ("taken", r"a metric 'lr'; use letters.*and none of data_wait_ms, grad_norm, imbalance, loss, lr"),
+        ("name", r"a metric 'eval_right'"),
+    ],
+)
+def test_what_is_not_one_value_per_row_is_refused(data: Path, tmp_path: Path, made: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_steps(job_of(tmp_path / "run", data, task=Wrong(made)), 1)
+
+
+class Page(Tokens):
+    """Sentences of up to six tokens with the loss of docs/own-task.md."""
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().forward(model, batch)[:, :, None].expand(-1, -1, 6)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Losses:
+        is_token = torch.arange(6) < (batch["id"] % 7)[:, None]
+        names: dict[str, Any] = {}
+        exec(next(b.text for b in blocks(ROOT / "docs" / "own-task.md") if "cross_entropy" in b.text), names)
+        return names["loss"](self, outputs, {"target": torch.where(is_token, batch["label"][:, None], -100)})
+
+
+def test_the_page_counts_tokens(data: Path, tmp_path: Path) -> None:
+    _, ours = run_steps(job_of(tmp_path / "run", data), 4)
+    _, theirs = run_steps(job_of(tmp_path / "run", data, task=Page()), 4)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.weights == other.weights
+        assert (one.loss, one.metrics["right"]) == pytest.approx((other.loss, other.metrics["accuracy"]), rel=1e-5)
+
+
+def test_classifications_record_their_training_accuracy_if_they_are_to(data: Path, tmp_path: Path) -> None:
+    from ray_app.task.image import ImageClassification
+
+    args = {"model_args": {"channels": 4}}
+    digests = set()
+    for asked in (False, True):
+        state, results = run_steps(job_of(tmp_path / "run", data, task=ImageClassification(**args, train_accuracy=asked)), 3)  # type: ignore[arg-type]
+        digests.add(params_digest(state.model.state_dict()))
+        assert [list(result.metrics) for result in results] == [["accuracy"] if asked else []] * 3
+    assert len(digests) == 1
+
+
+def test_an_evaluation_has_the_same_mean(data: Path, tmp_path: Path) -> None:
+    task = job_of(tmp_path / "run", data, task=Tokens(plainly=True)).task
+    model, random = task.build_model(), torch.Generator().manual_seed(0)
+    arrays = {
+        "image": torch.randint(0, 255, (50, 1, 8, 8), generator=random).numpy(),
+        "label": torch.randint(0, 5, (50,), generator=random).numpy(),
+        "id": torch.arange(50).numpy(),
+    }
+    chunks = list(score(task, model, arrays, 4, CPU, chunk_rows=12))
+    batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    losses = functional.cross_entropy(task.forward(model, batch), batch["label"], reduction="none")
+    losses, parts = losses.detach(), batch["id"] % 7
+    assert combine(task, chunks).values["loss"] == pytest.approx(float((losses * parts).sum() / parts.sum()), rel=1e-5)
+
+
+def test_the_record_has_weight_and_metrics_only_where_there_are_some(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of(tmp_path / "run", data, train__max_steps=4)
+    pool.run_job(job, 2, cached)
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    assert all(record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in reader.records.values())
+    bare = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().of_settings(vars(job.task)))
+    pool.run_job(bare, 2, cached)
+    [segment, *_] = sorted(bare.paths.metrics.glob("*.json"))
+    assert not json.loads(segment.read_bytes()).keys() & {"weight", "metrics"}

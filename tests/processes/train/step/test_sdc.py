@@ -1,0 +1,182 @@
+"""A worker that computes wrongly: it is found before anything is kept, named and ended, and the result is that of an undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ray_app.checkpoint.store import SUSPECT, CheckpointStore
+from ray_app.drill.faults import Proofs
+from ray_app.drill.memory_faults import Flip, What
+from ray_app.errors import ConfigError, IrreproducibleError, WrongResultError
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.step_records import read_steps
+from ray_app.task.base import Batch
+from ray_app.train.job import Hooks, Job
+from tests.support.local_world import Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.shifting_world import train_shifting
+
+L = 4
+REST = [("gradient", 0), ("gradient", 2), ("activation", 0), ("activation", 1), ("parameter", 1), ("parameter", 2)]
+ALL: dict[str, Any] = {"failure__replay_rate": 1.0}
+
+
+def job_in(folder: Path, name: str, task: TinyImages | None = None, **fields: Any) -> Job:
+    """Six steps, with a checkpoint after every second."""
+    data = folder / "data"
+    if not data.exists():
+        write_images(data, [[21, 16]])
+    every = {
+        "checkpoint__every_steps": 2,
+        "checkpoint__every_epochs": None,
+        "checkpoint__keep_last": 9,
+        "train__epochs": 9,
+        "train__max_steps": 6,
+    }
+    return make_job(folder / name, data, logical_workers=L, batch=12, task=task or TinyImages(), **every | fields)
+
+
+@pytest.fixture
+def undisturbed(pool: Pool, tmp_path: Path) -> str:
+    return pool.trained(job_in(tmp_path, "undisturbed"), 2, cached).commit.params_digest
+
+
+def hooks(folder: Path, what: What, rank: int, step: int) -> Hooks:
+    flip = Flip(Proofs(str(folder / "proofs")), "flip", what, rank, step)
+    return Hooks(after_step=flip, built=flip.built)
+
+
+@pytest.mark.parametrize(
+    ("what", "rank"),
+    [
+        *(("gradient", 1), ("activation", 2), ("parameter", 0)),
+        *(pytest.param(what, rank, marks=pytest.mark.rest) for what, rank in REST),
+    ],
+)
+def test_a_flipped_bit_is_found_and_nothing_of_it_stays(pool: Pool, tmp_path: Path, undisturbed: str, what: What, rank: int) -> None:
+    job = job_in(tmp_path, "flipped", **ALL)
+    others = [each for each in range(3) if each != rank]
+    outcomes = train_shifting(pool, job, [[0, 1, 2], others], [], hooks(tmp_path, what, rank, 4))
+    assert Proofs(str(tmp_path / "proofs")).has("flip")
+    assert isinstance(outcomes[rank].error, WrongResultError), outcomes[rank].trace
+    assert [outcomes[each].value for each in others] == ["done"] * 2, [outcome.trace for outcome in outcomes]
+    [lied] = read_events(job.paths, "lied")
+    assert (lied.details["rank"], lied.details["step"], lied.details["clean"]) == (rank, 4, 3)
+    assert result_of(job).commit.params_digest == undisturbed
+    [suspected] = read_events(job.paths, "suspected")
+    assert suspected.details["steps"] == [], "it was right in the step before"
+
+
+def test_checkpoints_since_it_was_right_are_marked(pool: Pool, tmp_path: Path) -> None:
+    """At a rate of 1 in 8 shares are looked at in every fourth step or so; the flip is in the memory of rank 1 since step 1."""
+    job = job_in(tmp_path, "flipped", failure__replay_rate=0.125, train__max_steps=12)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], hooks(tmp_path, "parameter", 1, 1))
+    assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
+    [lied] = read_events(job.paths, "lied")
+    [suspected] = read_events(job.paths, "suspected")
+    assert lied.details["clean"] < 1, "the flip came after step 1"
+    assert suspected.details["steps"] == [step for step in range(2, 13, 2) if step <= lied.details["step"]] != []
+    marked = [commit.step for commit in CheckpointStore(job.paths).commits() if (job.paths.checkpoint(commit.step, 1) / SUSPECT).exists()]
+    assert marked == suspected.details["steps"]
+
+
+@pytest.mark.parametrize("what", ["gradient", "activation"])
+def test_of_two_workers_the_one_that_erred_once_is_found(pool: Pool, tmp_path: Path, undisturbed: str, what: What) -> None:
+    job = job_in(tmp_path, "flipped", **ALL)
+    outcomes = train_shifting(pool, job, [[0, 1], [1]], [], hooks(tmp_path, what, 0, 2))
+    assert isinstance(outcomes[0].error, WrongResultError), outcomes[0].trace
+    assert outcomes[1].value == "done", outcomes[1].trace
+    assert result_of(job).commit.params_digest == undisturbed
+
+
+def test_of_two_workers_that_never_agree_nobody_is_believed(pool: Pool, tmp_path: Path) -> None:
+    job = job_in(tmp_path, "flipped", **ALL)
+    outcomes = train_shifting(pool, job, [[0, 1], []], [], hooks(tmp_path, "parameter", 0, 2))
+    assert all(isinstance(outcome.error, IrreproducibleError) for outcome in outcomes)
+
+
+class Random(TinyImages):
+    """With noise that no seed decides."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return super().loss(outputs, batch) * torch.rand(len(outputs), generator=_ENTROPY)
+
+
+_ENTROPY = torch.Generator()
+
+
+def test_a_task_that_is_not_reproducible_blames_nobody(pool: Pool, tmp_path: Path) -> None:
+    _ENTROPY.seed()
+    job = job_in(tmp_path, "random", task=Random(), **ALL)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], []], [], Hooks())
+    assert {type(outcome.error) for outcome in outcomes} == {IrreproducibleError}
+    assert "ray-app check finds both" in str(outcomes[0].error)
+
+
+@pytest.mark.parametrize("workers", [3, pytest.param(2, marks=pytest.mark.rest), pytest.param(4, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"train__strategy": "central_storage"},
+        pytest.param({"train__precision": "bf16"}, marks=pytest.mark.rest),
+        {"train__precision": "fp16"},
+        {"data__shuffle_window_rows": 72, "train__grad_clip_norm": 0.1},
+    ],
+    ids=str,
+)
+def test_no_false_alarm_and_the_same_bits(pool: Pool, tmp_path: Path, workers: int, fields: dict[str, Any]) -> None:
+    """With dropout and batch-norm, and a last step of an epoch with one row, so that three shares are empty."""
+    without = pool.trained(job_in(tmp_path, "without", **fields), 1, cached)
+    job = job_in(tmp_path, "with", **ALL, **fields)
+    pool.run_job(job, workers, cached)
+    assert result_of(job).commit.params_digest == without.commit.params_digest
+    assert read_steps(job.paths).replayed == L * 6
+    assert not read_events(job.paths, "lied")
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("fields", [{}, {"train__strategy": "central_storage"}, {"train__precision": "fp16"}], ids=str)
+def test_ten_thousand_shares_without_a_false_alarm(pool: Pool, tmp_path: Path, workers: int, fields: dict[str, Any]) -> None:
+    often = {"checkpoint__every_steps": 500, "train__epochs": 900, "train__max_steps": 2600}
+    job = job_in(tmp_path, "many", **ALL, **fields, **often)
+    pool.run_job(job, workers, cached)
+    assert read_steps(job.paths).replayed == 2600 * L
+    assert not read_events(job.paths, "lied")
+
+
+def test_rows_are_computed_twice_where_they_are_read(pool: Pool, tmp_path: Path) -> None:
+    job = job_in(tmp_path, "twice", task=TinyImages("unused"), failure__replay_rate=0.5)
+    pool.run_job(job, 2, cached)
+    assert 0 < read_steps(job.paths).replayed < L * 6
+
+
+def test_parameters_are_compared_where_that_is_asked_for(pool: Pool, tmp_path: Path, undisturbed: str) -> None:
+    """A bit of rank 1's memory after step 3; the others have the majority, and it takes their state."""
+    job = job_in(tmp_path, "compared", failure__compare_every_steps=1)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], hooks(tmp_path, "parameter", 1, 3))
+    assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
+    [differed] = read_events(job.paths, "states_differed")
+    assert differed.details["ranks"] == [1]
+    assert differed.details["step"] == 4
+    assert len(result_of(job).steps) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"failure__replay_rate": 0.1, "train__strategy": "fsdp"}, r"replay_rate is 0\.1 with train\.strategy fsdp"),
+        ({"failure__replay_rate": 0.1, "train__reduction": "overlapped"}, r"train\.reduction overlapped"),
+        ({"failure__replay_rate": 1.5}, r"between 0 and 1"),
+        ({"failure__compare_every_steps": 0}, r"at least 1"),
+        ({"failure__compare_every_steps": 5, "train__strategy": "local_sgd"}, r"only with ddp"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        job_in(tmp_path, "refused", **fields)

@@ -1,0 +1,518 @@
+"""One step: what all ranks refuse alike, what it leaves as it was, and the state that it changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import weakref
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ray_app.checkpoint.format import pack, params_digest, unpack
+from ray_app.config.config import Config
+from ray_app.config.import_paths import OptimizerSpec
+from ray_app.config.sections import ClassSpec
+from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World
+from ray_app.reduction.build import build_exchange
+from ray_app.task.base import Batch
+from ray_app.task.device import set_up_torch
+from ray_app.train.build import build_state, build_step
+from ray_app.train.job import Job
+from ray_app.train.membership import Flags
+from ray_app.train.state.state import TrainingState, seed_step
+from ray_app.train.step.micro_batch import Buffers, single_values
+from ray_app.train.step.step import Step, StepResult
+from tests.support.local_world import CPU, LocalMembership, Outcome, Pool, TinyImages, cached, feed_of, make_job, write_images
+
+ROWS = [[50, 1], [46]]
+"""97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
+
+
+WARM_UP = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.1, "total_iters": 4}}
+COSINE = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 8}}
+STEPS = {"class_path": "torch.optim.lr_scheduler.MultiStepLR", "init_args": {"milestones": [2, 4], "gamma": 0.5}}
+
+
+def falling(step: int) -> float:
+    """For `LambdaLR`."""
+    return 1 / (1 + step)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("step") / "data", ROWS)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What some steps did on one rank.
+
+    Args:
+        results: Of the steps that were finished.
+        error: What the last one raised.
+        before: Digests of parameters and optimizer before the last step.
+        after: The same after it.
+    """
+
+    results: list[StepResult]
+    error: Exception | None
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Stepped:
+    """Runs the first steps of a run on one rank, until one raises."""
+    set_up_torch(job.config, CPU)
+    state = TrainingState(job.config, job.task, CPU, 100)
+    state.step = 0
+    plan, results = job.plan, []
+    with LocalMembership(World(rank, size, plan.logical_workers), store).generation(0, False) as (world, _):
+        strategy = build_exchange(job.config.train, state.model, world)
+        step = Step(job.config, job.task, state, strategy, world, CPU)
+        feed = feed_of(plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        with closing(strategy):
+            for i in range(steps):
+                before = digests(state)
+                try:
+                    results.append(step.run(Cursor.at(i, plan.steps_per_epoch), feed.next(), sum(plan.rows_of_step(i)), flags=Flags(0)))
+                except Exception as error:
+                    return Stepped(results, error, before, digests(state))
+    return Stepped(results, None, before, digests(state))
+
+
+def digests(state: TrainingState) -> dict[str, Any]:
+    """Parameters, optimizer and position, without batch-norm's statistics."""
+    moments = {f"{i} {name}": value for i, held in state.optimizer.state.items() for name, value in held.items()}
+    return {
+        "parameters": params_digest(dict(state.model.named_parameters())),
+        "optimizer": params_digest({str(i): value for i, value in enumerate(moments.values())}),
+        "step": state.step,
+    }
+
+
+def position_in(job: Job, logical_worker: int, step: int) -> int:
+    """A row that a logical worker gets in a step of the first epoch."""
+    return int(job.plan.epoch(0).rows_at(logical_worker, step)[-1])
+
+
+def bad_job(folder: Path, data: Path, where: list[tuple[int, int]], value: float, **fields: Any) -> Job:
+    """A run whose loss is not finite for a row of each of the (logical worker, step) in `where`."""
+    job = make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
+    bad = tuple(position_in(job, *place) for place in where)
+    return make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(bad=bad, bad_value=value), **fields)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0], ids="loss {}".format)
+def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_optimizer_moves(
+    pool: Pool, data: Path, tmp_path: Path, size: int, value: float
+) -> None:
+    """A loss of 0 stands for a finite loss with a gradient that is not."""
+    job = bad_job(tmp_path / "run", data, [(2, 1)], value)
+    ranks = pool.run(size, run_steps, job, size, 3)
+    rows = [position_in(job, 2, 1)]
+    for rank in ranks:
+        assert len(rank.results) == 1, "the step before is fine"
+        assert isinstance(rank.error, NonFiniteError)
+        assert rank.before == rank.after, "something moved"
+        assert str(rank.error) == str(ranks[0].error)
+    message = str(ranks[0].error)
+    assert "Epoch 0, step 1 of the epoch" in message
+    assert f"logical worker 2, rows at manifest positions {rows}" in message
+    assert message.count("logical worker") == 1, "others are innocent"
+    assert "lower the learning rate" in message
+
+
+class Pairs(TinyImages):
+    """Its loss takes no row alone; it is finite, and its gradient is not."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        losses = super().loss(outputs, batch)
+        if len(losses) < 2:
+            raise ValueError("a pair is needed")
+        return losses + (losses - losses).sqrt()
+
+
+def test_a_task_that_takes_no_row_alone_is_told_what_is_not_finite(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """To look for the row is no new failure."""
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=Pairs())
+    [rank] = pool.run(1, run_steps, job, 1, 1)
+    assert isinstance(rank.error, NonFiniteError), rank.error
+
+
+def test_every_culprit_is_named(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = bad_job(tmp_path / "run", data, [(0, 0), (3, 0)], math.nan)
+    [message] = {str(rank.error) for rank in pool.run(3, run_steps, job, 3, 1)}
+    for v in (0, 3):
+        assert f"logical worker {v}, rows at manifest positions {[position_in(job, v, 0)]}" in message
+
+
+def test_infinities_of_both_signs_are_refused_alike(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """Their sum has no value, which must not be another error."""
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=BothInfinities())
+    for rank in pool.run(2, run_steps, job, 2, 1):
+        assert isinstance(rank.error, NonFiniteError), rank.error
+        assert rank.before == rank.after
+
+
+class BothInfinities(TinyImages):
+    """The loss of a row is plus or minus infinity; with 12 rows there are both in every step."""
+
+    def loss(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(outputs, batch) * torch.where(batch["id"] % 2 == 0, math.inf, -math.inf)[:1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_of_the_wrong_shape_is_refused(pool: Pool, data: Path, tmp_path: Path, size: int) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(loss_shape="mean"))
+    for rank in pool.run(size, run_steps, job, size, 1):
+        assert isinstance(rank.error, ConfigError)
+        assert str(rank.error) == (
+            "TinyImages.loss returned shape () for 3 rows; it must return one value per row, shape (rows,). Use reduction='none' in the"
+            " loss function."
+        )
+        assert rank.before == rank.after
+
+
+def test_clipping_bounds_what_the_optimizer_sees(pool: Pool, data: Path, tmp_path: Path) -> None:
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
+    norms, moved = [], []
+    for clip in (None, 0.01):
+        job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), optimizer=sgd, train__grad_clip_norm=clip)
+        [(norm, distance)] = pool.run(1, distance_of_one_step, job)
+        norms.append(norm)
+        moved.append(distance)
+    assert norms[0] == norms[1] > 0.1, "the norm before clipping is reported"
+    assert moved == pytest.approx([norms[0], 0.01], rel=1e-3)
+
+
+def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float]:
+    """The gradient norm of a step and how far the parameters moved."""
+    set_up_torch(job.config, CPU)
+    state = TrainingState(job.config, job.task, CPU, 100)
+    state.step = 0
+    world = World(rank, 1, job.plan.logical_workers)
+    before = [p.detach().clone() for p in state.model.parameters()]
+    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+    result = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU).run(
+        Cursor(), feed.next(), 12, flags=Flags(0)
+    )
+    after = list(state.model.parameters())
+    return result.grad_norm, math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(after, before, strict=True)))
+
+
+def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
+    """With dropout off and no batch-norm, logical workers give the mean gradient of the global batch."""
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=Plain(), optimizer=sgd)
+    stepped = run_steps(0, tmp_path, job, 1, 9)
+    state = TrainingState(job.config, job.task, CPU, 100)
+    arrays = cached(job, Cursor(), range(4))
+    feed = feed_of(job.plan, Cursor(), range(4), arrays)
+    for i in range(9):
+        batches = feed.next()
+        rows = {name: torch.cat([b.fields[name] for b in batches]) for name in ("image", "label", "id")}
+        loss = job.task.loss(job.task.forward(state.model, rows), rows).mean()
+        state.optimizer.zero_grad()
+        loss.backward()
+        state.optimizer.step()
+        assert stepped.results[i].loss == pytest.approx(loss.item(), rel=1e-5)
+        assert stepped.results[i].rows == [b.rows for b in batches] == job.plan.rows_of_step(i)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters() if p.grad is not None])
+    assert stepped.results[-1].grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+class Plain(TinyImages):
+    """A model without anything random."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+
+
+def batch_norms() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)).train()
+
+
+def test_batch_norm_over_one_value_uses_the_running_statistics_and_leaves_them() -> None:
+    model = batch_norms()
+    model(torch.randn(8, 6) * 3 + 1)  # statistics unlike those of the start
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    row = torch.randn(1, 6)
+    with single_values(model):
+        found = model(row)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "statistics moved"
+    assert all(layer.training for layer in model.modules())
+    assert torch.equal(found, model.eval()(row))
+
+
+def test_batch_norm_over_more_values_is_left_alone() -> None:
+    for model, rows in ((batch_norms(), torch.randn(2, 6)), (nn.Sequential(nn.BatchNorm2d(3)), torch.randn(1, 3, 2, 2))):
+        twin = nn.Sequential(*model)
+        twin.load_state_dict(model.state_dict())
+        statistics = [b.clone() for b in model.buffers()]
+        with single_values(model):
+            found = model(rows)
+        assert not torch.equal(statistics[0], next(model.buffers())), "the statistics do not move"
+        assert torch.equal(found, model.train()(rows)), "it is not what training gives"
+
+
+def test_batch_norm_is_in_training_again_after_an_error() -> None:
+    model = batch_norms()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), single_values(model):
+        nn.Sequential(model[1], nn.Linear(7, 1))(torch.randn(1, 6))
+    assert all(layer.training for layer in model.modules())
+    with pytest.raises(ValueError, match="more than 1 value"):
+        model(torch.randn(1, 6))  # no hook is left
+
+
+class Turning(nn.Module):
+    """Has complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.factors, self.last = nn.Linear(64, 12), nn.Parameter(torch.ones(12, dtype=torch.complex64)), nn.Linear(12, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last((self.first(images.flatten(1)) * self.factors).abs())
+
+
+class Turned(TinyImages):
+    def build_model(self) -> nn.Module:
+        return Turning()
+
+
+def test_complex_parameters_are_trained_with_any_number_of_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path / str(size), data, logical_workers=3, batch=12, task=Turned()) for size in (1, 3)]
+    assert pool.trained(jobs[0], 1).bits == pool.trained(jobs[1], 3).bits
+
+
+class Recomputing(nn.Module):
+    """Batch-norm whose forward is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Linear(12, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(checkpoint(self.norm, self.first(images.flatten(1)), use_reentrant=False))
+
+
+class Recomputed(TinyImages):
+    def build_model(self) -> nn.Module:
+        return Recomputing()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
+def test_batch_norm_of_one_row_is_the_same_when_backward_computes_it_again(pool: Pool, data: Path, tmp_path: Path, strategy: str) -> None:
+    fields = {"train__strategy": strategy} | ({"train__local_steps": 2} if strategy == "local_sgd" else {})
+    found = []
+    for size in (1, 3):
+        job = make_job(tmp_path / str(size), data, logical_workers=3, batch=3, task=Recomputed(), **fields)
+        assert job.plan.rows_of_step(0) == [1, 1, 1]
+        found.append(pool.trained(job, size).bits)
+    assert found[0] == found[1]
+
+
+def test_the_buffers_of_logical_worker_0_are_kept() -> None:
+    model = nn.BatchNorm1d(2)
+    buffers = Buffers(model, World(0, 1, 3))
+    expected, start = nn.BatchNorm1d(2), [b.clone() for b in model.buffers()]
+    buffers.begin()
+    for v in range(3):
+        rows = torch.full((4, 2), float(v)) + torch.eye(4, 2)
+        model(rows)
+        if v == 0:
+            expected(rows)
+        buffers.end_logical_worker(v)
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), start, strict=True)), "the next begins like the first"
+    buffers.launch()
+    buffers.finish()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), expected.buffers(), strict=True))
+
+
+def test_random_numbers_belong_to_seed_epoch_step_and_logical_worker() -> None:
+    def drawn(*place: int) -> float:
+        seed_step(*place, CPU)
+        return float(torch.rand(()))
+
+    places = [(seed, epoch, step, v) for seed in range(2) for epoch in range(2) for step in range(2) for v in range(2)]
+    assert len({drawn(*place) for place in places}) == len(places)
+    assert drawn(*places[3]) == drawn(*places[3])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ("StepLR", {"step_size": 3, "gamma": 0.5}),
+        ("MultiStepLR", {"milestones": [2, 5, 5], "gamma": 0.5}),
+        ("CosineAnnealingLR", {"T_max": 7}),
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 12}),
+        ("SequentialLR", {"schedulers": [WARM_UP, COSINE], "milestones": [4]}),
+        ("SequentialLR", {"schedulers": [WARM_UP, STEPS], "milestones": [5]}),
+        ("ChainedScheduler", {"schedulers": [WARM_UP, {**COSINE, "init_args": {"T_max": 20}}]}),
+        ("LambdaLR", {"lr_lambda": f"{__name__}.falling"}),
+        ("CosineAnnealingWarmRestarts", {"T_0": 3}),
+        ("LinearLR", {"total_iters": 5}),
+    ],
+    ids=lambda s: s[0],
+)
+@pytest.mark.parametrize("optimizer", [("Adam", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {"amsgrad": True})])
+def test_schedule_and_optimizer_go_on_from_a_checkpoint(
+    schedule: tuple[str, dict[str, Any]], optimizer: tuple[str, dict[str, Any]]
+) -> None:
+    config = Config(
+        optimizer=OptimizerSpec(f"torch.optim.{optimizer[0]}", optimizer[1]),
+        schedule=ClassSpec(f"torch.optim.lr_scheduler.{schedule[0]}", schedule[1]),
+    )
+
+    def advanced(state: TrainingState, steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            rates.append(state.lr)
+            for i, p in enumerate(state.model.parameters()):
+                p.grad = torch.full_like(p, math.sin(state.step + i))
+            state.advance()
+        return rates
+
+    def made() -> TrainingState:
+        state = TrainingState(config, dataclasses.replace(TASK), CPU, 100)
+        state.step = 0
+        return state
+
+    undisturbed = made()
+    rates = advanced(undisturbed, 11)
+    assert len(set(rates)) > 2
+    for done in (0, 1, 4, 10):
+        first, second = made(), TrainingState(config, TASK, CPU, 100)
+        seen = advanced(first, done)
+        second.load(unpack(pack(first.snapshot())))
+        assert second.step == done
+        assert seen + advanced(second, 11 - done) == rates
+        assert params_digest(second.model.state_dict()) == params_digest(undisturbed.model.state_dict())
+
+
+def rates_of(name: str, args: dict[str, Any], steps: int) -> list[float]:
+    """The learning rates of a run of so many steps that begins with 0.1."""
+    schedule = ClassSpec(f"torch.optim.lr_scheduler.{name}", args)
+    state = TrainingState(Config(optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1}), schedule=schedule), TASK, CPU, steps)
+    found = []
+    for _ in range(steps):
+        found.append(state.lr)
+        state.optimizer.step()
+        state.pass_over()
+    return found
+
+
+def test_a_linear_warm_up_and_then_a_cosine() -> None:
+    found = rates_of("SequentialLR", {"schedulers": [WARM_UP, COSINE], "milestones": [4]}, 12)
+    assert found[:4] == pytest.approx([0.01 + 0.09 * i / 4 for i in range(4)])
+    assert found[4:] == pytest.approx([0.05 * (1 + math.cos(math.pi * i / 8)) for i in range(8)])
+
+
+def test_a_function_is_named_by_its_path() -> None:
+    assert rates_of("LambdaLR", {"lr_lambda": f"{__name__}.falling"}, 5) == [0.1 * falling(i) for i in range(5)]
+
+
+def test_a_schedule_takes_the_length_of_the_run_unless_it_has_one() -> None:
+    def lowest(args: dict[str, Any]) -> int:
+        found = rates_of("OneCycleLR", {"max_lr": 0.1, **args}, 30)
+        return found.index(min(found))
+
+    assert lowest({}) == 29
+    with pytest.raises(ValueError, match="Tried to step 13 times"):
+        lowest({"epochs": 3, "steps_per_epoch": 4})
+
+
+@dataclass
+class OneLayer:
+    """As much of a task as the training state needs."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def apply_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+
+TASK: Any = OneLayer()
+
+
+@pytest.mark.parametrize("fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}], ids=["step", "local step"])
+def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, checkpoint__every_epochs=None)
+    set_up_torch(job.config, CPU)
+    state = build_state(job.config, job.task, CPU, 100)
+    state.step = 0
+
+    def generation() -> list[weakref.ref[Any]]:
+        with LocalMembership(World(0, 1, 4), tmp_path / "store").generation(0, False) as (world, _):
+            step = build_step(job, state, world, CPU, lambda phase: None)
+            feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+            with closing(step), closing(feed):
+                step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
+        return [weakref.ref(step), weakref.ref(step._exchange)]
+
+    alive = generation()
+    gc.collect()
+    assert [held() for held in alive] == [None, None]
+
+
+def test_a_snapshot_is_memory_of_its_own() -> None:
+    state = TrainingState(Config(), TASK, CPU, 100)
+    state.step = 0
+    snapshot = state.snapshot()
+    before = params_digest(snapshot.model)
+    for p in state.model.parameters():
+        p.grad = torch.ones_like(p)
+    state.advance()
+    assert params_digest(snapshot.model) == before != params_digest(state.model.state_dict())
+
+
+@pytest.mark.parametrize("highest", [0, 2])
+def test_the_highest_step_is_shared(pool: Pool, highest: int) -> None:
+    outcomes: list[Outcome] = pool.outcomes(3, share_from, highest)
+    assert [o.error for o in outcomes] == [None] * 3
+    assert len({o.value for o in outcomes}) == 1
+    assert outcomes[0].value[0] == 5
+
+
+def never() -> None:
+    raise AssertionError("there is a state, nothing is to be restored")
+
+
+def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
+    """Shares the state of the rank that is at step 5; the others are behind or have nothing."""
+    state = TrainingState(Config(seed=rank), TASK, CPU, 100)
+    if rank != 1:
+        state.step = 5 if rank == highest else 4
+        for _ in range(state.step):
+            for p in state.model.parameters():
+                p.grad = torch.ones_like(p)
+            state.optimizer.step()
+    with LocalMembership(World(rank, 3, 3), store).generation(0, False) as (world, _):
+        state.share(world, never)
+    return state.step, params_digest(state.model.state_dict()), float(next(iter(state.optimizer.state.values()))["step"])
+
+
+def test_a_snapshot_can_take_over_the_memory_of_an_old_one() -> None:
+    state = TrainingState(Config(), TASK, CPU, 100)
+    for p in state.model.parameters():
+        p.grad = torch.ones_like(p)
+    first = state.snapshot()
+    state.optimizer.step()
+    second = state.snapshot(first)
+    fresh = state.snapshot()
+    assert params_digest(second.model) == params_digest(fresh.model) == params_digest(state.model.state_dict())
+    assert pack(second) == pack(fresh)
+    assert all(second.model[name].data_ptr() == first.model[name].data_ptr() for name in first.model)
+    assert all(fresh.model[name].data_ptr() != first.model[name].data_ptr() for name in first.model)

@@ -1,0 +1,78 @@
+"""What a step costs in calls and operators, which no noise of a machine hides: who makes it dearer has to change the numbers here.
+
+They are of Python 3.11 and the pinned torch. A change that needs more says in its message what for; one that needs less lowers them.
+Eighteen calls of a step on several workers, two on one, are for who holds the others up, see `train/step/pace.py`, and two ask whether
+parameters are to be compared; six are for losses that stay on the device until all logical workers have been given to it, see
+`test_host_syncs.py`. What a thread does beside backward, which sends all buckets but the last, is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ray_app.task.base import Task
+from ray_app.task.image import ImageClassification
+from ray_app.train.job import Hooks
+from tests.support.local_world import OpenWindows, Pool, TinyImages, cached, make_job, streamed, write_images
+from tests.support.step_cost import STEPS, StepCost
+
+FIRST = 13
+
+
+class Small(TinyImages):
+    """Counted where PyTorch's compiler is imported, whatever a process has from others: without it a step has fewer calls, see
+    `test_imports.py`. What gathers rows is in `test_windows.py`."""
+
+    def build_model(self) -> nn.Module:
+        import_module("torch._dynamo")
+        return super().build_model()
+
+
+class Grey(ImageClassification):
+    """A ResNet-18 of one channel, counted as `Small` is."""
+
+    def build_model(self) -> nn.Module:
+        import_module("torch._dynamo")
+        model = super().build_model()
+        model.conv1 = nn.Conv2d(1, 64, 7, 2, 3, bias=False)
+        return model
+
+
+def resnet18() -> Task:
+    return Grey(model="resnet18")
+
+
+@pytest.mark.parametrize(
+    ("task", "workers", "windows", "fields", "expected"),
+    [
+        pytest.param(Small, 1, cached, {}, {"python_calls": 469, "torch_operators": 66}, id="small"),
+        pytest.param(Small, 1, streamed, {}, {"python_calls": 469, "torch_operators": 66}, id="small, read"),
+        pytest.param(Small, 2, cached, {}, {"python_calls": 759, "torch_operators": 94}, id="small, 2 workers"),
+        pytest.param(
+            resnet18, 2, cached, {}, {"python_calls": 3140, "torch_operators": 404}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
+        ),
+        pytest.param(
+            resnet18,
+            2,
+            cached,
+            {"train__reduction": "overlapped"},
+            {"python_calls": 3107, "torch_operators": 401},
+            id="ResNet-18, overlapped",
+            marks=pytest.mark.rest,
+        ),
+    ],
+)
+def test_a_step_costs_what_it_did(
+    pool: Pool, tmp_path: Path, task: Any, workers: int, windows: OpenWindows, fields: dict[str, Any], expected: dict[str, int]
+) -> None:
+    data, found = write_images(tmp_path / "data", [[8 * (FIRST + 2 * STEPS + 2)]]), tmp_path / "found.json"
+    job = make_job(tmp_path / "run", data, logical_workers=workers, batch=8, task=task(), data__shuffle_window_rows=10_000, **fields)
+    outcomes = pool.train(job, workers, Hooks(after_step=StepCost(str(found), FIRST)), windows)
+    assert [outcome.error for outcome in outcomes] == [None] * workers
+    assert json.loads(found.read_text()) == expected

@@ -1,0 +1,134 @@
+"""Evaluation by the workers at every planned checkpoint: the same for every number of workers, each once, none lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_app.data.local_readers import load_all
+from ray_app.data.reader import fetch_here
+from ray_app.preflight.prepare import evaluation_source
+from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
+from ray_app.runlog.journal import put_event, read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.train.job import Hooks, Job
+from ray_app.train.loop import train
+from ray_app.train.membership import Alone
+from ray_app.train.step import validation as validation_module
+from tests.support.local_world import DieAfter, KilledError, Pool, TinyImages, cached, make_job, write_images
+
+EVERY = [4, 8, 12, 16, 18]
+"""18 steps in two epochs of nine."""
+EVAL_ROWS = 40
+
+
+class Counted(TinyImages):
+    """Notes how many rows are evaluated.
+
+    Args:
+        notes: File that gets a line per chunk.
+    """
+
+    def __init__(self, notes: str) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def update(self, metrics: Any, outputs: Any, batch: Any) -> None:
+        with Path(self.notes).open("a") as file:
+            file.write(f"{len(batch['id'])}\n")
+        super().update(metrics, outputs, batch)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("validation")
+    write_images(folder / "eval", [[EVAL_ROWS]])
+    return write_images(folder / "data", [[50, 1], [46]])
+
+
+def evaluated_job(folder: Path, data: Path, **fields: Any) -> Job:
+    eval_path = str(data.with_name("eval"))
+    defaults = {"checkpoint__every_steps": 4, "checkpoint__every_epochs": None, "train__epochs": 2, "evaluate__batch_size": 8}
+    defaults |= {"evaluate__where": "workers", "data__eval_path": eval_path}
+    folder.mkdir()
+    job = make_job(folder / "run", data, logical_workers=4, batch=12, task=Counted(str(folder / "notes")), **(defaults | fields))
+    return dataclasses.replace(job, evaluation=evaluation_source(job.task, eval_path, 64.0))
+
+
+def found_in(job: Job) -> list[dict[str, Any]]:
+    """What the evaluations found, without times."""
+    times = {"duration_s", "time_s", "lag_s"}
+    return [{k: v for k, v in dataclasses.asdict(e).items() if k not in times} for e in read_evaluations(job.paths)]
+
+
+def steps_in(found: list[dict[str, Any]]) -> list[int]:
+    return [e["step"] for e in found]
+
+
+def rows_evaluated(job: Job) -> int:
+    assert isinstance(job.task, Counted)
+    return sum(map(int, Path(job.task.notes).read_text().split()))
+
+
+def test_every_planned_checkpoint_is_evaluated_whoever_is_there_and_however_often_it_stops(pool: Pool, data: Path, tmp_path: Path) -> None:
+    one, stopped = (evaluated_job(tmp_path / name, data) for name in ("one", "stopped"))
+    pool.run_job(one, 1)
+    expected = found_in(one)
+    assert steps_in(expected) == EVERY == one.planned_evaluations(18)
+    assert all(e["rows"] == EVAL_ROWS for e in expected)
+    assert rows_evaluated(one) == len(EVERY) * EVAL_ROWS
+
+    died = pool.train(stopped, 2, Hooks(after_step=DieAfter(8)))
+    assert all(isinstance(o.error, KilledError) for o in died), [o.trace for o in died]
+    assert steps_in(found_in(stopped)) == [4], "it died between the checkpoint and its evaluation"
+    pool.train(stopped, 2, stop={0: 2})
+    assert steps_in(found_in(stopped)) == [4, 8], "the stop at step 10 made an extra checkpoint, which is not a planned one"
+    died = pool.train(stopped, 1, Hooks(after_step=DieAfter(14)))
+    assert isinstance(died[0].error, KilledError)
+    pool.run_job(stopped, 2)
+    assert found_in(stopped) == expected, "parameters and metrics are those of the run that was not disturbed"
+    assert rows_evaluated(stopped) == rows_evaluated(one), "none was made twice"
+    assert len(read_events(stopped.paths, "evaluated")) == len(EVERY)
+
+
+def test_epochs_count_as_well(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = evaluated_job(tmp_path / "epochs", data, checkpoint__every_steps=None, checkpoint__every_epochs=1)
+    pool.run_job(job, 1)
+    assert steps_in(found_in(job)) == [9, 18]
+
+
+def test_a_storage_that_refuses_for_a_while_stops_no_training(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it refuses twice is written; what it refuses to the end is recorded as skipped, later if it refuses that as well."""
+    job = evaluated_job(tmp_path / "outage", data)
+    evaluation, refused = job.evaluation, Counter[int]()
+    assert evaluation is not None
+
+    def put(paths: RunPaths, made: Evaluation) -> bool:
+        refused[made.step] += 1
+        if made.step in (12, 18) or (made.step == 8 and refused[8] <= 2):
+            raise OSError("503")
+        return put_evaluation(paths, made)
+
+    told = Counter[int]()
+
+    def tell(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
+        told[details["step"]] += kind == "evaluation_skipped"
+        return told[details["step"]] != 1 and put_event(paths, kind, fence, **details)
+
+    def unlisted(paths: RunPaths) -> set[int]:
+        raise OSError(f"503 {paths.name}")
+
+    monkeypatch.setattr(validation_module, "put_evaluation", put)
+    monkeypatch.setattr(validation_module, "put_event", tell)
+    monkeypatch.setattr(validation_module, "evaluated_steps", unlisted)
+    monkeypatch.setattr(validation_module, "_FIRST_PAUSE_S", 0.001)
+    train(job, Alone(4, lambda: False), cached, torch.device("cpu"), load_evaluation=lambda: load_all(fetch_here, evaluation).arrays)
+    assert (refused[8], refused[12]) == (3, validation_module._ATTEMPTS)
+    assert steps_in(found_in(job)) == [4, 8, 16]
+    skipped = [(e.details["step"], e.details["reason"]) for e in read_events(job.paths, "evaluation_skipped")]
+    assert skipped == [(step, "OSError: 503") for step in (12, 18)], "early stopping would wait for them for ever"

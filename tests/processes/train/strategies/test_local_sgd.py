@@ -1,0 +1,253 @@
+"""Local SGD: replicas that belong to logical workers, so that neither the number of workers nor a loss changes a bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ray_app.checkpoint.format import params_digest
+from ray_app.errors import ConfigError, PeerLostError
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World
+from ray_app.task.base import Batch
+from ray_app.task.device import set_up_torch
+from ray_app.task.image import ImageClassification
+from ray_app.train.build import build_state, build_step
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Flags
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.micro_batch import Buffers
+from ray_app.train.strategies.local_sgd import LocalStep
+from tests.support.local_world import (
+    CLASSES,
+    CPU,
+    DieAfter,
+    LocalMembership,
+    Pool,
+    TinyImages,
+    cached,
+    feed_of,
+    make_job,
+    plain,
+    result_of,
+    write_images,
+)
+
+ROWS = [[50, 1], [46]]
+SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("local") / "data", ROWS)
+
+
+def local_job(folder: Path, data: Path, **fields: Any) -> Job:
+    defaults: dict[str, Any] = {
+        "train__strategy": "local_sgd",
+        "train__local_steps": 3,
+        "train__epochs": 2,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 6,
+    }
+    defaults["task"] = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
+    return make_job(folder, data, logical_workers=4, batch=12, **(defaults | fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        pytest.param({"optimizer": SGD, "train__outer_lr": 0.7, "train__outer_momentum": 0.9}, marks=pytest.mark.rest),
+        pytest.param(
+            {"train__ema_decay": 0.9, "schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}},
+            marks=pytest.mark.rest,
+        ),
+        pytest.param({"train__max_steps": 16}, marks=pytest.mark.rest),
+    ],
+    ids=["adam", "diloco", "average and schedule", "an unfinished round at the end"],
+)
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    job = local_job(tmp_path / "run", data, **fields)
+    alone = pool.trained(job, 1, cached)
+    several = pool.trained(job, 3, cached)
+    assert len(alone.steps) == job.total_steps
+    assert several.bits == alone.bits
+    assert several.steps == alone.steps
+    pool.train(job, 3, Hooks(after_step=DieAfter(11)), cached)  # in the middle of a round
+    assert result_of(job).commit.step == 6
+    pool.run_job(job, 2, cached)
+    again = result_of(job)
+    assert again.bits == alone.bits
+    assert again.workers[6:8] == [[3, 2], [3, 2]], "the round's steps were done again"
+
+
+class Tempered(TinyImages):
+    """Has a parameter without dimensions, as learned temperatures are."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+        return model
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().forward(model, batch) * model.temperature  # type: ignore[operator]
+
+
+def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_not(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = local_job(tmp_path / "run", data, task=Tempered(), train__outer_lr=0.7)
+    alone = pool.trained(job, 1, cached)
+    assert len(alone.steps) == job.total_steps
+    assert pool.trained(job, 2, cached).bits == alone.bits
+
+
+def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[LocalStep, TrainingState, Any]:
+    set_up_torch(job.config, CPU)
+    if state is None:
+        state = build_state(job.config, job.task, CPU, job.total_steps)
+        state.step = 0
+    world = World(0, 1, job.plan.logical_workers)
+    with LocalMembership(world, store).generation(0, False):
+        step = build_step(job, state, world, CPU, lambda phase: None)
+    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+    return step, state, feed  # type: ignore[return-value]
+
+
+def test_the_average_is_the_mean_of_what_the_logical_workers_found(data: Path, tmp_path: Path) -> None:
+    job = local_job(tmp_path / "run", data, optimizer=SGD)
+    step, state, feed = step_of(job, tmp_path / "store")
+    start = copy.deepcopy(state.model.state_dict())
+    found, rows = [], job.plan.rows_of_step
+    take, state.take_round = state.take_round, lambda *args: (found.extend(copy.deepcopy(list(step._replicas.values()))), take(*args))  # type: ignore[method-assign]
+    for i in range(3):
+        step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags.STOP if i == 0 else Flags(0))
+        assert state.step == (3 if i == 2 else 0)
+        assert (params_digest(state.model.state_dict()) == params_digest(start)) == (i < 2)
+    assert len(found) == 4
+    for name, p in state.model.named_parameters():
+        values = [dict(replica.model.named_parameters())[name] for replica in found]
+        assert len({params_digest({"": v}) for v in values}) == 4, "they were on their own"
+        assert torch.allclose(p, torch.stack(values).mean(0), atol=1e-6)
+    for i, p in enumerate(state.model.parameters()):
+        held = state.optimizer.state[p]
+        values = [replica.optimizer.state[replica.trained[i]]["momentum_buffer"] for replica in found]
+        assert torch.allclose(held["momentum_buffer"], torch.stack(values).mean(0), atol=1e-6)
+
+
+def test_a_peer_that_is_lost_at_the_end_of_a_round_takes_all_of_it_back(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers are the last that travels: nothing may have moved by then."""
+    job = local_job(tmp_path / "run", data, train__ema_decay=0.9, train__outer_momentum=0.9)
+    step, state, feed = step_of(job, tmp_path / "store")
+    before = state.snapshot()
+
+    def lose(self: Buffers) -> None:
+        raise PeerLostError("while buffers travel")
+
+    for i in range(2):
+        step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(Buffers, "launch", lose)
+        with pytest.raises(PeerLostError):
+            step.run(Cursor.at(2, 9), feed.next(), 12, Flags(0))
+    assert plain(state.snapshot()) == plain(before)
+    assert state.step == 0
+    again, _, feed = step_of(job, tmp_path / "again", state)
+    other, undisturbed, its_feed = step_of(job, tmp_path / "other")
+    for i in range(3):
+        again.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
+        other.run(Cursor.at(i, 9), its_feed.next(), 12, Flags(0))
+    assert state.step == 3
+    assert plain(state.snapshot()) == plain(undisturbed.snapshot())
+
+
+class Branches(TinyImages):
+    """Has a parameter that gets a gradient only in some steps, and one that never does."""
+
+    def __init__(self) -> None:
+        super().__init__("unused")
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_parameter("branch", nn.Parameter(torch.ones(CLASSES)))
+        return model
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        outputs = super().forward(model, batch)
+        return outputs * model.branch if model.training and torch.rand(()) < 0.3 else outputs  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["sgd", "adam"])
+def test_a_parameter_that_a_logical_worker_has_no_gradient_for(pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    job = local_job(tmp_path / "run", data, optimizer=optimizer, task=Branches())
+    alone = pool.trained(job, 1, cached)
+    assert pool.trained(job, 3, cached).bits == alone.bits
+    moments = [values["exp_avg" if "exp_avg" in values else "momentum_buffer"] for values in alone.snapshot.optimizer["state"].values()]
+    assert [bool(value.any()) for value in moments] == [False] + [True] * 7, "unused, then the branch, then the layers"
+
+
+def test_a_logical_worker_without_rows_meets_the_others_all_the_same(pool: Pool, tmp_path: Path) -> None:
+    """Of two rows the first two of four logical workers get one each, so a worker may have none but such that never moved."""
+    few = write_images(tmp_path / "few", [[2]])
+    job = local_job(tmp_path / "run", few, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2)
+    alone = pool.trained(job, 1, cached)
+    several = pool.trained(job, 2, cached)
+    assert several.bits == alone.bits
+    assert [step[4] for step in several.steps] == [(1, 1, 0, 0)] * 4
+    assert pool.trained(job, 4, cached).bits == alone.bits
+
+
+def test_flags_wait_for_the_average(data: Path, tmp_path: Path) -> None:
+    job = local_job(tmp_path / "run", data)
+    step, _, feed = step_of(job, tmp_path / "store")
+    said = [step.run(Cursor.at(i, 9), feed.next(), 12, Flags.STOP if i == 0 else Flags(0)).flags for i in range(6)]
+    assert said == [Flags(0), Flags(0), Flags.STOP, Flags(0), Flags(0), Flags(0)]
+
+
+def test_with_one_step_it_is_synchronous(pool: Pool, data: Path, tmp_path: Path) -> None:
+    one = pool.trained(local_job(tmp_path / "one", data, train__local_steps=1), 2, cached)
+    plain = pool.trained(local_job(tmp_path / "plain", data, train__local_steps=1, train__strategy="ddp"), 2, cached)
+    assert one.commit.params_digest == plain.commit.params_digest
+    assert one.steps == plain.steps
+
+
+def test_one_step_of_plain_sgd_and_then_the_average_is_nearly_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """The mean of p - lr * g is p - lr * the mean of g, but for rounding; the outer momentum of almost nothing makes it go that way."""
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
+    fields = {"optimizer": sgd, "train__local_steps": 1, "train__max_steps": 9}
+    local = pool.trained(local_job(tmp_path / "a", data, train__outer_momentum=1e-12, **fields), 2, cached)
+    plain = pool.trained(local_job(tmp_path / "b", data, train__strategy="ddp", **fields), 2, cached)
+    assert local.commit.params_digest != plain.commit.params_digest
+    for name, value in plain.snapshot.model.items():
+        if "running" not in name:
+            assert torch.allclose(local.snapshot.model[name].float(), value.float(), atol=1e-4), name
+
+
+def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint.every_steps is 7.*multiple of train.local_steps = 3"):
+        local_job(tmp_path / "run", data, checkpoint__every_steps=7)
+    with pytest.raises(ConfigError, match=r"train.local_steps is set, but only train.strategy: local_sgd"):
+        local_job(tmp_path / "run", data, train__strategy="ddp")
+    with pytest.raises(ConfigError, match="fp16"):
+        local_job(tmp_path / "run", data, train__precision="fp16")
+
+
+def test_what_the_workers_tell_each_other_of_an_optimizer_is_on_the_host(data: Path, tmp_path: Path) -> None:
+    """A device's tensor would arrive on a device of that number, which the other worker may not have."""
+    step, *_ = step_of(local_job(tmp_path / "run", data), tmp_path / "store")
+    replica = step._replicas[0]
+    with FakeTensorMode():
+        for p in replica.trained:
+            replica.optimizer.state[p] = {"step": torch.zeros((), device="cuda"), "row": torch.zeros(3, device="cuda"), "lr": 0.1}
+    found = [value for numbers in replica.numbers()[0].values() for value in numbers.values()]
+    assert {str(value.device) for value in found if isinstance(value, Tensor)} == {"cpu"}
+    assert 0.1 in [value for value in found if not isinstance(value, Tensor)]

@@ -1,0 +1,119 @@
+"""What a worker alone has of the state, kept by the next one, too: a killed worker makes no step be done again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ray_app.train.job import Hooks
+from tests.support.local_world import Pool, cached, result_of
+from tests.support.sharded import Units, assert_bits, data, fsdp_job
+from tests.support.shifting_world import KillOnce, train_shifting
+
+__all__ = ["data"]
+
+PLAIN = {"train__strategy": "ddp", "train__second_copy": False}
+FIELDS: dict[str, Any] = {"train__second_copy": True, "train__ema_decay": 0.9, "checkpoint__every_steps": None}
+
+
+@dataclass(frozen=True)
+class KillIn:
+    """A hook that kills the worker of a rank when it begins a phase of a step."""
+
+    proof: Path
+    phase: str
+    step: int
+    rank: int
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        if (phase, rank, step) == (self.phase, self.rank, self.step) and not self.proof.exists():
+            self.proof.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def others(lost: int) -> list[int]:
+    return [worker for worker in (0, 1, 2) if worker != lost]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lost", "step"),
+    [
+        ("fsdp", 1, 8),
+        pytest.param("central_storage", 0, 8, marks=pytest.mark.rest),
+        pytest.param("fsdp", 0, 1, marks=pytest.mark.rest),
+        pytest.param("fsdp", 2, 8, marks=pytest.mark.rest),
+        pytest.param("central_storage", 1, 8, marks=pytest.mark.rest),
+    ],
+)
+def test_no_step_is_done_again(pool: Pool, data: Path, tmp_path: Path, strategy: str, lost: int, step: int) -> None:
+    """Killed in the middle of a step; then another one, when two are left."""
+    plain = pool.trained(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cached)
+    job = fsdp_job(tmp_path / "run", data, **(FIELDS | {"train__strategy": strategy}))
+    first = KillIn(tmp_path / "first", "exchange", step, lost)
+    second = KillOnce(tmp_path / "second", step=12, rank=0)
+    train_shifting(pool, job, [[0, 1, 2], others(lost), others(lost)[1:]], [], Hooks(after_step=second, at=first))
+    assert first.proof.exists()
+    assert second.proof.exists()
+    found = result_of(job)
+    assert [set(sizes) for sizes in found.workers] == [{3}] * step + [{2}] * (12 - step) + [{1}] * 6, "each step once"
+    assert_bits(found, plain)
+
+
+class KilledInUpdate(Units):
+    """Rank 2 is killed before it moves its shards in step 9, while the others do."""
+
+    def __init__(self, proof: Path) -> None:
+        super().__init__()
+        self.proof, self.updates = proof, 0
+
+    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.updates += 1
+        if self.updates == 9 and dist.get_world_size() == 3 and dist.get_rank() == 2:
+            self.proof.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().apply_gradients(model, optimizer)
+
+
+def test_in_the_middle_of_an_update(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """Nobody has what the lost one would have made of its shards: all take those of the step before."""
+    plain = pool.trained(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cached)
+    job = fsdp_job(tmp_path / "run", data, KilledInUpdate(tmp_path / "proof"), **FIELDS)
+    train_shifting(pool, job, [[0, 1, 2], [0, 1]], [])
+    assert (tmp_path / "proof").exists()
+    sizes = [set(each) for each in result_of(job).workers]
+    assert sizes[:8] == [{3}] * 8
+    assert sizes[9:] == [{2}] * 9
+    assert_bits(result_of(job), plain)
+
+
+def test_of_two_neighbours_the_state_is_gone(pool: Pool, data: Path, tmp_path: Path) -> None:
+    """They go back to the newest whole copy."""
+    job = fsdp_job(tmp_path / "run", data, **FIELDS, checkpoint__snapshot_every_steps=5)
+    plain = pool.trained(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cached)
+    kills = [KillOnce(tmp_path / str(rank), step=8, rank=rank) for rank in (0, 1)]
+    train_shifting(pool, job, [[0, 1, 2], [2]], [], Hooks(after_step=Each(kills)))
+    assert all(kill.proof.exists() for kill in kills)
+    sizes = [set(each) for each in result_of(job).workers]
+    assert sizes[:5] == [{3}] * 5
+    assert sizes[5:7] == [{3, 1}] * 2, "done again"
+    assert sizes[8:] == [{1}] * 10
+    assert_bits(result_of(job), plain)
+
+
+@dataclass(frozen=True)
+class Each:
+    """Several hooks."""
+
+    hooks: list[KillOnce]
+
+    def __call__(self, rank: int, step: int) -> None:
+        for hook in self.hooks:
+            hook(rank, step)

@@ -1,0 +1,98 @@
+"""What the strategies make of the digits, although a worker is killed on the way and the run resumes with more of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.checkpoint.format import unpack
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.data.local_readers import load_all
+from ray_app.data.reader import fetch_here
+from ray_app.drill.faults import Several
+from ray_app.driver.single import train_here
+from ray_app.preflight.prepare import evaluation_source
+from ray_app.runlog.journal import read_events
+from ray_app.task.image import ImageClassification
+from ray_app.task.metrics import combine, score
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Alone
+from tests.support.local_world import CPU, DieAfter, KilledError, Pool, cached, make_job
+from tests.support.server_world import World
+from tests.support.shifting_world import KillOnce, train_shifting
+
+Fields = dict[str, Any]
+COMPRESSED = {"train__reduction": "overlapped", "train__gradient_compression": "bf16", "train__bucket_mb": 0.02}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"train__strategy": "fsdp"}, {"train__strategy": "central_storage"}, COMPRESSED],
+    ids=["fsdp", "central_storage", "compressed"],
+)
+@pytest.mark.rest
+def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, fields: Fields) -> None:
+    job = digits_job(tmp_path, digits, fields)
+    kill = KillOnce(tmp_path / "killed", step=60, rank=0)
+    stop = DieAfter(160)
+    train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=Several((kill, stop))))
+    assert kill.proof.exists()
+    assert CheckpointStore(job.paths).commits()[-1].step == 6 * job.plan.steps_per_epoch == 138
+    pool.run_job(job, 3, cached)
+    assert accuracy_of(job, digits) >= 0.97
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.rest
+def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Path, staleness: int) -> None:
+    fields = {"train__strategy": "parameter_server", "train__servers": 2, "train__staleness": staleness}
+    world = World(digits_job(tmp_path, digits, fields), 2)
+    while world.coordinator._units.complete < 60:
+        world.run(turns=1)
+    world.kill("0")
+    while world.coordinator._units.complete < 160:
+        world.run(turns=1)
+    world.coordinator._recorder.close()
+    job = dataclasses.replace(digits_job(tmp_path, digits, fields | {"train__servers": 1}), fence=2)
+    World(job, 3).run()
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
+    assert accuracy_of(job, digits) >= 0.97
+
+
+@pytest.mark.rest
+def test_the_digits_are_learnt_in_the_calling_process(digits: Path, tmp_path: Path) -> None:
+    job = digits_job(tmp_path, digits, {"train__strategy": "single"})
+    with pytest.raises(KilledError):
+        train_here(job, Alone(4, lambda: False), Hooks(after_step=DieAfter(160)))
+    train_here(job, Alone(4, lambda: False), Hooks())
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
+    assert accuracy_of(job, digits) >= 0.97
+
+
+def digits_job(tmp_path: Path, digits: Path, fields: Fields) -> Job:
+    return make_job(
+        tmp_path / "run",
+        digits / "train",
+        logical_workers=4,
+        batch=64,
+        task=ImageClassification(model="small_cnn", pixel_max=16, crop_padding=1),
+        optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003, "weight_decay": 0.0001}},
+        schedule={"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.01}},
+        train__epochs=12,
+        checkpoint__every_epochs=2,
+        **fields,
+    )
+
+
+def accuracy_of(job: Job, digits: Path) -> float:
+    """That of the checkpoint of the last step, on images that were held out."""
+    store = CheckpointStore(job.paths)
+    commit = store.commits()[-1]
+    assert commit.step == job.total_steps
+    model = job.task.build_model()
+    model.load_state_dict(unpack(store.load(commit)).model)
+    source = evaluation_source(job.task, str(digits / "eval"), 64.0)
+    return combine(job.task, score(job.task, model, load_all(fetch_here, source).arrays, 256, CPU)).values["accuracy"]

@@ -1,0 +1,47 @@
+"""All nodes with workers get a notice at once: the state is saved, all end, and new workers go on from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.errors import PreemptedError
+from ray_app.reduction.base import World
+from ray_app.train.job import Job
+from ray_app.train.loop import train
+from ray_app.train.membership import Flags
+from tests.support.local_world import CPU, LocalMembership, Pool, TinyImages, cached, make_job, result_of, write_images
+
+STEP = 5
+
+
+class Drained(LocalMembership):
+    """Everybody is to leave after a step, as `Rendezvous.answer` says it when nobody stays."""
+
+    def flags(self) -> Flags:
+        self._asked += 1
+        return Flags.REFORM | Flags.SAVE if self._asked == STEP else Flags(0)
+
+    def is_leaving(self) -> bool:
+        return self._asked >= STEP
+
+
+def _train(rank: int, store: Path, job: Job) -> None:
+    train(job, Drained(World(rank, 2, job.plan.logical_workers), store), cached, CPU)
+
+
+def test_all_leave_with_a_checkpoint_and_others_go_on_from_it(pool: Pool, tmp_path: Path) -> None:
+    data = write_images(tmp_path / "data", [[50, 1], [46]])
+    fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 8}
+    job, plain = (
+        make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields) for name in ("run", "undisturbed")
+    )
+    pool.run_job(plain, 1, cached)
+    for outcome in pool.outcomes(2, _train, job):
+        assert isinstance(outcome.error, PreemptedError), outcome.trace
+        assert f"after step {STEP}; a checkpoint was made" in str(outcome.error)
+    assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(STEP, "extra")]
+    pool.run_job(job, 3, cached)
+    assert result_of(job).bits == result_of(plain).bits
+    assert result_of(job).steps == result_of(plain).steps
+    assert [len(workers) for workers in result_of(job).workers] == [1] * job.total_steps, "a step was done again"

@@ -1,0 +1,106 @@
+"""What a generation leaves behind is gone before the next one makes the same again: a device need not have room for both."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from ray_app.errors import PeerLostError
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import Exchange, World
+from ray_app.reduction.bucketed import Bucket
+from ray_app.train.build import build_state, build_step
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Flags
+from ray_app.train.state.state import TrainingState
+from ray_app.train.step.step import Step
+from ray_app.train.strategies.fully_sharded import ShardedState
+from tests.support.local_world import CPU, KilledError, Pool, TinyImages, cached, feed_of, make_job, write_images
+from tests.support.shifting_world import KillOnce, train_shifting
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsAlive:
+    """A hook that writes what of a step is alive while a generation forms, in a file for each process, once for each generation."""
+
+    folder: Path
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        if phase == "forming":
+            kinds = (Step, Exchange, Bucket, TrainingState)
+            alive = Counter(kind.__name__ for each in gc.get_objects() for kind in kinds if isinstance(each, kind))
+            with (self.folder / f"{rank}.txt").open("a") as file:
+                print(step, dict(sorted(alive.items())), file=file)
+
+
+AVERAGED = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp, averages": {"train__ema_decay": 0.9, "schedule": AVERAGED},
+    "central_storage": {"train__strategy": "central_storage", "train__second_copy": True},
+    "local_sgd": {"train__strategy": "local_sgd", "train__local_steps": 2},
+}
+
+
+@pytest.mark.parametrize("fields", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("loss", [True, False], ids=["lost peer", "planned"])
+def test_nothing_of_a_step_is_left_when_the_next_generation_forms(pool: Pool, tmp_path: Path, fields: dict[str, Any], loss: bool) -> None:
+    data = write_images(tmp_path / "data", [[20, 13]])
+    job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, **fields)
+    hooks = Hooks(at=CountsAlive(tmp_path), after_step=KillOnce(tmp_path / "proof", 2, 2) if loss else None)
+    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [] if loss else [2], hooks)
+    assert isinstance(outcomes[2].error, KilledError) == loss
+    assert outcomes[0].value == "done", outcomes[0].trace
+    lines = [line.partition(" ")[2] for line in (tmp_path / "0.txt").read_text().splitlines()]
+    assert lines == ["{}"] * 2, "but for what lives through all generations, which the collector was told to leave out"
+
+
+def step_once(job: Job, state: ShardedState, world: World) -> list[Any]:
+    """Makes a step; returns weak references to the shards of parameters and of the optimizer's state."""
+    cursor = Cursor.at(0, job.plan.steps_per_epoch)
+    with closing(build_step(job, state, world, CPU, lambda phase: None)) as step:
+        feed = feed_of(job.plan, cursor, world.played, cached(job, cursor, world.played))
+        step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
+    moments = [v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim]
+    shards = [p._local_tensor for p in state.model.parameters()]  # type: ignore[attr-defined]
+    assert len(moments) == 2 * len(shards)
+    return [weakref.ref(each) for each in (*moments, *shards)]
+
+
+def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
+    """How many shards are alive when each of two generations begins to make its own."""
+    del rank, store
+    state = build_state(job.config, job.task, CPU, job.total_steps)
+    assert isinstance(state, ShardedState)
+    shards, left, make = list[Any](), list[int](), state._made
+
+    def made() -> nn.Module:
+        left.append(sum(each() is not None for each in shards))
+        return make()
+
+    state._made = made  # type: ignore[method-assign]
+    for breaks_now in (breaks, False):
+        try:
+            with state.among(World(0, 1, 2)) as world:
+                state.share(world, lambda: state.begin(None))
+                shards = step_once(job, state, world)
+                if breaks_now:
+                    raise PeerLostError("a peer left in the middle of a step")
+        except PeerLostError:
+            assert breaks_now
+    return left
+
+
+@pytest.mark.parametrize("breaks", [True, False], ids=["lost peer", "planned"])
+def test_shards_of_a_generation_are_gone_before_those_of_the_next_are_made(pool: Pool, tmp_path: Path, breaks: bool) -> None:
+    data = write_images(tmp_path / "data", [[20, 13]])
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, train__strategy="fsdp", train__epochs=1)
+    assert pool.run(1, shards_left, job, breaks) == [[0, 0]]

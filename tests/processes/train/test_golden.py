@@ -1,0 +1,41 @@
+"""The digest that README's picture shows: of conf/digits.yaml, on the kinds of machines that it is known of."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from ray_app import load_config
+from ray_app.driver.finalize import newest_commit
+from ray_app.driver.single import train_here
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.train.job import Hooks
+from ray_app.train.membership import Alone
+from tests.support.places import ROOT
+
+KNOWN = {
+    ("2.15.0", "cpu x86_64", "AVX512", "1"): "eeebf144a7c5a872da737b44c51b5fbc310ed200818d04be9618aac53ae02186",
+}
+"""By torch (whatever its build), device, instruction set and threads."""
+
+
+@pytest.mark.rest
+def test_the_digits_have_the_digest_of_the_picture(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path), "tracking__enabled": False}
+    job = claim(prepare(load_config(ROOT / "conf" / "digits.yaml", **fields)), 1).job
+    train_here(job, Alone(job.config.logical_workers, lambda: False), Hooks())
+    commit = newest_commit(job)
+    assert commit is not None
+    torch, *rest = (commit.environment[name] for name in ("torch", "device", "cpu_capability", "threads"))
+    here = (torch.partition("+")[0], *rest)
+    if here in KNOWN:
+        assert commit.params_digest == KNOWN[here]
+    else:
+        with capsys.disabled():
+            print(f"\n{here} is not known: {commit.params_digest}")
+        warnings.warn(f"the digest of conf/digits.yaml on {here} is in no table; add it to KNOWN: {commit.params_digest}", stacklevel=1)
+    [shown] = set(re.findall(r"[0-9a-f]{64}", (ROOT / "docs" / "pictures" / "terminal.svg").read_text()))
+    assert shown in KNOWN.values(), "the picture shows another run"

@@ -1,0 +1,81 @@
+"""Tasks that are there, texts, objects and pixels: a worker that is killed costs no bit, and a killed run goes on in mid-epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from ray_app.task.base import Task
+from ray_app.task.detection import ObjectDetection
+from ray_app.task.module import ModuleTask
+from ray_app.train.job import Hooks, Job
+from tests.support.local_world import DieAfter, KilledError, Pool, make_job, result_of, streamed
+from tests.support.pictures import table_data, write_pictures
+from tests.support.shapes import write_shapes
+from tests.support.shifting_world import KillOnce, train_shifting
+
+pytestmark = pytest.mark.rest
+LOSS = {"class_path": "torch.nn.CrossEntropyLoss"}
+CROPS = [{"class_path": "torchvision.transforms.v2.RandomResizedCrop", "init_args": {"size": [16, 16]}}]
+Made = tuple[str, Task, dict[str, Any]]
+
+
+def texts(folder: Path) -> Made:
+    random = np.random.default_rng(1)
+    labels = random.integers(0, 2, 48)
+    tokens = [random.integers(1 + 40 * label, 41 + 40 * label, random.integers(3, 30)).tolist() for label in labels]
+    data = table_data(folder, {"tokens": pa.array(tokens, pa.list_(pa.int32())), "label": labels})
+    bert = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = {"class_path": "transformers.BertConfig", "init_args": {**bert, "num_labels": 2}}
+    model = {"class_path": "transformers.BertForSequenceClassification", "init_args": {"config": config}}
+    task = ModuleTask(model, {"input_ids": "tokens", "attention_mask": "tokens.mask"}, "label", LOSS, output="logits")
+    return data["path"], task, {"data__by_length": "tokens", "train__precision": "bf16"}
+
+
+def objects(folder: Path) -> Made:
+    small = {"class_path": "tests.support.small_models.detector", "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96}}
+    flip = [{"class_path": "torchvision.transforms.v2.RandomHorizontalFlip"}]
+    return write_shapes(folder, 48)["path"], ObjectDetection(small, transforms=flip), {}
+
+
+def pixels(folder: Path) -> Made:
+    model = {"class_path": "torch.nn.Conv2d", "init_args": {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding": 1}}
+    resize = [{"class_path": "torchvision.transforms.v2.Resize", "init_args": {"size": [16, 16]}}]
+    task = ModuleTask(model, ["image"], "mask", LOSS, transforms=CROPS, evaluate_transforms=resize)
+    return write_pictures(folder)["path"], task, {}
+
+
+def images(folder: Path) -> Made:
+    model = {"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}}
+    resize = [{"class_path": "torchvision.transforms.v2.Resize", "init_args": {"size": [16, 16]}}]
+    random = [*CROPS, {"class_path": "torchvision.transforms.v2.RandAugment"}]
+    task = ModuleTask(model, ["image"], "large", LOSS, transforms=random, evaluate_transforms=resize)
+    return write_pictures(folder)["path"], task, {}
+
+
+@pytest.mark.parametrize("make", [texts, objects, pixels, images])
+def test_a_killed_worker_costs_no_bit_and_a_killed_run_goes_on(pool: Pool, tmp_path: Path, make: Callable[[Path], Made]) -> None:
+    path, task, fields = make(tmp_path / "data")
+
+    def job(name: str) -> Job:
+        every = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 2}
+        return make_job(tmp_path / name, Path(path), logical_workers=2, batch=16, task=task, **every, **fields)
+
+    first = pool.trained(job("whole"), 1)
+    assert pool.trained(job("two"), 2).bits == first.bits
+
+    kill = KillOnce(tmp_path / "killed", step=4, rank=0)
+    train_shifting(pool, lost := job("lost"), [[0, 1], [1]], [], Hooks(after_step=kill), windows=streamed)
+    assert kill.proof.exists()
+    assert result_of(lost).bits == first.bits
+
+    outcomes = pool.train(again := job("again"), 2, Hooks(after_step=DieAfter(5)))
+    assert all(isinstance(outcome.error, KilledError) for outcome in outcomes)
+    assert result_of(again).commit.step == 4, "in the middle of an epoch"
+    pool.run_job(again, 1)
+    assert result_of(again).bits == first.bits

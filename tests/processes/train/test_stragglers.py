@@ -1,0 +1,89 @@
+"""One of several workers is slow: it is named, logical workers move away from it, and the bits stay what they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from ray_app.errors import ConfigError
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.step_records import read_steps
+from ray_app.task.base import Batch
+from tests.support.local_world import OpenWindows, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images
+
+L, STEPS, UNIT_S = 16, 70, 0.002
+
+
+class Waiting(TinyImages):
+    """What it computes takes long enough to be seen; in the process that comes to it first three times as long.
+
+    Args:
+        folder: Where the processes meet.
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        super().__init__()
+        self.folder, self.unit_s = folder, 0.0
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        if self.folder and not self.unit_s:
+            try:
+                os.close(os.open(f"{self.folder}/slow", os.O_CREAT | os.O_EXCL))
+                Path(self.folder, "pid").write_text(str(os.getpid()))
+                self.unit_s = 3 * UNIT_S
+            except FileExistsError:
+                self.unit_s = UNIT_S
+        time.sleep(self.unit_s)
+        return super().loss(outputs, batch)
+
+
+def trained(pool: Pool, folder: Path, data: Path, workers: int, windows: OpenWindows, balance: str, slow: bool) -> tuple[Trained, RunPaths]:
+    meet = folder / "meet"
+    meet.mkdir(parents=True)
+    fields = {"train__max_steps": STEPS, "train__epochs": 30, "scaling__balance": balance, "data__shuffle_window_rows": 64}
+    job = make_job(folder / "run", data, logical_workers=L, batch=32, task=Waiting(str(meet) if slow else ""), **fields)
+    for outcome in pool.train(job, workers, windows=windows):
+        assert outcome.error is None, outcome.trace
+    return result_of(job), job.paths
+
+
+@pytest.mark.parametrize("windows", [cached, pytest.param(streamed, marks=pytest.mark.rest)])
+def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(pool: Pool, tmp_path: Path, windows: OpenWindows) -> None:
+    data = write_images(tmp_path / "data", [[160]])
+    alone, _ = trained(pool, tmp_path / "alone", data, 1, windows, "none", slow=False)
+    moved, paths = trained(pool, tmp_path / "moved", data, 3, windows, "speed", slow=True)
+    assert moved.commit.params_digest == alone.commit.params_digest
+    assert moved.steps == alone.steps
+    [first, *_] = read_events(paths, "balanced")
+    assert first.details["before"] == [5, 5, 6]
+    assert min(first.details["after"]) < 4
+    assert sum(first.details["after"]) == L
+
+
+def test_what_a_slow_worker_costs_is_recorded(pool: Pool, tmp_path: Path) -> None:
+    data = write_images(tmp_path / "data", [[160]])
+    _, paths = trained(pool, tmp_path / "run", data, 3, cached, "none", slow=True)
+    assert not read_events(paths, "balanced")
+    [slowed] = read_events(paths, "slowed")
+    rank = slowed.details["rank"]
+    assert slowed.details["pid"] == int((tmp_path / "run" / "meet" / "pid").read_text())
+    assert slowed.details["cause"] == "compute"
+    [spent] = read_events(paths, "spent")
+    by_rank = {each["rank"]: each for each in spent.details["workers"]}
+    assert max(by_rank, key=lambda each: by_rank[each]["compute"]) == rank
+    assert all(each["waits"] > 0.3 for other, each in by_rank.items() if other != rank)
+    newest = read_steps(paths).records[-1]
+    assert newest.imbalance is not None
+    assert newest.imbalance > 1.3
+
+
+@pytest.mark.parametrize("field", ["train__strategy=fsdp", "train__strategy=local_sgd", "train__reduction=overlapped"])
+def test_balance_is_refused_where_logical_workers_cannot_move(tmp_path: Path, field: str) -> None:
+    data = write_images(tmp_path / "data", [[16]])
+    with pytest.raises(ConfigError, match=r"scaling\.balance is speed .*ddp or central_storage and exact only"):
+        make_job(tmp_path / "run", data, logical_workers=4, batch=8, scaling__balance="speed", **dict([field.split("=")]))

@@ -1,0 +1,383 @@
+"""What `train.*` and the image task offer besides plain training: the same bits for every number of workers, also across a resume."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ray_app.checkpoint.format import params_digest
+from ray_app.driver.single import train_here
+from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.plan.order import Cursor
+from ray_app.reduction.base import World
+from ray_app.reduction.build import build_exchange
+from ray_app.task.base import Batch
+from ray_app.task.classification import mix, smooth_targets
+from ray_app.task.device import set_up_torch
+from ray_app.task.image import ImageClassification, small_cnn
+from ray_app.train.job import Hooks, Job
+from ray_app.train.membership import Alone, Flags
+from ray_app.train.state.parameters import freeze
+from ray_app.train.state.state import FIRST, TrainingState
+from ray_app.train.step.step import Step
+from tests.support.local_world import (
+    CLASSES,
+    CPU,
+    DieAfter,
+    LocalMembership,
+    OwnStep,
+    Pool,
+    TinyImages,
+    cached,
+    feed_of,
+    make_job,
+    result_of,
+    write_images,
+)
+
+ROWS = [[50, 1], [46]]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("features") / "data", ROWS)
+
+
+class Steep(ImageClassification):
+    """Its gradients are too large for float16 until the scale of the loss has been halved several times."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return super().loss(outputs, batch) * 2000
+
+
+CNN = {"model_args": {"channels": 4, "dropout": 0.3}}
+WARM_UP = {
+    "class_path": "torch.optim.lr_scheduler.SequentialLR",
+    "init_args": {
+        "schedulers": [
+            {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 0.1, "total_iters": 8}},
+            {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 10}},
+        ],
+        "milestones": [8],
+    },
+}
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "bf16": ({"train__precision": "bf16"}, {}),
+    "fp16": ({"train__precision": "fp16"}, {}),
+    "average": ({"train__ema_decay": 0.9}, {}),
+    "frozen": ({"train__freeze": ["0.*", "1.*"]}, {}),
+    "channels last": ({"train__channels_last": True}, {}),
+    "clipped": ({"train__grad_clip_norm": 0.5}, {}),
+    "steps per epoch": ({"train__steps_per_epoch": 5, "train__epochs": 4, "checkpoint__every_epochs": 1}, {}),
+    "smoothed": ({}, {"label_smoothing": 0.1}),
+    "mixup": ({}, {"mixup": 0.4}),
+    "cutmix": ({}, {"cutmix": 1.0}),
+    "both": ({"train__ema_decay": 0.9}, {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}),
+    "own step": ({}, {"task": OwnStep}),
+    "overflow": ({"train__precision": "fp16"}, {"task": Steep}),
+    "warm-up": ({"schedule": WARM_UP}, {}),
+}
+
+
+def job_of(name: str, folder: Path, data: Path) -> Job:
+    fields, args = FEATURES[name]
+    args = dict(args)
+    task = args.pop("task", ImageClassification)(**CNN, **args)
+    fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4, **fields}
+    return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
+
+
+@pytest.fixture(scope="module")
+def plain_digest(pool: Pool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    job = job_of("plain", tmp_path_factory.mktemp("plain") / "run", data)
+    return pool.trained(job, 2, cached).commit.params_digest
+
+
+QUICK = ("fp16", "both", "own step")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in FEATURES])
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, name: str, plain_digest: str
+) -> None:
+    job = job_of(name, tmp_path / "run", data)
+    alone = pool.trained(job, 1, cached)
+    assert len(alone.steps) == job.total_steps
+    several = pool.trained(job, 3, cached)
+    assert several.bits == alone.bits
+    assert several.steps == alone.steps
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
+    assert "dies after step 7" in str(outcomes[0].error)
+    pool.run_job(job, 2, cached)
+    assert result_of(job).bits == alone.bits
+    overflowed = [step[3] for step in alone.steps].count(None)  # JSON has no infinity
+    assert (overflowed > 4) == (name == "overflow"), "more than until the checkpoint that the resume went on from"
+    if name not in ("plain", "channels last"):
+        assert alone.commit.params_digest != plain_digest, "the feature changes nothing"
+
+
+# --- half precision
+
+
+def state_of(job: Job) -> TrainingState:
+    set_up_torch(job.config, CPU)
+    state = TrainingState(job.config, job.task, CPU, job.total_steps)
+    state.step = 0
+    return state
+
+
+def run_steps(job: Job, state: TrainingState, store: Path, steps: int) -> list[float]:
+    """The gradient norms of some steps on one worker."""
+    with LocalMembership(World(0, 1, job.plan.logical_workers), store).generation(0, False) as (world, _):
+        step = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU)
+        feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        rows = job.plan.rows_of_step
+        return [step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)).grad_norm for i in range(steps)]
+
+
+def test_an_overflow_halves_the_scale_and_moves_nothing_else(data: Path, tmp_path: Path) -> None:
+    job = job_of("fp16", tmp_path / "run", data)
+    state = state_of(job)
+    assert state.scale is not None
+    before = params_digest(state.model.state_dict())
+    state.scale.value = 2.0**40
+    [norm] = run_steps(job, state, tmp_path / "store", 1)
+    assert not math.isfinite(norm)
+    assert state.scale.value == 2.0**39
+    assert params_digest(state.model.state_dict()) == before, "also batch-norm's statistics"
+    assert state.step == 1
+    state.step = 0
+    state.scale.value = 1024.0
+    [norm] = run_steps(job, state, tmp_path / "store", 1)
+    assert math.isfinite(norm)
+    assert params_digest(state.model.state_dict()) != before
+    assert state.scale.value == 1024.0
+
+
+def test_the_scale_grows_after_many_good_steps_and_is_kept() -> None:
+    from ray_app.train.state.state import LossScale
+
+    scale = LossScale()
+    for _ in range(1999):
+        scale.update(True)
+    kept = LossScale()
+    kept.load(scale.state())
+    assert scale.value == kept.value == FIRST
+    kept.update(True)
+    assert kept.value == 2 * FIRST
+    kept.update(False)
+    assert kept.value == FIRST
+    assert FIRST == 2.0**16
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(data: Path, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(bad=tuple(range(97))), train__precision="fp16")
+    with pytest.raises(NonFiniteError):
+        run_steps(job, state_of(job), tmp_path / "store", 1)
+
+
+def test_half_precision_is_close_to_full(pool: Pool, data: Path, tmp_path: Path) -> None:
+    full = pool.trained(job_of("plain", tmp_path / "a", data), 1, cached)
+    half = pool.trained(job_of("fp16", tmp_path / "b", data), 1, cached)
+    for theirs, ours in zip(full.steps[:6], half.steps[:6], strict=True):
+        assert ours[1] == pytest.approx(theirs[1], rel=0.02)
+
+
+# --- the average
+
+
+def test_the_average_is_what_is_returned_and_the_parameters_go_on(data: Path, tmp_path: Path) -> None:
+    job = job_of("average", tmp_path / "run", data)
+    state = state_of(job)
+    expected = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    for step in range(3):
+        run_steps(job, state, tmp_path / "store", 1)
+        decay = min(0.9, (1 + step) / (10 + step))
+        for name, p in state.model.named_parameters():
+            expected[name].lerp_(p.detach(), 1 - decay)
+        state.step = step + 1
+    trained = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    snapshot = state.snapshot()
+    with state.returned() as model:
+        shown = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, value in expected.items():
+        assert torch.equal(snapshot.model[name], value)
+        assert torch.equal(shown[name], value)
+        assert torch.equal(snapshot.more["parameters"][name], trained[name])
+        assert torch.equal(dict(state.model.named_parameters())[name], trained[name])
+    other = state_of(job)
+    other.load(snapshot)
+    assert params_digest(other.snapshot().model) == params_digest(snapshot.model)
+    assert params_digest(dict(other.model.named_parameters())) == params_digest(trained)
+
+
+# --- freezing
+
+
+def test_what_is_frozen_stays_and_the_rest_moves(data: Path, tmp_path: Path) -> None:
+    job = job_of("frozen", tmp_path / "run", data)
+    state = state_of(job)
+    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    with state.returned():
+        pass  # evaluates
+    run_steps(job, state, tmp_path / "store", 3)
+    moved = {name for name, value in state.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert not any(name.startswith(("0.", "1.")) for name in moved), "with the statistics of its batch-norm"
+    assert {"3.weight", "4.running_mean", "9.weight", "9.bias"} <= moved
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"), [(["head.*"], "'head.*', which matches no parameter; the model has 0.weight"), (["*"], "nothing")]
+)
+def test_freezing_nothing_or_all_is_refused(data: Path, tmp_path: Path, patterns: list[str], said: str) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__freeze=patterns)
+    with pytest.raises(ConfigError, match=said.replace("*", r"\*")):
+        TrainingState(job.config, job.task, CPU, 10)
+
+
+def test_batch_norm_without_parameters_is_not_frozen_by_the_name_of_another() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert freeze(model, ["0.*", "2.*"]) == [model[2]]
+
+
+# --- channels last
+
+
+class Coloured(ImageClassification):
+    """Of three channels: with one, the first and the last channel are the same."""
+
+    def build_model(self) -> nn.Module:
+        return small_cnn(3, CLASSES, channels=4)
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        return {**batch, "image": batch["image"].repeat(1, 3, 1, 1)}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Path, wanted: bool) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=Coloured(), train__channels_last=wanted)
+    state, images = state_of(job), []
+    state.model.register_forward_pre_hook(lambda _, args: images.append(args[0]))
+    run_steps(job, state, tmp_path / "store", 2)
+    assert [x.is_contiguous(memory_format=torch.channels_last) for x in images] == [wanted] * 8
+    assert all(p.is_contiguous() for p in state.model.parameters()), "fused optimizers take its gradient's values for ones in its layout"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "central_storage", "fsdp", "local_sgd"])
+def test_channels_last_changes_nothing_but_rounding(pool: Pool, data: Path, tmp_path: Path, strategy: str) -> None:
+    """As it would where a parameter has another layout than its gradient or its moments."""
+    fields: dict[str, Any] = {"task": ImageClassification(model_args={"channels": 4, "dropout": 0.0}), "train__strategy": strategy}
+    jobs = (make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, train__channels_last=last) for last in (False, True))
+    plain, last = (pool.trained(job, 2, cached) for job in jobs)
+    assert [step[1] for step in last.steps] == pytest.approx([step[1] for step in plain.steps], rel=1e-3)
+
+
+# --- epochs of so many steps
+
+
+def test_an_epoch_of_some_steps_goes_on_where_the_last_one_ended(pool: Pool, data: Path, tmp_path: Path) -> None:
+    job = job_of("steps per epoch", tmp_path / "run", data)
+    assert (job.plan.steps_per_epoch, job.total_steps, job.passes) == (9, 20, 3)
+    found = pool.trained(job, 2, cached)
+    passes = [step[0] for step in found.steps]
+    assert passes == [0] * 9 + [1] * 9 + [2] * 2
+    assert sum(sum(step[4]) for step in found.steps[:9]) == 97, "every row once in a pass"
+
+
+# --- truths that are no longer one class
+
+
+def test_smoothed_truths_add_up() -> None:
+    target = smooth_targets(torch.tensor([0, 2]), 4, 0.2)
+    assert target.tolist() == [pytest.approx([0.85, 0.05, 0.05, 0.05]), pytest.approx([0.05, 0.05, 0.85, 0.05])]
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])
+def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix: float) -> None:
+    rows = 200
+    keys = torch.arange(rows, dtype=torch.int64) * 7919
+    own = torch.zeros(rows, 1, 8, 8)
+    own[::2] = 1.0  # every image is another colour than the one before
+    target = torch.eye(2)[torch.arange(rows) % 2]
+    images, mixed = mix(own, target, keys, mixup, cutmix)
+    assert torch.allclose(mixed.sum(1), torch.ones(rows))
+    light = images.mean((1, 2, 3))
+    assert torch.allclose(light, mixed[:, 0], atol=1e-5), "the share of light is the share of its class"
+    assert 0.1 < mixed.std() < 0.6
+    again, _ = mix(own, target, keys, mixup, cutmix)
+    assert torch.equal(images, again)
+    pasted = ((images == 0) | (images == 1)).flatten(1).all(1)
+    assert pasted.all() if not mixup else (~pasted).any()
+    if mixup and cutmix:
+        assert 0.2 < pasted.float().mean() < 0.8
+
+
+# --- compiled
+
+
+@pytest.mark.rest
+@pytest.mark.rest  # compiling takes half a minute
+def test_a_compiled_model_gives_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {"task": ImageClassification(**CNN), "train__max_steps": 9, "checkpoint__every_steps": 4}
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__compile=True, **fields)
+    alone, several = pool.trained(job, 1, cached), pool.trained(job, 2, cached)
+    assert several.bits == alone.bits
+    assert several.steps == alone.steps
+    pool.train(job, 2, Hooks(after_step=DieAfter(7)), cached)
+    assert result_of(job).commit.step == 4
+    pool.run_job(job, 1, cached)
+    resumed = result_of(job)
+    assert (resumed.bits, resumed.steps) == (alone.bits, alone.steps)
+    plain = pool.trained(make_job(tmp_path / "plain", data, logical_workers=4, batch=12, **fields), 1, cached)
+    assert plain.commit.params_digest != alone.commit.params_digest, "nothing was compiled"
+
+
+@pytest.mark.rest
+def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's limit is 8; a size that is not compiled has other bits, and which one that is depends on what came before."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, sizes = CompileCounter(), range(2, 15)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=16, task=ImageClassification(**CNN), train__compile=True)
+    state = state_of(job)
+    step = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU)
+    for size in sizes:
+        step._forward._compiled(state.model)(torch.zeros(size, 1, 8, 8))
+    assert counter.frame_count == len(sizes)
+
+
+def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()  # tests before this one may have found it
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__compile=True)
+    state = state_of(job)
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        Step(job.config, job.task, state, build_exchange(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU)
+
+
+# --- in the calling process
+
+
+def test_alone_on_a_gpu_it_takes_the_first_one(data: Path, tmp_path: Path) -> None:
+    """Where there is none, PyTorch says so when it is asked for that one."""
+    fields = {"train__strategy": "single", "scaling__gpus_per_worker": 1, "train__max_steps": 1}
+    job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **fields)
+    if torch.cuda.is_available():
+        train_here(job, Alone(1, lambda: False), Hooks())
+        assert result_of(job).commit.environment["device"].startswith("cuda")
+    else:
+        with pytest.raises((RuntimeError, AssertionError), match=r"NVIDIA driver|not compiled with CUDA"):
+            train_here(job, Alone(1, lambda: False), Hooks())

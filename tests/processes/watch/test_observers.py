@@ -1,0 +1,181 @@
+"""Who is told what happens to a run, and the trace of some of its steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ray_app import Observer
+from ray_app.driver.parsing import load_config
+from ray_app.driver.result import Result
+from ray_app.driver.run import run_training
+from ray_app.errors import ConfigError
+from ray_app.runlog.journal import Event, put_event, read_events
+from ray_app.runlog.paths import RunPaths, versioned
+from ray_app.storage.files import put_json
+from ray_app.watch.observers import Observers
+from tests.support.local_world import Pool, cached, make_job, result_of, write_images
+from tests.support.pages import blocks
+from tests.support.places import ROOT
+from tests.support.receiver import receiver
+
+PAGE = next(block.text for block in blocks(ROOT / "docs" / "runs.md") if "class Evaluations" in block.text)
+exec(PAGE, globals())
+TOLD: list[tuple[Any, ...]] = []
+
+
+class Noted(Observer):
+    """Notes what it is told; raises in `raises`."""
+
+    def __init__(self, raises: str = "") -> None:
+        self.raises = raises
+
+    def _note(self, *facts: Any) -> None:
+        TOLD.append(facts)
+        if facts[0] == self.raises:
+            raise RuntimeError("the receiver is away")
+
+    def begun(self, run: str) -> None:
+        put_event(RunPaths(Path(run)), "failed", 1, errors={0: "made up"}, left=1, number=1)
+        self._note("begun", run)
+
+    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        self._note("epoch", epoch, step, sorted(metrics))
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        self._note("evaluated", step, "accuracy" in metrics)
+
+    def checkpointed(self, step: int) -> None:
+        self._note("checkpointed", step)
+
+    def failed(self, reason: str) -> None:
+        self._note("failed", reason)
+
+    def ended(self, status: str, summary: dict[str, Any]) -> None:
+        self._note("ended", status, summary["steps"])
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("observed") / "data", [[50, 1], [46]])
+
+
+def trained(folder: Path, data: Path, observers: list[dict[str, Any]], **fields: Any) -> Result:
+    config = load_config(
+        task__class_path="ray_app.task.image.ImageClassification",
+        task__init_args={"model_args": {"channels": 4}, "train_accuracy": True},
+        data__path=str(data),
+        data__eval_path=str(data),
+        run__storage_path=str(folder),
+        run__name="run",
+        train__strategy="single",
+        tracking__enabled=False,
+        evaluate__where="workers",
+        observers=observers,
+        **({"train__epochs": 2} | fields),
+    )
+    return run_training(config, Console(quiet=True))
+
+
+def test_they_are_told_what_the_record_says_and_what_they_raise_ends_nothing(data: Path, tmp_path: Path) -> None:
+    TOLD.clear()
+    spec = {"class_path": f"{__name__}.Noted", "init_args": {"raises": "epoch"}}
+    result = trained(tmp_path, data, [spec])
+    assert result.status == "finished"
+    assert TOLD[0] == ("begun", str(result.path))
+    assert TOLD[-1] == ("ended", "finished", 8)
+    told = sorted(map(str, TOLD[1:-1]))
+    assert told == sorted(
+        map(
+            str,
+            [
+                ("epoch", 0, 4, ["accuracy", "loss"]),
+                ("epoch", 1, 8, ["accuracy", "loss"]),
+                ("evaluated", 4, True),
+                ("evaluated", 8, True),
+                ("checkpointed", 4),
+                ("checkpointed", 8),
+                ("failed", "{'0': 'made up'}"),
+            ],
+        )
+    )
+    events = read_events(RunPaths(result.path), "observer_failed")
+    assert [event.details["reason"] for event in events] == ["Noted.epoch_ended: RuntimeError: the receiver is away"] * 2
+    TOLD.clear()
+    trained(tmp_path, data, [spec], train__epochs=3)
+    assert [facts[1:3] for facts in TOLD if facts[0] in ("epoch", "ended")] == [(2, 12), ("finished", 12)], "of this start alone"
+
+
+def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
+    with receiver() as (url, got):
+        both = [{"class_path": name, "init_args": {"url": url}} for name in ("ray_app.Webhook", f"{__name__}.Evaluations")]
+        trained(tmp_path, data, both)
+    run = "run: "
+    assert all(text.startswith(run) for text in got)
+    told = Counter(text.removeprefix(run).partition(",")[0] for text in got if "accuracy 0" not in text.partition(",")[0])
+    assert told == {"epoch 1": 2, "epoch 2": 2, "finished after 8 steps": 2}
+    assert sum(text.startswith(f"{run}accuracy ") for text in got) == 2, "the page's class is told of evaluations, too"
+
+
+@pytest.mark.parametrize(
+    ("observers", "said"),
+    [
+        ([{"class_path": f"{__name__}.Nobody"}], "which cannot be made"),
+        ([{"class_path": "collections.Counter"}], "no subclass of ray_app.Observer"),
+        ([{"init_args": {}}], "one has no class_path"),
+    ],
+)
+def test_who_cannot_be_told_is_refused_before_the_start(data: Path, tmp_path: Path, observers: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trained(tmp_path, data, observers)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("wanted", "name"), [([3, 4], "steps-00000003-00000004"), (2, "steps-00000004-00000005")])
+def test_the_steps_that_are_asked_for_are_traced_by_rank_0(
+    pool: Pool, data: Path, tmp_path: Path, wanted: list[int] | int, name: str
+) -> None:
+    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=wanted)
+    pool.run_job(job, 2, cached)
+    [trace] = job.paths.profile.glob("*")  # type: ignore[union-attr]
+    assert trace.name == f"{name}.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert any("aten::" in str(each) for each in names)
+    [event] = read_events(job.paths, "profiled")
+    assert event.details["file"] == f"profile/{trace.name}"
+    plain = pool.trained(make_job(tmp_path / "plain", data, logical_workers=4, batch=12), 2, cached)
+    assert result_of(job).bits == plain.bits
+
+
+@pytest.mark.parametrize("wanted", [[3], [0, 2], [5, 4], 0, -1])
+def test_steps_that_cannot_be_traced_are_refused(data: Path, tmp_path: Path, wanted: Any) -> None:
+    with pytest.raises(ConfigError, match=r"train.profile_steps is .*; it must be \[first, last\], counted from 1, or a number of steps"):
+        make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=wanted)
+
+
+def test_what_a_slower_clock_wrote_later_is_told_and_each_thing_once(tmp_path: Path) -> None:
+    TOLD.clear()
+    paths, now = RunPaths(tmp_path / "run"), time.time()
+
+    def put(kind: str, time_s: float, **details: Any) -> None:
+        put_json(paths.events / f"{int(time_s * 1e9):020d}-{kind}-1.json", versioned(asdict(Event(kind, time_s, 1, details))))
+
+    put("failed", now + 60, errors="before this start")
+    made: Any = SimpleNamespace(paths=paths, steps_per_epoch=10, fence=1)
+    observers = Observers(made, [Noted()])
+    with observers.watching():
+        put("checkpointed", now + 5, step=10)
+        observers._look()
+        put("failed", now - 5, errors="rank 1 died", left=1)
+        observers._look()
+    told = [facts for facts in TOLD if facts[0] != "begun"]
+    assert told == [("failed", "{'0': 'made up'}"), ("checkpointed", 10), ("failed", "rank 1 died")]

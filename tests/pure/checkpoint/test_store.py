@@ -1,0 +1,799 @@
+"""The store: a checkpoint that can always be returned to, whatever happened to the files; and the record beside it."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import shutil
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_app.checkpoint import store as put_module
+from ray_app.checkpoint import store as store_module
+from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack, writers
+from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Hold, removable, skipped
+from ray_app.config.sections import CheckpointSection
+from ray_app.errors import CheckpointError
+from ray_app.reduction.base import World
+from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations, read_scores
+from ray_app.runlog.journal import MetricsReader, MetricsWriter, StepRecord, put_event, read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage import files as files_module
+from ray_app.storage.files import put_atomic
+from ray_app.train.checkpointing import writer as saver_module
+from ray_app.train.checkpointing.restore import note_fallback
+from ray_app.train.checkpointing.writer import Saver
+from ray_app.train.job import Hooks, Job
+from ray_app.train.loop import train
+from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
+from tests.support.local_world import CPU, DieAfter, KilledError, LocalMembership, Trained, cached, make_job, result_of, write_images
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture
+def store(paths: RunPaths) -> CheckpointStore:
+    return store_of_three(paths)
+
+
+def load(store: CheckpointStore) -> tuple[int, list[Fallback]]:
+    """The step that is loaded, and what was passed over; checks that the content is of that step."""
+    fallbacks: list[Fallback] = []
+    found = store.load_newest(fallbacks.append)
+    assert found is not None
+    commit, snapshot = found
+    assert snapshot.step == commit.step
+    assert params_digest(snapshot.model) == params_digest(snapshot_of(commit.step).model)
+    return commit.step, fallbacks
+
+
+# --- falling back
+
+
+def truncate(folder: Path, name: str) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+
+
+def flip(folder: Path, name: str) -> None:
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(data)
+
+
+def remove(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+def change_commit(folder: Path, **values: Any) -> None:
+    commit = json.loads((folder / "COMMIT.json").read_bytes())
+    (folder / "COMMIT.json").write_text(json.dumps(commit | values))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "model cut": (lambda f: truncate(f, MODEL), f"{MODEL} has "),
+    "model flipped": (lambda f: flip(f, MODEL), f"{MODEL} differs from what was committed (SHA-256)"),
+    "model missing": (lambda f: remove(f, MODEL), f"{MODEL} is missing"),
+    "training cut": (lambda f: truncate(f, TRAINING), f"{TRAINING} has "),
+    "training flipped": (lambda f: flip(f, TRAINING), f"{TRAINING} differs"),
+    "training missing": (lambda f: remove(f, TRAINING), f"{TRAINING} is missing"),
+    "commit cut": (lambda f: truncate(f, "COMMIT.json"), "COMMIT.json is damaged"),
+    "commit empty": (lambda f: (f / "COMMIT.json").write_bytes(b"") and None, "COMMIT.json is damaged"),
+    "commit binary": (lambda f: (f / "COMMIT.json").write_bytes(b"\xff\xfe") and None, "COMMIT.json is damaged"),
+    "commit a list": (lambda f: (f / "COMMIT.json").write_bytes(b"[1]") and None, "COMMIT.json is damaged"),
+    "commit without files": (lambda f: change_commit(f, files=None), "COMMIT.json is damaged"),
+    "commit without digests": (lambda f: change_commit(f, files={MODEL: {}}), "COMMIT.json is damaged"),
+    "commit of another step": (lambda f: change_commit(f, step=2), "COMMIT.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_marked_and_reported(store: CheckpointStore, paths: RunPaths, damage: str) -> None:
+    hurt, reason = DAMAGES[damage]
+    newest = paths.checkpoint(3, 1)
+    hurt(newest)
+    left = sorted(p.name for p in newest.iterdir())
+    step, [fallback] = load(store)
+    assert step == 2
+    assert fallback.name == newest.name
+    assert reason in fallback.reason
+    assert sorted(p.name for p in newest.iterdir()) == ["BAD.json", *left], "nothing is removed"
+    assert json.loads((newest / "BAD.json").read_bytes())["reason"] == fallback.reason
+    assert [c.step for c in store.commits()] == [1, 2]
+    assert load(store) == (2, [fallback]), "who marked it may have told nobody"
+
+
+def test_a_start_says_once_that_it_passes_over_what_an_evaluator_found_damaged(
+    store: CheckpointStore, paths: RunPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(paths.root, write_images(tmp_path / "data", [[20, 20]]), logical_workers=2, batch=8)
+    flip(paths.checkpoint(3, 1), TRAINING)
+    store.mark_bad(commit_of(3), "training.pt differs")
+    for _ in range(2):  # two starts
+        found = store.load_newest(partial(note_fallback, job))
+        assert found is not None
+        assert found[0].step == 2
+    [told] = read_events(paths, "fallback")
+    assert told.details == {"checkpoint": "step-00000003-0001", "reason": "training.pt differs"}
+    assert [record.getMessage() for record in caplog.records] == ["The checkpoint step-00000003-0001 is passed over: training.pt differs"]
+
+
+@pytest.mark.parametrize("fence", [1, 2])
+def test_a_bad_checkpoint_is_made_again(store: CheckpointStore, paths: RunPaths, fence: int) -> None:
+    """By the same start of the driver as well, when the redone steps reach it."""
+    flip(paths.checkpoint(3, 1), MODEL)
+    assert load(store)[0] == 2
+    store.write(pack(snapshot_of(3)), commit_of(3, fence))
+    assert load(store) == (3, [])
+    assert [(c.step, c.fence) for c in store.commits()] == [(1, 1), (2, 1), (3, fence)]
+
+
+def test_a_checkpoint_of_a_later_version_is_passed_over_and_stays_good(store: CheckpointStore, paths: RunPaths) -> None:
+    newest = paths.checkpoint(3, 1)
+    intact = (newest / "COMMIT.json").read_bytes()
+    change_commit(newest, schema_version=99)
+    for _ in range(2):
+        step, [fallback] = load(store)
+        assert step == 2
+        assert "schema version 99; this version reads 1" in fallback.reason
+    assert [c.step for c in store.commits()] == [1, 2]
+    (newest / "COMMIT.json").write_bytes(intact)
+    assert load(store) == (3, [])
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+)
+@pytest.mark.parametrize("reader", ["torch.load", "safetensors.torch.load"])
+def test_a_checkpoint_that_there_is_no_room_for_is_not_condemned(
+    store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, error: Exception, reader: str
+) -> None:
+    def fails(*args: Any, **options: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as small:
+        small.setattr(reader, fails)
+        with pytest.raises(MemoryError, match="No room for"):
+            load(store)
+    assert not (paths.checkpoint(3, 1) / "BAD.json").exists()
+    assert load(store) == (3, [])
+
+
+def test_two_damaged_ones_are_both_passed_over(store: CheckpointStore, paths: RunPaths) -> None:
+    flip(paths.checkpoint(3, 1), MODEL)
+    truncate(paths.checkpoint(2, 1), TRAINING)
+    step, fallbacks = load(store)
+    assert step == 1
+    assert [f.name for f in fallbacks] == ["step-00000003-0001", "step-00000002-0001"]
+
+
+def test_none_intact_names_each_and_deletes_nothing(store: CheckpointStore, paths: RunPaths) -> None:
+    flip(paths.checkpoint(3, 1), MODEL)
+    remove(paths.checkpoint(2, 1), TRAINING)
+    truncate(paths.checkpoint(1, 1), "COMMIT.json")
+    before = {p for p in paths.checkpoints.rglob("*") if p.is_file()}
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as caught:
+            store.load_newest(lambda _: None)
+        for text in ("step-00000003-0001", "SHA-256", "step-00000002-0001", "is missing", "step-00000001-0001", "COMMIT.json"):
+            assert text in str(caught.value)
+        assert "Nothing was deleted" in str(caught.value)
+    assert {p for p in paths.checkpoints.rglob("*") if p.is_file() and p.name != "BAD.json"} == before
+
+
+def test_none_at_all(paths: RunPaths) -> None:
+    assert CheckpointStore(paths).load_newest(lambda _: None) is None
+    assert CheckpointStore(paths).commits() == []
+    (paths.checkpoints / "step-00000004-0001").mkdir(parents=True)
+    (paths.checkpoints / "notes").mkdir()
+    assert CheckpointStore(paths).load_newest(lambda _: None) is None
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
+    store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    """The process dies after so many of the files, the last time between the data and the marker."""
+    done: list[Path] = []
+
+    def dying(path: Path, data: bytes, if_absent: bool) -> bool:
+        if len(done) == written:
+            raise KilledError(path.name)
+        done.append(path)
+        return put_atomic(path, data, if_absent=if_absent)
+
+    monkeypatch.setattr(put_module, "put_atomic", dying)
+    monkeypatch.setattr(store_module, "put_json", lambda path, value, if_absent: dying(path, json.dumps(value).encode(), if_absent))
+    with pytest.raises(KilledError, match=[MODEL, TRAINING, "COMMIT.json"][written]):
+        store.write(pack(snapshot_of(4)), commit_of(4))
+    monkeypatch.undo()
+    assert load(store) == (3, [])
+    assert [c.step for c in store.commits()] == [1, 2, 3]
+    store.clean(fence=1)
+    assert not written or paths.checkpoint(4, 1).exists(), "a leftover of this start may still be written"
+    store.clean(fence=2)
+    assert not paths.checkpoint(4, 1).exists()
+    assert [c.step for c in store.commits()] == [1, 2, 3]
+    store.write(pack(snapshot_of(4)), commit_of(4))
+    assert load(store)[0] == 4
+
+
+def test_a_flip_of_any_bit_of_the_marker_is_found(store: CheckpointStore, paths: RunPaths) -> None:
+    marker = paths.checkpoint(3, 1) / "COMMIT.json"
+    intact = marker.read_bytes()
+    for i in range(len(intact)):
+        marker.write_bytes(intact[:i] + bytes([intact[i] ^ (1 << i % 8)]) + intact[i + 1 :])
+        assert [c.step for c in store.commits()] == [1, 2], i
+        assert load(store)[0] == 2, i
+        (paths.checkpoint(3, 1) / "BAD.json").unlink(missing_ok=True)  # it may look like that of another version
+    marker.write_bytes(intact)
+    assert load(store) == (3, [])
+
+
+def test_the_marker_of_another_checkpoint_is_refused(store: CheckpointStore, paths: RunPaths) -> None:
+    shutil.copytree(paths.checkpoint(2, 1), paths.checkpoint(9, 1))
+    step, [fallback] = load(store)
+    assert step == 3
+    assert "it is the one of step 2 and fence 1, not of step-00000009-0001" in fallback.reason
+
+
+def test_the_highest_fence_of_the_highest_step_wins(paths: RunPaths) -> None:
+    store = CheckpointStore(paths)
+    for step, fence in ((5, 1), (5, 12), (5, 3), (4, 20)):
+        files = pack(replace(snapshot_of(step), schedule={"last_epoch": fence}))
+        store.write(files, commit_of(step, fence))
+    assert [(c.step, c.fence) for c in store.commits()] == [(4, 20), (5, 1), (5, 3), (5, 12)]
+    found = store.load_newest(lambda _: None)
+    assert found is not None
+    assert (found[0].step, found[0].fence, found[1].schedule) == (5, 12, {"last_epoch": 12})
+
+
+def test_what_is_committed_is_not_written_again(store: CheckpointStore, paths: RunPaths) -> None:
+    before = {p: p.stat().st_mtime_ns for p in paths.checkpoint(3, 1).iterdir()}
+    store.write(pack(snapshot_of(7)), commit_of(3))
+    assert {p: p.stat().st_mtime_ns for p in paths.checkpoint(3, 1).iterdir()} == before
+    assert load(store) == (3, [])
+
+
+class Malicious:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.parametrize("form", ["zip", "plain pickle", "inside"])
+def test_code_in_a_checkpoint_is_not_run(store: CheckpointStore, tmp_path: Path, form: str) -> None:
+    """Also if its digests are right."""
+    target = tmp_path / "it ran"
+    data = io.BytesIO()
+    if form == "plain pickle":
+        data.write(pickle.dumps(Malicious(target), protocol=2))
+    else:
+        torch.save(Malicious(target) if form == "zip" else {"step": 9, "optimizer": {"x": Malicious(target)}, "schedule": None}, data)
+        assert zipfile.is_zipfile(data)
+    store.write({MODEL: pack(snapshot_of(9))[MODEL], TRAINING: data.getvalue()}, commit_of(9))
+    step, [fallback] = load(store)
+    assert step == 3
+    assert re.search(r"training.pt is refused: .*[Ww]eights.only", fallback.reason, re.DOTALL)
+    assert load(store) == (3, [fallback]), "it is what was committed, so another version may read it"
+    assert not target.exists()
+    torch.load(io.BytesIO(data.getvalue()), weights_only=False) if form != "plain pickle" else pickle.loads(data.getvalue())
+    assert target.exists(), "the payload would not have worked anyway"
+
+
+@given(st.dictionaries(st.text("ab.", min_size=1), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), max_size=4))
+def test_a_snapshot_survives_packing(dtypes: dict[str, torch.dtype]) -> None:
+    model = {name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in dtypes.items()} | {"scalar": torch.tensor(3.0)}
+    snapshot = Snapshot(
+        7, model, {"state": {0: {"step": torch.tensor(3.0), "m": torch.randn(2)}}, "param_groups": [{"betas": (0.9, 1)}]}, None
+    )
+    again = unpack(pack(snapshot))
+    assert pack(snapshot)[MODEL] == safetensors.torch.save(model), "it is not what the library writes"
+    assert (again.step, again.schedule) == (7, None)
+    assert params_digest(again.model) == params_digest(model)
+    assert again.optimizer["param_groups"] == snapshot.optimizer["param_groups"]
+    assert torch.equal(again.optimizer["state"][0]["m"], snapshot.optimizer["state"][0]["m"])
+
+
+def test_the_parameters_digest_tells_names_types_shapes_and_bytes_apart() -> None:
+    one = torch.tensor([1.0, 2.0])
+    others = [{"a": one}, {"b": one}, {"a": one.double()}, {"a": one[None]}, {"a": one.flip(0)}, {"a": one, "b": one}, {"a": -one}]
+    assert len({params_digest(model) for model in others}) == len(others)
+    assert params_digest({"a": one, "b": -one}) == params_digest({"b": -one, "a": one})
+    assert params_digest({"a": torch.ones(2, 3).t()}) == params_digest({"a": torch.ones(3, 2)}), "the layout in memory does not count"
+
+
+# --- retention
+
+step_lists = st.lists(st.integers(1, 200), max_size=60)
+hold_lists = st.lists(st.builds(Hold, st.integers(0, 200), st.floats(0, 20)), max_size=3)
+
+
+@given(step_lists, st.integers(0, 5), st.lists(st.integers(1, 200), max_size=3), hold_lists)
+def test_what_may_go(steps: list[int], keep_last: int, best: list[int], holds: list[Hold]) -> None:
+    now_s = 10.0
+    gone = removable(steps, keep_last, best, holds, now_s)
+    kept = set(steps) - gone
+    live = [hold.done_step for hold in holds if hold.expires_s > now_s]
+    assert gone <= set(steps)
+    assert set(sorted(set(steps))[-max(keep_last, 1) :]) <= kept, "the newest go"
+    assert set(best) & set(steps) <= kept, "the best go"
+    needed = sorted(step for step in set(steps) if live and step > min(live))
+    assert set(needed[-Hold.most :]) <= kept, "a follower loses what it needs"
+    assert len(kept) <= max(keep_last, 1) + len(set(best)) + min(len(needed), Hold.most), "more stay than needed"
+    assert removable(steps, keep_last, best, [h for h in holds if h.expires_s > now_s], now_s) == gone, "expired holds count"
+    assert removable(kept, keep_last, best, holds, now_s) == set(), "a second look removes more"
+
+
+def test_a_hold_keeps_only_so_many() -> None:
+    steps = range(1, Hold.most + 11)
+    assert removable(steps, 2, [], [Hold(0, 11.0)], 10.0) == set(range(1, 11))
+
+
+def test_a_hold_that_expires_at_this_moment_no_longer_counts() -> None:
+    holds = [Hold(0, 10.0, evaluator="other")]
+    assert removable([1, 2, 3], 1, [], holds, now_s=10.0) == {1, 2}
+    assert removable([1, 2, 3], 1, [], holds, now_s=9.9) == set()
+    assert skipped([1], holds, now_s=10.0) == set()
+    assert skipped([1], holds, now_s=9.9) == {(1, "other")}
+
+
+def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) -> None:
+    store.write(pack(snapshot_of(4)), commit_of(4))
+    store.write(pack(snapshot_of(4)), commit_of(4, fence=2))
+    flip(paths.checkpoint(4, 2), MODEL)
+    assert load(store) == (
+        4,
+        [Fallback("step-00000004-0002", "step-00000004-0002/model.safetensors differs from what was committed (SHA-256)")],
+    )
+    store.hold("eval", Hold(2, time.time() + 60))
+    assert store.holds()[0].done_step == 2
+    assert store.retain(keep_last=1, best=[1]) == [2]
+    assert [(c.step, c.fence) for c in store.commits()] == [(1, 1), (3, 1), (4, 1)]
+    store.hold("eval", Hold(2, time.time() - 60))
+    assert store.retain(keep_last=1, best=[1]) == [3]
+    assert not paths.checkpoint(3, 1).exists()
+    assert load(store)[0] == 4
+
+
+def test_a_hold_that_goes_while_it_is_looked_at_is_none(store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listing(folder: Path) -> dict[str, Path]:
+        found = files_module.listing(folder)
+        store.release("b")
+        return found
+
+    store.hold("a", Hold(1, time.time() + 60))
+    store.hold("b", Hold(2, time.time() + 60))
+    monkeypatch.setattr(store_module, "listing", listing)
+    assert [hold.done_step for hold in store.holds()] == [1]
+    assert len(list(paths.holds.iterdir())) == 1
+
+
+def test_a_checkpoint_that_is_being_removed_has_no_marker_first(
+    store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(folder: Path, ignore_errors: bool) -> None:
+        raise KilledError(f"{folder} {ignore_errors}")
+
+    monkeypatch.setattr(shutil, "rmtree", dying)
+    with pytest.raises(KilledError):
+        store.retain(keep_last=2, best=[])
+    assert (paths.checkpoint(1, 1) / MODEL).exists()
+    assert [c.step for c in store.commits()] == [2, 3], "half a checkpoint would count"
+
+
+# --- put_atomic
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    path = tmp_path / "a" / "file"
+    assert put_atomic(path, b"old")
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(files_module.os, call, fail)
+    with pytest.raises(OSError, match="disk full"):
+        put_atomic(path, b"new and longer")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in path.parent.iterdir()] == ["file"], "a temporary file stays"
+
+
+def test_one_of_many_racing_writers_wins(tmp_path: Path) -> None:
+    for i in range(30):
+        path, start, won = tmp_path / str(i), threading.Barrier(4), []
+
+        def write(name: str, path: Path = path, start: threading.Barrier = start, won: list[str] = won) -> None:
+            start.wait()
+            if put_atomic(path, name.encode() * 1000, if_absent=True):
+                won.append(name)
+
+        threads = [threading.Thread(target=write, args=(str(n),)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert path.read_bytes() == won[0].encode() * 1000
+        assert not put_atomic(path, b"later", if_absent=True)
+        assert path.read_bytes() == won[0].encode() * 1000
+    assert len(list(tmp_path.iterdir())) == 30, "a temporary file stays"
+
+
+def test_readers_see_the_old_or_the_new_file(tmp_path: Path) -> None:
+    path, contents, stop = tmp_path / "file", (b"a" * 100_000, b"b" * 50_000), threading.Event()
+    put_atomic(path, contents[0])
+
+    def write() -> None:
+        for i in range(100):
+            put_atomic(path, contents[i % 2])
+        stop.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not stop.is_set():
+        seen.add(path.read_bytes())
+    writer.join()
+    assert seen <= set(contents)
+
+
+# --- the saver: a failed write is retried and never stops training
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+
+
+class FailingDisk:
+    """A hook that fails the first writes of some steps.
+
+    Args:
+        times: For a step, how often; -1: always.
+    """
+
+    def __init__(self, times: dict[int, int]) -> None:
+        self.left, self.raised = dict(times), 0
+
+    def __call__(self, commit: Commit) -> None:
+        if self.left.get(commit.step, 0):
+            self.left[commit.step] -= 1
+            self.raised += 1
+            raise OSError("disk full")
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_failed_write_is_tried_again(paths: RunPaths) -> None:
+    disk = FailingDisk({1: 3})
+    saver = Saver(paths, CheckpointSection(), list, disk)
+    saver.save(lambda: snapshot_of(1), commit_of(1))
+    saver.check()
+    assert disk.raised == 3
+    [commit] = CheckpointStore(paths).commits()
+    assert commit.params_digest == params_digest(snapshot_of(1).model)
+    assert [e.kind for e in read_events(paths)] == ["checkpointed", "write_retried"]
+    assert read_events(paths)[1].details == {"step": 1, "attempts": 4, "reason": "OSError: disk full"}
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_follower_with_a_damaged_hold_fails_no_write(paths: RunPaths) -> None:
+    put_atomic(paths.holds / "eval.json", b"{")
+    saver = Saver(paths, CheckpointSection(), list)
+    for step in (1, 2, 3):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.check()
+    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2, 3], "nothing is removed while a hold is missing"
+    assert [e.kind for e in read_events(paths)] == ["checkpointed"] * 3
+
+
+def test_the_saver_waits_for_the_write_before(paths: RunPaths) -> None:
+    may_write, taken = threading.Event(), []
+
+    def slow(commit: Commit) -> None:
+        assert may_write.wait(10), commit
+
+    def take() -> Snapshot:
+        taken.append(may_write.is_set())
+        return snapshot_of(len(taken))
+
+    saver = Saver(paths, CheckpointSection(), list, slow)
+    saver.save(take, commit_of(1))
+    assert CheckpointStore(paths).commits() == [], "the step waits for the write"
+    threading.Timer(0.05, may_write.set).start()
+    saver.save(take, commit_of(2))
+    saver.check()
+    assert taken == [False, True]
+    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2]
+
+
+def run_alone(job: Job, **hooks: Any) -> Trained:
+    train(job, LocalMembership(World(0, 1, 2), Path()), cached, CPU, Hooks(**hooks))
+    return result_of(job)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    data = write_images(tmp_path / "data", [[20, 3]])
+    return make_job(tmp_path / "run", data, logical_workers=2, batch=4, checkpoint__every_steps=1, checkpoint__keep_last=10)
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_full_disk_never_stops_training(job: Job) -> None:
+    expected = run_alone(replace(job, run_root=f"{job.run_root}-undisturbed"))
+    disk = FailingDisk({1: 2, 2: -1, 6: 5})
+    run = run_alone(job, before_commit=disk)
+    assert (run.bits, run.steps) == (expected.bits, expected.steps)
+    assert [c.step for c in CheckpointStore(job.paths).commits()] == [1, 3, 4, 5, 6]
+    [failed] = read_events(job.paths, "write_failed")
+    assert failed.details == {"step": 2, "attempts": 6, "reason": "OSError: disk full"}
+    assert [e.details["step"] for e in read_events(job.paths, "write_retried")] == [1, 6]
+    assert disk.raised == 2 + 6 + 5
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(job: Job) -> None:
+    with pytest.raises(CheckpointError, match="disk full"):
+        run_alone(job, before_commit=FailingDisk({6: -1}))
+    assert len(result_of(job).steps) == 6, "all steps were done"
+    assert result_of(job).commit.step == 5
+    assert run_alone(job).commit.step == 6, "starting again goes on"
+
+
+@pytest.mark.parametrize("damage", ["model flipped", "training missing", "commit cut"])
+@pytest.mark.parametrize("new_fence", [False, True])
+def test_a_run_falls_back_and_ends_with_the_same_bits(job: Job, damage: str, new_fence: bool) -> None:
+    expected = run_alone(replace(job, run_root=f"{job.run_root}-undisturbed"))
+    with pytest.raises(KilledError):
+        run_alone(job, after_step=DieAfter(4))
+    DAMAGES[damage][0](job.paths.checkpoint(4, 1))
+    run = run_alone(replace(job, fence=1 + new_fence))
+    assert (run.bits, run.steps) == (expected.bits, expected.steps)
+    [fallback] = read_events(job.paths, "fallback")
+    assert fallback.details["checkpoint"] == "step-00000004-0001"
+    assert DAMAGES[damage][1] in fallback.details["reason"]
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [3]
+    assert [len(w) for w in run.workers] == [1, 1, 1, 2, 1, 1], "just the step that was lost is done again"
+    assert [c.step for c in CheckpointStore(job.paths).commits()] == [1, 2, 3, 4, 5, 6]
+
+
+# --- metrics and events
+
+
+def record_of(step: int, loss: float = 0.5, generation: str = "1.1") -> StepRecord:
+    return StepRecord(step, 0, 1e9 + step, loss, 0.1, 2.5, 1.0, 0.5, 2, [3, 4], [2**64 - 1, 0], generation)
+
+
+def test_metrics_come_back_and_a_repeated_step_counts_once(paths: RunPaths) -> None:
+    reader = MetricsReader(paths)
+    assert reader.poll() == []
+    first = MetricsWriter(paths, fence=1, flush_s=60)
+    for step in (1, 2):
+        first.add(record_of(step))
+    assert reader.poll() == []
+    first.flush()
+    assert reader.poll() == [record_of(1), record_of(2)]
+    first.add(record_of(3))
+    first.close()
+    again = MetricsWriter(paths, fence=2, flush_s=60)
+    for step in (2, 3, 4):
+        again.add(record_of(step, loss=0.75, generation="2.1"))
+    again.close()
+    assert reader.poll() == [record_of(3), record_of(4, loss=0.75, generation="2.1")]
+    third = MetricsWriter(paths, fence=2, flush_s=60)
+    third.add(record_of(4, loss=0.5, generation="2.1"))  # another rank's record of the same execution
+    third.close()
+    assert reader.poll() == []
+    assert reader.repeated == [record_of(2, loss=0.75, generation="2.1"), record_of(3, loss=0.75, generation="2.1")]
+    assert reader.records == {s: record_of(s) for s in (1, 2, 3)} | {4: record_of(4, loss=0.75, generation="2.1")}
+    late = MetricsReader(paths)
+    late.poll()
+    assert (late.records, late.repeated) == (reader.records, reader.repeated)
+
+
+def test_metrics_that_could_not_be_written_are_kept(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    writer, reader = MetricsWriter(paths, fence=1, flush_s=60), MetricsReader(paths)
+    with monkeypatch.context() as broken:
+        broken.setattr(files_module.os, "fsync", fail)
+        writer.add(record_of(1))
+        with pytest.raises(OSError, match="disk full"):
+            writer.flush()
+        put_event(paths, "failed", 1)  # is not an error either
+    assert reader.poll() == []
+    writer.add(record_of(2))
+    writer.close()
+    assert reader.poll() == [record_of(1), record_of(2)]
+    assert read_events(paths) == []
+
+
+def test_the_writer_flushes_by_itself(paths: RunPaths) -> None:
+    writer, reader = MetricsWriter(paths, fence=1, flush_s=0.01), MetricsReader(paths)
+    writer.add(record_of(1))
+    deadline_s = time.monotonic() + 10
+    while not reader.poll():
+        assert time.monotonic() < deadline_s, "nothing is written"
+    writer.close()
+    assert reader.records == {1: record_of(1)}
+
+
+def test_events_come_back_in_order(paths: RunPaths) -> None:
+    for i, kind in enumerate(("started", "checkpointed", "resumed", "checkpointed")):
+        put_event(paths, kind, fence=i, step=10 * i)
+    assert [(e.kind, e.fence, e.details) for e in read_events(paths)] == [
+        ("started", 0, {"step": 0}), ("checkpointed", 1, {"step": 10}), ("resumed", 2, {"step": 20}), ("checkpointed", 3, {"step": 30}),
+    ]  # fmt: skip
+    assert [e.details["step"] for e in read_events(paths, "checkpointed", "started")] == [0, 10, 30]
+
+
+def test_what_is_evaluated_and_let_go_while_old_checkpoints_are_removed_stays(paths: RunPaths) -> None:
+    """The evaluator finds the best one after the best ones were looked up, and before the holds are."""
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(1, time.time() + 1000))
+
+    def best_then_evaluated() -> list[int]:
+        store.hold("evaluator", Hold(2, time.time() + 1000))
+        return []
+
+    saver = Saver(paths, CheckpointSection(keep_last=1), best_then_evaluated)
+    for step in (1, 2, 3):
+        store.hold("evaluator", Hold(1, time.time() + 1000))
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+        saver.wait()
+    assert [c.step for c in store.commits()] == [2, 3]
+    assert read_events(paths, "evaluation_skipped") == []
+
+
+def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths: RunPaths) -> None:
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(2, time.time() + 1000))
+    saver = Saver(paths, CheckpointSection(keep_last=2), lambda: [])
+    for step in range(1, Hold.most + 6):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.check()
+    assert [c.step for c in store.commits()] == list(range(6, Hold.most + 6))
+    assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
+
+
+def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> None:
+        assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3], "it would be lost if this process ended now"
+        monkeypatch.undo()
+        raise OSError(f"503 {folder}")
+
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(2, time.time() + 1000, most=1))
+    saver = Saver(paths, CheckpointSection(keep_last=2), lambda: [])
+    for step in range(3, 5):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.wait()
+    monkeypatch.setattr(store_module, "remove_tree", broken)
+    for step in range(5, 7):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.check()
+    assert [c.step for c in store.commits()] == [5, 6]
+    assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4]
+
+
+def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
+        return kind != "evaluation_skipped" and put_event(paths, kind, fence, **details)
+
+    CheckpointStore(paths).hold("evaluator", Hold(0, time.time() + 1000, most=1))
+    saver = Saver(paths, CheckpointSection(keep_last=1), lambda: [])
+    with monkeypatch.context() as outage:
+        outage.setattr(saver_module, "put_event", refuse)
+        for step in (1, 2):
+            saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+        saver.wait()
+    assert read_events(paths, "evaluation_skipped") == []
+    saver.save(lambda: snapshot_of(3), commit_of(3))
+    saver.check()
+    assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [1, 2]
+
+
+def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_what_another_one_misses_as_its_own(paths: RunPaths) -> None:
+    store = CheckpointStore(paths)
+    store.hold("evaluator", Hold(1, time.time() - 1))  # waits for longer than its hold lasts; step 2 was its last evaluation
+    put_evaluation(paths, Evaluation(2, 0, "", {}, 1, 0.1, 0.0))
+    store.hold("evaluator-august-attached", Hold(3, time.time() + 1000, most=1, evaluator="august"))
+    store.hold("evaluator-gone-attached", Hold(-1, time.time() - 1, evaluator="gone"))
+    saver = Saver(paths, CheckpointSection(keep_last=1), lambda: [])
+    for step in range(1, 6):
+        saver.save(lambda step=step: snapshot_of(step), commit_of(step))
+    saver.check()
+    assert [c.step for c in store.commits()] == [5]
+    found = [(e.details["step"], e.details.get("by")) for e in read_events(paths, "evaluation_skipped")]
+    assert set(found) == {(3, None), (4, None), (4, "august")}
+    assert len(found) == 3
+
+
+def test_an_evaluation_is_read_once_and_one_of_another_version_or_damaged_ends_nothing(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read: list[str] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    for step in (8, 16, 24, 32):
+        put_evaluation(paths, Evaluation(step, 0, "", {"accuracy": 0.5}, 10, 0.1, 0.0, examples=[{"image": "x" * 1000}]))
+    newer = json.loads(paths.evaluation(16).read_text())
+    assert newer["schema_version"] == 1
+    paths.evaluation(16).write_text(json.dumps(newer | {"schema_version": 2, "of_a_later_version": [1]}))
+    paths.evaluation(24).write_text("{")
+    paths.evaluation(32).write_text('{"step": 32}')
+    for _ in range(3):
+        assert [e.step for e in read_scores(paths)] == [8, 16]
+    assert sorted(read) == [paths.evaluation(step).name for step in (8, 16, 24, 32)]
+    assert len(caplog.records) == 2
+    assert read_scores(paths)[0].examples == []
+    assert read_evaluations(paths)[0].examples
+    paths.evaluation(8).unlink()
+    put_evaluation(paths, Evaluation(8, 0, "", {"accuracy": 0.75}, 10, 0.1, 0.0))
+    assert read_scores(paths)[0].metrics == {"accuracy": 0.75}
+
+
+def test_metrics_and_events_of_other_versions_are_read(paths: RunPaths) -> None:
+    put_event(paths, "started", 1, step=1)
+    [file] = paths.events.iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 2, "more": 1}))
+    assert [event.kind for event in read_events(paths)] == ["started"]
+    record = StepRecord(1, 0, 1.0, 0.5, 0.1, 1.0, 1.0, 1.0, 1, [1], [1], "1.1")
+    columns = {name: [value] for name, value in asdict(record).items() if name != "skipped"}
+    for fence, more in ((1, {}), (2, {"more": [1], "schema_version": 2})):
+        put_atomic(paths.metrics / f"{fence:010d}-{fence:04d}-{fence}.json", json.dumps(columns | more | {"step": [fence]}).encode())
+    reader = MetricsReader(paths)
+    assert reader.poll() == [record, replace(record, step=2)]
+
+
+class Slow(io.BytesIO):
+    """A file whose first write waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def write(self, data: Any) -> int:
+        self.begun.set()
+        assert self.may_go_on.wait(20)
+        return super().write(data)
+
+
+def test_a_checkpoint_and_a_snapshot_at_the_same_time_leave_torch_as_it_was() -> None:
+    """torch 2.15 keeps such options per thread."""
+    content = writers(Snapshot(1, {}, {"state": {0: torch.ones(9)}}, None))[TRAINING]
+    assert callable(content)
+    files = [Slow(), Slow()]
+    threads = [threading.Thread(target=content, args=(file,)) for file in files]
+    for thread, file in zip(threads, files, strict=True):
+        thread.start()
+        assert file.begun.wait(20)
+    files[0].may_go_on.set()
+    threads[0].join()
+    assert torch.serialization.get_crc32_options(), "while the other one is still being written"
+    files[1].may_go_on.set()
+    threads[1].join()
+    assert torch.serialization.get_crc32_options()
+    assert files[0].getvalue() == files[1].getvalue()

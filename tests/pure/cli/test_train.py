@@ -1,0 +1,135 @@
+"""The command `ray-app train`: what it refuses before anything is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app import load_config
+from ray_app.cluster.resources import workers_that_fit
+from ray_app.driver.parsing import parse
+from ray_app.errors import ConfigError
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.runlog.lease import acquire
+from tests.support.places import ROOT
+from tests.support.train_command import Ended, of_images, write_images
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--train.epoch=3"], r"error: --train.epoch is no field. Did you mean train.epochs\? train has backend, "),
+        (["--train.epochs=many"], "train.epochs is many; it must be an integer"),
+        (["--data.last_batch=some"], "data.last_batch is some; it must be one of keep, drop"),
+        (["--data.global_batch_size=66"], "66, not divisible by the 4 logical workers; the nearest valid values are 64 or 68"),
+        (["--scaling.max_workers=5"], "max_workers is 5, above scaling.logical_workers = 4: .* Set max_workers to at most 4"),
+        (["--scaling.min_workers=3", "--train.epochs=0"], r"(?s)epochs is 0; it must be at least 1.*min_workers is 3"),
+        (
+            ["--run.storage_path=/proc/nothing"],
+            r"run.storage_path is '/proc/nothing', where no run can be stored: No such file",
+        ),
+        ([f"--run.storage_path={__file__}/runs"], r"where no run can be stored: .*test_train.py is a file. Give a folder"),
+        (["--run.name=../there"], "run.name is '../there'; use"),
+        (["--data.path=nowhere"], "'nowhere' does not exist .* ingest"),
+        (["--task.init_args.image=label"], "Column 'label' .* holds integer int64; the image needs array or bytes"),
+        (["--task.init_args.label=image"], "Column 'image' .* the label needs integer"),
+        (["--task.init_args.num_classes=5"], "labels from 0 to 9; 5 classes allow 0 to 4"),
+        (["--task.init_args.model=resnet999"], "'resnet999'; it must be one of .*resnet18"),
+        (
+            ["--task.class_path=nowhere.Missing"],
+            "'nowhere.Missing', but there is no module 'nowhere' where Python looks",
+        ),
+        (["--task.class_path=ray_app.task.imag.Image"], "ray_app.task has no 'imag'. Did you mean ray_app.task.image.Image"),
+        (["--task.class_path=Image"], "task.class_path is 'Image', which is no import path of a class. Give module and class, such as"),
+        (
+            ["--optimizer.class_path=torch.optim.Adamm"],
+            "optimizer.class_path .* has no 'Adamm'. Did you mean torch.optim.Adam",
+        ),
+        (["--optimizer.init_args.lrr=1"], "torch.optim.AdamW has no argument 'lrr'. Did you mean lr\\? It has lr, betas"),
+        (["--optimizer.init_args.lr=big"], "torch.optim.AdamW got lr = 'big'; it must be float"),
+        (["--task.class_path=torch.nn.Linear"], "torch.nn.Linear', which is no subclass of ray_app.task.base.Task"),
+        (["--evaluate.metric=recall"], "evaluate.metric is 'recall'; the task's metrics of one number are accuracy, "),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    command: Callable[..., list[str]],
+    call: Callable[[Sequence[str]], Ended],
+    tmp_path: Path,
+    arguments: list[str],
+    expected: str,
+) -> None:
+    refused(call(command(*arguments)), expected, tmp_path)
+
+
+def refused(ended: Ended, expected: str, tmp_path: Path) -> None:
+    assert ended.code == 2
+    assert not ended.out
+    assert re.search(expected, ended.err), ended.err
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_field_in_a_file_is_refused(
+    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("train:\n  epoch: 3\n")
+    refused(call(command(f"--config={tmp_path / 'mine.yaml'}")), r"error: train.epoch is no field. Did you mean train.epochs\?", tmp_path)
+
+
+def test_an_empty_folder_is_refused(command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(call(command(f"--data.path={tmp_path / 'empty'}")), "empty' holds no .*parquet file; ingest", tmp_path)
+
+
+def test_a_first_row_that_is_no_image_is_refused(
+    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
+) -> None:
+    folder = write_images(tmp_path / "images", 32, 16, bad=0)
+    refused(call(command(*of_images(folder))), r"BadRowError: images\.parquet, row group 0, row 0: ", tmp_path)
+
+
+def test_a_run_name_of_another_configuration_is_refused(
+    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
+) -> None:
+    prepared = prepare(parse(command()))
+    with acquire(prepared.job.paths) as lease:
+        claim(prepared, lease.fence)  # a run that got as far as its configuration
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
+    ended = call(command("--seed=7"))
+    assert ended.code == 2
+    assert "The run 'run' exists with another configuration" in ended.err
+    assert "+ seed: 7" in ended.err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "resources", "expected"),
+    [
+        ({"scaling__max_workers": 4}, {"CPU": 6.0}, 4),
+        ({"scaling__max_workers": 4}, {"CPU": 5.0}, 3),
+        ({"scaling__max_workers": 4, "data__eval_path": None}, {"CPU": 5.0}, 4),
+        ({"scaling__max_workers": 4, "evaluate__num_cpus": 0}, {"CPU": 5.0}, 4),
+        ({"scaling__max_workers": 4, "scaling__cpus_per_worker": 2}, {"CPU": 7.0}, 2),
+        ({"scaling__max_workers": 4, "scaling__gpus_per_worker": 1}, {"CPU": 9.0, "GPU": 2.0}, 2),
+        ({"scaling__max_workers": 4, "scaling__gpus_per_worker": 1, "evaluate__num_gpus": 1}, {"CPU": 9.0, "GPU": 2.0}, 1),
+    ],
+)
+def test_as_many_workers_as_fit(fields: dict[str, Any], resources: dict[str, float], expected: int) -> None:
+    assert workers_that_fit(load_config(ROOT / "conf" / "digits.yaml").replace(**fields), resources, []) == expected
+
+
+@pytest.mark.parametrize("resources", [{"CPU": 3.0}, {}])
+def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(resources: dict[str, float]) -> None:
+    config = load_config(ROOT / "conf" / "digits.yaml", scaling__min_workers=2)
+    with pytest.raises(ConfigError, match=rf"need 4 CPU and 0 GPU; the cluster has {resources.get('CPU', 0):g} CPU and 0 GPU\. Add nodes"):
+        workers_that_fit(config, resources, [])
+
+
+def test_null_switches_a_default_off(command: Callable[..., list[str]]) -> None:
+    assert parse(command()).checkpoint.every_epochs == 5
+    config = parse(command("--checkpoint.every_epochs=null", "--schedule=null", "--data.eval_path=null"))
+    assert (config.checkpoint.every_epochs, config.schedule, config.data.eval_path) == (None, None, None)

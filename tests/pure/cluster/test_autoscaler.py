@@ -1,0 +1,57 @@
+"""Whether an autoscaler is there, by what Ray's own processes say."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.autoscaler.v2 import sdk, utils
+
+from ray_app.cluster import ray_private
+from ray_app.cluster.ray_private import most_resources
+
+GROWS = {"CPU": math.inf, "GPU": math.inf}
+
+
+def told(types: dict[str, str]) -> bytes:
+    return json.dumps({"autoscaler_report": {"node_type_mapping": types}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "status", "names", "found"),
+    [
+        (False, told({"1": "node_1a2b"}), ["headgroup"], None),
+        (False, told({"10.0.0.1": "headgroup", "10.0.0.2": "workers"}), [], GROWS),
+        (False, told({}), [], None),
+        (False, None, ["headgroup"], None),
+        (False, b"no JSON", [], None),
+        (False, b"{}", [], None),
+        (False, b'{"autoscaler_report": null}', [], None),
+        (True, None, ["headgroup", "workers"], GROWS),
+        (True, told({"1": "node_1a2b"}), ["node_1a2b", ""], None),
+        (True, None, None, None),
+    ],
+)
+def test_one_that_only_looks_is_none(
+    monkeypatch: pytest.MonkeyPatch, is_v2: bool, status: bytes | None, names: list[str] | None, found: Any
+) -> None:
+    def cluster_status(address: str) -> Any:
+        if names is None:
+            raise RuntimeError("it has not looked yet")
+        return SimpleNamespace(active_nodes=[SimpleNamespace(ray_node_type_name=name) for name in names], idle_nodes=[])
+
+    monkeypatch.setattr(ray_private.state, "get_max_resources_from_cluster_config", lambda: None)
+    monkeypatch.setattr(ray_private, "_internal_kv_get", lambda key: status)
+    monkeypatch.setattr(utils, "is_autoscaler_v2", lambda fetch_from_server: is_v2)
+    monkeypatch.setattr(sdk, "get_cluster_status", cluster_status)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="there"))
+    assert most_resources() == found
+
+
+def test_what_ray_knows_of_its_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_private.state, "get_max_resources_from_cluster_config", lambda: {"CPU": 8})
+    assert most_resources() == {"CPU": 8.0}

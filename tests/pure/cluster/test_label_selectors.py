@@ -1,0 +1,53 @@
+"""Selectors of nodes: what they mean, and what is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_app.cluster.ray_private import known_labels, labelled
+from ray_app.cluster.resources import workers_that_fit
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+
+NODES: list[dict[str, Any]] = [
+    {"NodeID": "1", "Alive": True, "Labels": {"ray.io/node-id": "1", "zone": "a", "gpu": "h100"}, "Resources": {"CPU": 5.0}},
+    {"NodeID": "2", "Alive": True, "Labels": {"ray.io/node-id": "2", "zone": "b"}, "Resources": {"CPU": 3.0}},
+    {"NodeID": "3", "Alive": False, "Labels": {"ray.io/node-id": "3", "zone": "a"}, "Resources": {"CPU": 8.0}},
+]
+
+
+@pytest.mark.parametrize(
+    ("selector", "expected"),
+    [
+        (None, ["1", "2"]),
+        ({"zone": "a"}, ["1"]),
+        ({"zone": "in(a,b)"}, ["1", "2"]),
+        ({"zone": "!a"}, ["2"]),
+        ({"zone": "a", "gpu": "a100"}, []),
+    ],
+)
+def test_a_selector_means_what_it_means_to_ray(selector: dict[str, str] | None, expected: list[str]) -> None:
+    assert [node["NodeID"] for node in labelled(NODES, selector)] == expected
+
+
+def test_what_is_no_selector_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"scaling.label_selector is \{'zone': 'a b'\}: Invalid label selector value"):
+        labelled(NODES, {"zone": "a b"})
+    assert known_labels(NODES) == "gpu: h100, zone: a, zone: b"
+
+
+def test_only_labelled_nodes_count_when_the_run_must_fit() -> None:
+    config = Config().replace(scaling__max_workers=8, scaling__cpus_per_worker=2, data__global_batch_size=64)
+
+    def fit(**fields: Any) -> int:
+        return workers_that_fit(config.replace(**fields), {"CPU": 100.0}, NODES)
+
+    assert fit() == 8
+    assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker is on one node, and the third is dead"
+    assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
+    with pytest.raises(ConfigError, match=r"labelled \{'zone': 'a'\} .* have room for 2 workers of 2 CPU .* below scaling.min_workers = 3"):
+        fit(scaling__label_selector={"zone": "a"}, scaling__min_workers=3)
+    with pytest.raises(ConfigError, match=r"no node of the cluster is labelled so; its labels are gpu: h100, zone: a, zone: b\. Start"):
+        fit(scaling__label_selector={"zone": "c"})

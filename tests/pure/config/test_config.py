@@ -1,0 +1,526 @@
+"""The configuration: what is refused and how, what the digest covers, and the way through YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_app.config.checks import check
+from ray_app.config.config import (
+    SECTIONS,
+    Config,
+    default_tracking_uri,
+    digest,
+    flatten,
+    from_dict,
+    from_yaml,
+    refuse_other_config,
+    result_fields,
+)
+from ray_app.config.import_paths import OptimizerSpec
+from ray_app.config.sections import ClassSpec
+from ray_app.errors import ConfigError, RunExistsError
+
+VALID = Config(
+    task=ClassSpec("ray_app.task.image.ImageClassification", {"model_args": {"dropout": 0.2}}),
+    optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1}),
+).replace(data__path="data/digits", run__name="digits", scaling__max_workers=4, scaling__logical_workers=4)
+
+
+def problems(**fields: Any) -> list[str]:
+    """The lines of the refusal of a configuration with other values, none if it is accepted."""
+    try:
+        check(VALID.replace(**fields))
+    except ConfigError as error:
+        first, *lines = str(error).splitlines()
+        assert first == "The configuration is refused:"
+        assert lines
+        assert all(line.startswith("  - ") and line.endswith(".") for line in lines)
+        return [line.removeprefix("  - ") for line in lines]
+    return []
+
+
+def test_the_valid_one_is_accepted() -> None:
+    assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tracking__registered_model": "m", "tracking__enabled": False},
+            "tracking.registered_model is 'm', but tracking.enabled is false: the registry is MLflow's. Enable tracking or leave it out.",
+        ),
+        (
+            {"tracking__registered_model": "a/b"},
+            "tracking.registered_model is 'a/b'; use 1 to 256 characters other than slashes, ':', quotes and control characters.",
+        ),
+        ({"scaling__min_workers": 0}, "scaling.min_workers is 0; it must be at least 1."),
+        ({"scaling__threads_per_worker": 0}, "scaling.threads_per_worker is 0; it must be at least 1."),
+        ({"scaling__cpus_per_worker": -1}, "scaling.cpus_per_worker is -1; it must be at least 0."),
+        ({"scaling__gpus_per_worker": -0.5}, "scaling.gpus_per_worker is -0.5; it must be at least 0."),
+        ({"scaling__resize_check_s": 0}, "scaling.resize_check_s is 0; it must be greater than 0."),
+        ({"scaling__spare_workers": -1}, "scaling.spare_workers is -1; it must be at least 0."),
+        (
+            {"scaling__spare_workers": 1, "failure__recovery": "restart"},
+            "scaling.spare_workers is 1 with train.strategy ddp and failure.recovery restart, with which no worker joins others that go on."
+            " Leave it out.",
+        ),
+        ({"data__shuffle_window_rows": 0}, "data.shuffle_window_rows is 0; it must be at least 1."),
+        ({"data__prefetch_windows": 0}, "data.prefetch_windows is 0; it must be at least 1."),
+        ({"data__global_batch_size": 0}, "data.global_batch_size is 0; it must be at least 1."),
+        ({"data__global_batch_size": -4}, "data.global_batch_size is -4; it must be at least 1."),
+        ({"data__max_bad_rows": -1}, "data.max_bad_rows is -1; it must be at least 0."),
+        ({"data__cache_gb": 0.0}, "data.cache_gb is 0.0; it must be greater than 0."),
+        (
+            {"data__cache_dir": "/scratch"},
+            "data.cache_dir is '/scratch', but data.cache is none; set that to disk or leave cache_dir out.",
+        ),
+        ({"data__reader_threads": -1}, "data.reader_threads is -1; it must be at least 0."),
+        (
+            {"data__reader_threads": 2, "data__cache": "memory"},
+            "data.reader_threads is 2, but with data.cache: memory no worker reads; leave it out, or set data.cache to none or disk.",
+        ),
+        ({"data__read_task_mb": -1.5}, "data.read_task_mb is -1.5; it must be greater than 0."),
+        ({"train__epochs": 0}, "train.epochs is 0; it must be at least 1."),
+        ({"train__max_steps": 0}, "train.max_steps is 0; it must be at least 1."),
+        ({"train__grad_clip_norm": 0.0}, "train.grad_clip_norm is 0.0; it must be greater than 0."),
+        ({"train__grad_clip_norm": math.nan}, "train.grad_clip_norm is nan; it must be greater than 0."),
+        ({"checkpoint__every_steps": 0}, "checkpoint.every_steps is 0; it must be at least 1."),
+        ({"checkpoint__every_epochs": -1}, "checkpoint.every_epochs is -1; it must be at least 1."),
+        ({"checkpoint__keep_last": 1}, "checkpoint.keep_last is 1; it must be at least 2."),
+        ({"checkpoint__keep_best": -1}, "checkpoint.keep_best is -1; it must be at least 0."),
+        ({"failure__max_failures": -2}, "failure.max_failures is -2; it must be at least -1."),
+        ({"failure__max_preemptions": -2}, "failure.max_preemptions is -2; it must be at least -1."),
+        ({"failure__step_timeout_s": 0.0}, "failure.step_timeout_s is 0.0; it must be greater than 0."),
+        ({"evaluate__batch_size": 0}, "evaluate.batch_size is 0; it must be at least 1."),
+        ({"evaluate__threads": 0}, "evaluate.threads is 0; it must be at least 1."),
+        ({"evaluate__drain_timeout_s": -1.0}, "evaluate.drain_timeout_s is -1.0; it must be at least 0."),
+        ({"evaluate__drain_timeout_s": math.nan}, "evaluate.drain_timeout_s is nan; it must be at least 0."),
+        (
+            {"scaling__min_workers": 3, "scaling__max_workers": 2},
+            "scaling.min_workers is 3, above scaling.max_workers = 2; lower the one or raise the other.",
+        ),
+        (
+            {"scaling__cpus_per_worker": 0.0},
+            "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.",
+        ),
+        (
+            {"scaling__max_workers": 5},
+            "scaling.max_workers is 5, above scaling.logical_workers = 4: a worker without a logical worker has nothing to do. Set"
+            " max_workers to at most 4, or start a new run with more logical workers.",
+        ),
+        (
+            {"data__global_batch_size": 30},
+            "data.global_batch_size is 30, not divisible by the 4 logical workers; the nearest valid values are 28 or 32.",
+        ),
+        ({"train__bucket_mb": 0.0}, "train.bucket_mb is 0.0; it must be greater than 0."),
+        ({"train__bucket_mb": math.inf}, "train.bucket_mb is inf; it must be finite."),
+        ({"data__read_task_mb": math.inf}, "data.read_task_mb is inf; it must be finite."),
+        ({"train__backend": "mpi"}, "train.backend is 'mpi'; it must be one of auto, nccl, gloo."),
+        (
+            {"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 2},
+            "scaling.gpus_per_worker is 0.5, so workers share a GPU, which NCCL refuses. Set train.backend to gloo, or give each worker a"
+            " GPU.",
+        ),
+        (
+            {"train__backend": "nccl"},
+            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to auto or gloo, or"
+            " give the workers GPUs.",
+        ),
+        (
+            {"train__backend": "gloo", "train__strategy": "fsdp"},
+            "train.backend is set, but only train.strategy: ddp or single or local_sgd or central_storage looks at it; leave it out.",
+        ),
+        (
+            {"train__gradient_compression": "bf16"},
+            "train.gradient_compression is bf16 with train.reduction exact: what travels are sums over the logical workers of a worker,"
+            " so rounding them would make the bits depend on the number of workers. Set train.reduction to overlapped, or"
+            " train.gradient_compression to none.",
+        ),
+        (
+            {"train__gradient_compression": "bf16", "train__reduction": "overlapped", "train__strategy": "local_sgd"},
+            "train.gradient_compression is set, but only train.strategy: ddp or single or central_storage looks at it; leave it out.",
+        ),
+        (
+            {"scaling__label_selector": {"zone": "a"}, "train__strategy": "single"},
+            "scaling.label_selector is {'zone': 'a'}, but train.strategy single has no workers to place: everything happens in the calling"
+            " process. Leave it out.",
+        ),
+        ({"data__path": ""}, "data.path is missing; name a folder of Parquet files (ray-app ingest makes one)."),
+        ({"task": {"class_path": ""}}, "task.class_path is missing; name a task such as ray_app.task.image.ImageClassification."),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: dict[str, Any], message: str) -> None:
+    assert problems(**fields) == [message]
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused", "named"),
+    [
+        ({"scaling__balance": "speed"}, {"train__strategy": "local_sgd"}, "scaling.balance is speed"),
+        ({"scaling__balance": "speed"}, {"train__reduction": "overlapped"}, "scaling.balance is speed"),
+        ({"failure__replay_rate": 1.0}, {"failure__replay_rate": 1.5}, "failure.replay_rate is 1.5"),
+        ({"failure__replay_rate": 0.0}, {"failure__replay_rate": -0.5}, "failure.replay_rate is -0.5"),
+        ({"failure__replay_rate": 0.5}, {"train__strategy": "fsdp"}, "failure.replay_rate is 0.5"),
+        ({"failure__replay_rate": 0.5}, {"train__reduction": "overlapped"}, "failure.replay_rate is 0.5"),
+        ({"failure__compare_every_steps": 7}, {"train__strategy": "local_sgd"}, "failure.compare_every_steps is 7"),
+        ({"train__strategy": "single"}, {"scaling__spare_workers": 1}, "scaling.spare_workers is 1"),
+        ({"train__strategy": "single"}, {"scaling__replace_slow_s": 60.0}, "scaling.replace_slow_s is 60.0"),
+        ({"scaling__logical_workers": 2, "scaling__max_workers": 2}, {"data__global_batch_size": 1}, "the nearest valid values are 2."),
+        ({"train__strategy": "single"}, {"scaling__min_workers": 2}, "scaling.min_workers is 2"),
+        ({"train__strategy": "single", "scaling__cpus_per_worker": 0.0}, {"train__strategy": "ddp"}, "a worker needs some of either"),
+        ({"train__profile_steps": [1, 1]}, {"train__profile_steps": [2, 1]}, "train.profile_steps is [2, 1]"),
+        ({"train__profile_steps": 1}, {"train__profile_steps": 0}, "train.profile_steps is 0"),
+        ({"train__profile_steps": [1, 3]}, {"train__profile_steps": [0, 3]}, "train.profile_steps is [0, 3]"),
+        ({"train__profile_steps": [1, 3]}, {"train__profile_steps": [1, 2, 3]}, "train.profile_steps is [1, 2, 3]"),
+        (
+            {"train__strategy": "local_sgd", "train__local_steps": 4, "checkpoint__every_steps": 8},
+            {"checkpoint__every_steps": 9},
+            "checkpoint.every_steps is 9",
+        ),
+        (
+            {"train__strategy": "local_sgd", "train__local_steps": 4, "checkpoint__snapshot_every_steps": 8},
+            {"checkpoint__snapshot_every_steps": 6},
+            "checkpoint.snapshot_every_steps is 6",
+        ),
+        ({"train__precision": "fp16"}, {"train__strategy": "local_sgd"}, "train.precision is fp16 with train.strategy local_sgd"),
+        (
+            {"train__precision": "fp16"},
+            {"train__strategy": "parameter_server"},
+            "train.precision is fp16 with train.strategy parameter_server",
+        ),
+        ({"train__precision": "fp16"}, {"train__strategy": "fsdp"}, "train.precision is fp16 with train.strategy fsdp"),
+        ({"evaluate__where": "workers"}, {"train__strategy": "fsdp"}, "evaluate.where is workers with train.strategy fsdp"),
+        ({"evaluate__where": "workers"}, {"train__strategy": "parameter_server"}, "evaluate.where is workers with train.strategy param"),
+        ({"data__on_bad_row": "skip"}, {"train__strategy": "parameter_server"}, "data.on_bad_row is skip"),
+        ({"train__compile": True}, {"train__strategy": "fsdp"}, "train.compile is set with train.strategy fsdp"),
+        (
+            {"train__strategy": "fsdp", "train__cpu_offload": True, "scaling__gpus_per_worker": 1.0},
+            {"scaling__gpus_per_worker": 0.0},
+            "train.cpu_offload is set",
+        ),
+        (
+            {"train__strategy": "fsdp", "train__reduction": "overlapped", "optimizer__class_path": "torch.optim.Adafactor"},
+            {"train__reduction": "exact"},
+            "optimizer is torch.optim.Adafactor",
+        ),
+        ({"scaling__gpus_per_worker": 1.0}, {"scaling__gpus_per_worker": 0.5}, "scaling.gpus_per_worker is 0.5"),
+        ({"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 1}, {"scaling__max_workers": 2}, "scaling.gpus_per_worker is 0.5"),
+        (
+            {"scaling__gpus_per_worker": 1.0, "train__capture": True},
+            {"train__strategy": "fsdp"},
+            "train.capture is set, and train.strategy",
+        ),
+        ({"scaling__gpus_per_worker": 1.0, "train__capture": True}, {"scaling__gpus_per_worker": 0.0}, "CPUs have no CUDA graphs"),
+        ({"scaling__gpus_per_worker": 1.0, "train__capture": True}, {"train__compile": True}, "train.capture is set, and train.compile"),
+        (
+            {"scaling__gpus_per_worker": 1.0, "train__capture": True},
+            {"train__reduction": "overlapped"},
+            "train.capture is set, and train.red",
+        ),
+        ({"scaling__gpus_per_worker": 1.0, "train__capture": True}, {"failure__replay_rate": 0.1}, "train.capture is set, and failure.rep"),
+        ({"train__ema_decay": 0.999}, {"train__ema_decay": 1.0}, "train.ema_decay is 1.0"),
+        ({"run__name": "a" * 128}, {"run__name": "a" * 129}, "run.name is 'aaa"),
+        ({"run__name": "a.b_c-1"}, {"run__name": "-a"}, "run.name is '-a'"),
+        (
+            {"evaluate__patience": 2, "data__eval_path": "data/eval"},
+            {"data__eval_path": None},
+            "evaluate.patience is set without data.eval",
+        ),
+        (
+            {"evaluate__patience": 2, "data__eval_path": "data/eval"},
+            {"evaluate__every": "latest"},
+            "evaluate.patience needs an evaluation of every planned checkpoint",
+        ),
+        ({"evaluate__num_gpus": 1.0}, {"evaluate__num_gpus": 2.0}, "evaluate.num_gpus is 2"),
+        (
+            {"train__init_from": "a.safetensors", "train__init_digest": "0"},
+            {"train__init_from": None},
+            "train.init_digest is given without",
+        ),
+        ({"data__sampling": "balanced"}, {"data__shard": "file"}, "data.sampling is balanced with data.shard: file"),
+        ({"data__shard": "file"}, {"data__sampling": "balanced"}, "data.sampling is balanced with data.shard: file"),
+    ],
+    ids=str,
+)
+def test_a_combination_is_refused_and_the_one_beside_it_is_accepted(fields: dict[str, Any], refused: dict[str, Any], named: str) -> None:
+    assert problems(**fields) == []
+    messages = problems(**(fields | refused))
+    assert any(named in message for message in messages), messages
+
+
+def test_no_workers_are_refused() -> None:
+    assert "scaling.max_workers is 0; it must be at least 1." in problems(scaling__max_workers=0)
+    assert "scaling.logical_workers is -1; it must be at least 1." in problems(scaling__logical_workers=-1)
+
+
+def test_a_batch_below_the_logical_workers_names_the_only_valid_neighbour() -> None:
+    [message] = problems(data__global_batch_size=3)
+    assert message.endswith("the nearest valid values are 4.")
+
+
+def test_without_logical_workers_the_workers_count() -> None:
+    [message] = problems(scaling__logical_workers=None, scaling__max_workers=3)
+    assert "not divisible by the 3 logical workers; the nearest valid values are 30 or 33." in message
+    assert problems(scaling__logical_workers=None, scaling__max_workers=8) == []
+
+
+@given(st.integers(1, 500), st.integers(1, 64))
+@settings(deadline=None)
+def test_the_named_batch_sizes_are_valid_and_the_nearest(batch: int, logical_workers: int) -> None:
+    fields = {"scaling__logical_workers": logical_workers, "scaling__max_workers": 1}
+    found = problems(**fields, data__global_batch_size=batch)
+    assert bool(found) == bool(batch % logical_workers)
+    if found:
+        named = [int(n) for n in found[0].removesuffix(".").rpartition("are ")[2].split(" or ")]
+        valid = [n for n in range(max(1, batch - logical_workers + 1), batch + logical_workers) if n % logical_workers == 0]
+        assert named == valid
+        assert all(problems(**fields, data__global_batch_size=n) == [] for n in named)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other", "..", "a/b", "/tmp/x", "", ".hidden", "-x", "a b", "a\n", "a\\b", "ü", "a" * 129, "~root", "a\x00"]
+)
+def test_a_run_name_that_is_no_single_directory_is_refused(name: str) -> None:
+    [message] = problems(run__name=name)
+    assert message == f"run.name is {name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
+
+
+@pytest.mark.parametrize("name", ["a", "digits-2024.01_b", "0", "a" * 128, "a..b", None])
+def test_other_run_names_are_accepted(name: str | None) -> None:
+    assert problems(run__name=name) == []
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    assert len(problems(train__epochs=0, run__name="..", data__path="", scaling__min_workers=9, data__global_batch_size=30)) == 5
+
+
+# --- the digest
+
+
+def changed(**fields: Any) -> bool:
+    """Whether other values alter the digest."""
+    return digest(VALID.replace(**fields), "m") != digest(VALID, "m")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"run__name": "other"},
+        {"run__storage_path": "/mnt/x"},
+        {"run__changed_code": "refuse"},
+        {"run__changed_data": "refuse"},
+        {"run__ray_address": "auto"},
+        {"data__path": "elsewhere"},
+        {"data__eval_path": "test"},
+        {"data__cache": "memory"},
+        {"data__cache": "disk", "data__cache_dir": "/scratch", "data__cache_gb": 5.0},
+        {"data__on_bad_row": "skip", "data__max_bad_rows": 7},
+        {"data__prefetch_windows": 3},
+        {"train__init_from": "parameters.safetensors"},
+        {"data__read_task_mb": 1.0},
+        {"data__reader_threads": 4},
+        {"scaling__max_workers": 2},
+        {"scaling__min_workers": 2},
+        {"scaling__cpus_per_worker": 2},
+        {"scaling__resize_check_s": 1.0},
+        {"scaling__spare_workers": 1},
+        {"scaling__replace_slow_s": 60.0},
+        {"scaling__balance": "speed"},
+        {"failure__replay_rate": 0.01, "failure__compare_every_steps": 7},
+        {"checkpoint__every_steps": 7, "checkpoint__every_epochs": None, "checkpoint__keep_last": 5, "checkpoint__keep_best": 0},
+        {"failure__max_failures": 1, "failure__max_preemptions": 1, "failure__step_timeout_s": 1.0},
+        {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
+        {"evaluate__every": "latest", "evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
+        {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__threads": 2},
+        {"evaluate__on_error": "warn"},
+        {"tracking__enabled": False, "tracking__every_steps": 3, "tracking__uri": "http://x", "tracking__experiment": "e"},
+        {"tracking__registered_model": "m", "tracking__system_metrics_s": None, "tracking__tensorboard": True},
+        {"evaluate__where": "workers", "evaluate__budget": 0.5, "evaluate__most_waiting": 3, "evaluate__min_delta": 0.1},
+        {"train__servers": 3, "train__server_cpus": 2, "train__min_shard_kb": 64},
+        {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},
+        {"train__second_copy": True},
+        {"train__capture": True},
+        {"evaluate__label_selector": {"zone": "a"}, "train__server_label_selector": {"zone": "a"}},
+        {"train__profile_steps": [5, 7]},
+        {"observers": [{"class_path": "my.Observer", "init_args": {}}]},
+    ],
+    ids=str,
+)
+def test_what_does_not_decide_the_result_may_change(fields: dict[str, Any]) -> None:
+    assert not changed(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 1},
+        {"optimizer__init_args": {"lr": 0.2}},
+        {"optimizer__class_path": "torch.optim.Adam"},
+        {"schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}},
+        {"task__init_args": {"model_args": {"dropout": 0.3}}},
+        {"task__init_args": {}},
+        {"scaling__threads_per_worker": 2},
+        {"scaling__logical_workers": 8},
+        {"scaling__gpus_per_worker": 1},
+        {"data__global_batch_size": 64},
+        {"data__shuffle_window_rows": 99},
+        {"data__last_batch": "drop"},
+        {"data__shard": "file"},
+        {"data__sampling": "balanced"},
+        {"data__balance_by": "kind"},
+        {"data__by_length": "tokens"},
+        {"train__epochs": 2},
+        {"train__max_steps": 10},
+        {"train__reduction": "overlapped"},
+        {"train__gradient_compression": "bf16"},
+        {"train__precision": "bf16"},
+        {"train__grad_clip_norm": 1.0},
+        {"train__steps_per_epoch": 10},
+        {"train__ema_decay": 0.9},
+        {"train__freeze": ["features.*"]},
+        {"train__compile": True},
+        {"train__channels_last": True},
+        {"train__cpu_offload": True},
+        {"train__strategy": "local_sgd"},
+        {"train__local_steps": 5},
+        {"train__outer_lr": 0.7},
+        {"train__outer_momentum": 0.9},
+        {"train__staleness": 2},
+        {"train__init_digest": "d" * 64},
+        {"evaluate__patience": 3},
+        {"optimizer__groups": [{"names": ["*.bias"], "lr": 0.1}]},
+    ],
+    ids=str,
+)
+def test_what_decides_the_result_alters_the_digest(fields: dict[str, Any]) -> None:
+    assert changed(**fields)
+
+
+def test_with_early_stopping_evaluations_and_cadence_decide_too() -> None:
+    judged = VALID.replace(evaluate__patience=3, data__eval_path="test")
+    for fields in (
+        {"evaluate__metric": "loss"},
+        {"evaluate__mode": "min"},
+        {"evaluate__min_delta": 0.1},
+        {"evaluate__where": "workers"},
+        {"evaluate__batch_size": 7},
+        {"checkpoint__every_steps": 7},
+        {"checkpoint__every_epochs": 3},
+    ):
+        assert digest(judged.replace(**fields), "m") != digest(judged, "m"), fields
+
+
+def test_every_field_is_known_to_decide_or_not() -> None:
+    """A new field has to be added to one of the two tests above."""
+    both = (test_what_does_not_decide_the_result_may_change, test_what_decides_the_result_alters_the_digest)
+    marks = [mark for test in both for mark in test.pytestmark]
+    tested = {name.split("__init_args")[0].split("__class_path")[0] for mark in marks for fields in mark.args[1] for name in fields}
+    fields = {f"{section}__{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
+    assert tested == fields | {"seed", "task", "optimizer", "optimizer__groups", "schedule", "observers"}
+
+
+def test_the_data_alters_the_digest() -> None:
+    assert digest(VALID, "m") != digest(VALID, "other")
+
+
+def test_logical_workers_count_however_they_were_given() -> None:
+    unset = VALID.replace(scaling__logical_workers=None)
+    assert digest(unset, "m") == digest(VALID, "m")
+    assert digest(unset.replace(scaling__max_workers=2), "m") != digest(VALID, "m")
+
+
+def test_fields_at_their_default_are_not_in_the_digest() -> None:
+    """So a field that a later version adds alters no digest; this one may never change."""
+    assert result_fields(Config(), "m") == {"manifest": "m", "scaling.logical_workers": 1, "scaling.threads_per_worker": 1}
+    assert result_fields(VALID, "m") == {
+        "manifest": "m",
+        "scaling.logical_workers": 4,
+        "scaling.threads_per_worker": 1,
+        "task.class_path": "ray_app.task.image.ImageClassification",
+        "task.init_args.model_args.dropout": 0.2,
+        "optimizer.class_path": "torch.optim.SGD",
+        "optimizer.init_args.lr": 0.1,
+    }
+    assert digest(Config(), "m") == "f1ceab64dd46be7db0fd597c48052c18f26975ce40e5afc28e0a7ea3e28e0f9b"
+
+
+def test_a_run_of_another_configuration_is_refused_with_a_diff() -> None:
+    old, new = result_fields(VALID, "aaa"), result_fields(VALID.replace(optimizer__init_args={"lr": 0.2}, train__epochs=3), "bbb")
+    refuse_other_config("digits", old, dict(old))
+    with pytest.raises(RunExistsError) as caught:
+        refuse_other_config("digits", old, new)
+    first, *diff, last = str(caught.value).splitlines()
+    assert first == "The run 'digits' exists with another configuration or other data:"
+    assert sorted(diff) == [
+        "+ manifest: bbb",
+        "+ optimizer.init_args.lr: 0.2",
+        "+ train.epochs: 3",
+        "- manifest: aaa",
+        "- optimizer.init_args.lr: 0.1",
+    ]
+    assert "Nothing was changed" in last
+    assert "another run.name" in last
+
+
+# --- YAML and replace
+
+
+def test_yaml_brings_back_the_same() -> None:
+    schedule = ClassSpec("torch.optim.lr_scheduler.StepLR", {"step_size": 3})
+    for config in (Config(), VALID, dataclasses.replace(VALID, schedule=schedule), VALID.replace(run__name="größe-1", train__epochs=7)):
+        again = from_yaml(config.to_yaml())
+        assert again == config
+        assert digest(again, "m") == digest(config, "m")
+
+
+def test_yaml_needs_only_what_is_set() -> None:
+    text = yaml.safe_dump({"seed": 5, "train": {"epochs": 3}, "optimizer": {"class_path": "torch.optim.SGD"}})
+    assert from_yaml(text) == Config().replace(seed=5, train__epochs=3, optimizer={"class_path": "torch.optim.SGD"})
+
+
+def test_replace_changes_only_what_is_named() -> None:
+    config = VALID.replace(seed=9, train__epochs=3, data__cache="memory", optimizer__init_args__lr=0.5)
+    assert flatten(config.to_dict()) == flatten(VALID.to_dict()) | {
+        "seed": 9,
+        "train.epochs": 3,
+        "data.cache": "memory",
+        "optimizer.init_args.lr": 0.5,
+    }
+    assert VALID.seed == 0
+    assert VALID.optimizer.init_args == {"lr": 0.1}, "the original is changed"
+
+
+@pytest.mark.parametrize("fields", [{"train__epoch": 3}, {"trian__epochs": 3}, {"speed": 1}])
+def test_an_unknown_name_is_an_error(fields: dict[str, Any]) -> None:
+    with pytest.raises((ConfigError, KeyError), match=r"epoch\b|trian|speed"):
+        VALID.replace(**fields)
+
+
+def test_a_configuration_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        VALID.train.epochs = 3  # type: ignore[misc]
+
+
+def test_from_dict_leaves_its_input_alone() -> None:
+    values = VALID.to_dict()
+    from_dict(values)
+    assert values == VALID.to_dict()
+
+
+def test_tracking_lives_beside_the_runs_unless_it_is_named() -> None:
+    assert default_tracking_uri(Config().replace(run__storage_path="/mnt/runs")) == "sqlite:////mnt/runs/mlflow.db"
+    assert default_tracking_uri(Config().replace(tracking__uri="http://host:5000")) == "http://host:5000"
+
+
+def test_a_field_without_a_value_is_refused_with_its_default() -> None:
+    with pytest.raises(ConfigError, match=r"scaling\.max_workers is empty; give a value, or leave the line out for the default, 1\."):
+        check(Config().replace(task__class_path="a.B", data__path="x", scaling__max_workers=None))

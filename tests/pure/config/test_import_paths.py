@@ -1,0 +1,33 @@
+"""What the import paths of a configuration name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ray_app.config.import_paths import load_class
+from ray_app.config.sections import ClassSpec
+
+
+def test_classes_functions_and_what_belongs_to_a_class() -> None:
+    assert load_class("torch.optim.AdamW") is load_class(ClassSpec("torch.optim.AdamW")) is torch.optim.AdamW
+    assert load_class("torchvision.models.googlenet.GoogLeNet").__name__ == "GoogLeNet"  # of a module that a function hides
+    assert load_class("datetime.datetime.fromisoformat")("2026-11-23").day == 23
+
+
+def test_the_true_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_task_of_mine.py").write_text("import not_there_at_all\n\nclass Mine: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in ("a_task_of_mine.Mine", "a_task_of_mine.Mine.make"):
+        with pytest.raises(ImportError, match="No module named 'not_there_at_all'"):
+            load_class(path)
+    assert "a_task_of_mine" not in sys.modules
+    with pytest.raises(ImportError, match="No module named 'not_there_at_all'"):
+        load_class("not_there_at_all.Mine")
+    with pytest.raises(AttributeError, match="has no attribute 'AdamV'"):
+        load_class("torch.optim.AdamV")
+    with pytest.raises(ImportError, match="names no module"):
+        load_class("AdamW")

@@ -1,0 +1,169 @@
+"""Which checkpoint of a run is meant: one rule for notebooks, exports, the registry and predictions."""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+from ray_app import load_config
+from ray_app.checkpoint.format import Snapshot, pack, params_digest
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cli.evaluate import EvaluateOptions, evaluate_run
+from ray_app.config.config import Config
+from ray_app.driver.model_export import ExportOptions, export_run
+from ray_app.driver.result import Result
+from ray_app.driver.trained_run import best_commit
+from ray_app.errors import CheckpointError, ConfigError, DataError
+from ray_app.predict.predict import model_of_run
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.runlog.evaluations import Evaluation, put_evaluation
+from ray_app.runlog.journal import put_event
+from ray_app.storage.files import put_json
+from ray_app.train.job import Job
+from tests.support.checkpoints import commit_of
+from tests.support.places import ROOT
+
+
+@pytest.fixture
+def job(digits: Path, tmp_path: Path) -> Job:
+    """A run with checkpoints of steps 10, 20 and 30, of which the second is best by what was evaluated so far, without a summary."""
+    fields: dict[str, Any] = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path / "runs")}
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
+    made = trained(config, 10, 20, 30)
+    evaluate(made, 10, 0.5)
+    evaluate(made, 20, 0.7)
+    put_json(made.paths.summary, {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}})
+    return made
+
+
+def trained(config: Config, *steps: int) -> Job:
+    """A run with checkpoints; nothing was trained."""
+    made = claim(prepare(config), 1).job
+    for step in steps:
+        state = {
+            name: values + step if values.is_floating_point() else values for name, values in made.task.build_model().state_dict().items()
+        }
+        digests = {"params_digest": params_digest(state), "manifest_digest": made.plan.manifest.digest}
+        CheckpointStore(made.paths).write(pack(Snapshot(step, state, {}, None)), replace(commit_of(step), **digests))
+    return made
+
+
+def evaluate(job: Job, step: int, accuracy: float) -> None:
+    [commit] = [c for c in CheckpointStore(job.paths).commits() if c.step == step]
+    put_evaluation(job.paths, Evaluation(step, 0, commit.params_digest, {"accuracy": accuracy}, 10, 0.1, 0.0))
+
+
+def result_of(job: Job) -> Result:
+    return Result(job.paths.root, {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}}, job.task)
+
+
+def step_of(job: Job, model: nn.Module) -> int:
+    digest = params_digest(model.state_dict())
+    return next(c.step for c in CheckpointStore(job.paths).commits() if c.params_digest == digest)
+
+
+def chosen_everywhere(job: Job, folder: Path) -> set[int]:
+    """The step of the best checkpoint as each way to use it has it."""
+    result = result_of(job)
+    best = result.best_checkpoint
+    assert best is not None
+    exported = export_run(ExportOptions(str(job.paths.root), str(folder), overwrite=True))["step"]
+    predicting = model_of_run(job.config, str(job.paths.root))[1]["step"]
+    registered = best_commit(job)[0].step
+    return {step_of(job, result.load_model()), int(best.name.split("-")[1]), exported, predicting, registered}
+
+
+@pytest.mark.parametrize(("which", "step"), [("best", 20), ("newest", 30), ("step-10", 10), ("step-20", 20), ("step-00000010-0001", 10)])
+def test_a_notebook_loads_the_checkpoint_that_it_names(job: Job, which: str, step: int) -> None:
+    model = result_of(job).load_model(which)
+    assert step_of(job, model) == step
+    assert not model.training
+
+
+@pytest.mark.parametrize("which", ["foo", "step-999", "step-10-7", "last", ""])
+def test_a_name_of_no_checkpoint_is_refused_with_those_that_are_there(job: Job, tmp_path: Path, which: str) -> None:
+    expected = r"best, newest or one of step-00000010-0001, step-00000020-0001, step-00000030-0001"
+    with pytest.raises(ConfigError, match=expected):
+        result_of(job).load_model(which)
+    with pytest.raises(ConfigError, match=expected):
+        result_of(job).export(str(tmp_path / "out"), which)
+
+
+def test_all_mean_the_same_best_one_also_when_an_evaluation_comes_late_or_it_is_gone(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert chosen_everywhere(job, tmp_path / "out") == {20}
+    evaluate(job, 30, 0.9)  # after summary.json
+    assert chosen_everywhere(job, tmp_path / "out") == {30}
+    assert "is gone" not in caplog.text
+    shutil.rmtree(job.paths.checkpoint(30, 1))
+    with caplog.at_level(logging.WARNING):
+        assert chosen_everywhere(job, tmp_path / "out") == {20}
+    assert caplog.text.count("The best checkpoint, of step 30, is gone") == 5
+
+
+def test_evaluations_of_other_data_are_not_compared(job: Job) -> None:
+    [newest] = [c for c in CheckpointStore(job.paths).commits() if c.step == 30]
+    put_evaluation(job.paths, Evaluation(30, 0, newest.params_digest, {"accuracy": 0.6}, 10, 0.1, time_s=1.0, data_digest="other"))
+    assert best_commit(job)[0].step == 30
+
+
+def test_a_run_is_evaluated_only_with_the_data_that_its_task_was_made_from(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits / "train", tmp_path / "train")
+    fields: dict[str, Any] = {"data__path": str(tmp_path / "train"), "data__eval_path": str(digits / "eval")}
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", run__storage_path=str(tmp_path / "runs"), **fields)
+    made = trained(config, 10)
+    put_event(made.paths, "started", 1)
+    shutil.copy(next((tmp_path / "train").glob("*.parquet")), tmp_path / "train" / "more.parquet")
+    with pytest.raises(DataError, match="is not what it was trained on"):
+        evaluate_run(EvaluateOptions(run=str(made.paths.root)), None, Console(quiet=True))
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(job: Job) -> None:
+    shutil.rmtree(job.paths.checkpoints)
+    assert result_of(job).best_checkpoint is None
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        result_of(job).load_model()
+
+
+def test_other_parameters_than_were_committed_are_refused(job: Job) -> None:
+    state = {name: torch.zeros_like(values) for name, values in job.task.build_model().state_dict().items()}
+    CheckpointStore(job.paths).write(pack(Snapshot(40, state, {}, None)), replace(commit_of(40), params_digest="0" * 64))
+    with pytest.raises(CheckpointError, match="other parameters than were committed"):
+        result_of(job).load_model("newest")
+
+
+@pytest.mark.parametrize("eval_data", [False, True])
+def test_a_run_that_skips_bad_rows_is_exported_though_its_first_row_is_one(tmp_path: Path, eval_data: bool) -> None:
+    pictures = [io.BytesIO() for _ in range(8)]
+    for shade, picture in enumerate(pictures):
+        Image.new("RGB", (8, 8), (shade, 0, 0)).save(picture, "png")
+    files = [picture.getvalue() for picture in pictures]
+    for name, column in (("train", [b"no image", *files[1:]]), ("eval", files)):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"image": column, "label": [0, 1] * 4}), tmp_path / name / "part-0.parquet")
+    config = Config().replace(
+        task={"class_path": "ray_app.task.image.ImageClassification", "init_args": {"size": 8, "model_args": {"channels": 4}}},
+        run__storage_path=str(tmp_path / "runs"),
+        run__name="run",
+        scaling__max_workers=1,
+        data__path=str(tmp_path / "train"),
+        data__eval_path=str(tmp_path / "eval") if eval_data else None,
+        data__global_batch_size=4,
+        data__on_bad_row="skip",
+    )
+    made = trained(config, 10)
+    said = export_run(ExportOptions(str(made.paths.root), str(tmp_path / "out")))
+    assert (said["step"], said["format"]) == (10, "torch.export")

@@ -1,0 +1,98 @@
+"""The stored configuration and the record of a run: those of the newest start, and those that another version wrote."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app import compare_runs, load_config
+from ray_app.config.config import Config
+from ray_app.driver.finalize import stored_job
+from ray_app.errors import ConfigError
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.report.facts import read_facts
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.stored_config import read_config
+from ray_app.storage.files import put_json
+from ray_app.train.job import Job
+from tests.support.places import ROOT
+
+
+@pytest.fixture
+def job(digits: Path, tmp_path: Path) -> Job:
+    """A run that was claimed once."""
+    fields: dict[str, Any] = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path / "runs")}
+    return claim(prepare(load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)), 1).job
+
+
+def test_the_best_is_judged_by_the_metric_of_the_newest_start(job: Job) -> None:
+    config = job.config.replace(evaluate__metric="loss", evaluate__mode="min", checkpoint__keep_last=7)
+    for fence in (2, 3):  # the third changes nothing
+        again = claim(prepare(config), fence).job
+    assert read_config(job.paths) == again.config
+    assert (again.best_metric, stored_job(job.paths).best_metric, read_facts(job.paths).metric) == ("loss", "loss", "loss")
+    [event] = read_events(job.paths, "reconfigured")
+    fields = {
+        "evaluate.metric": [None, "loss"],
+        "evaluate.mode": [None, "min"],
+        "checkpoint.keep_last": [job.config.checkpoint.keep_last, 7],
+    }
+    assert (event.fence, event.details["fields"]) == (2, fields)
+
+
+def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
+    turns = {
+        "rest": {"class_path": "torch.optim.Adam", "parameters": ["*.weight"], "schedule": schedule},
+        "biases": {"class_path": "torch.optim.SGD", "parameters": ["*.bias"], "init_args": {"lr": 0.1}, "steps": 2},
+    }
+    config = job.config.replace(run__name="turns", optimizer=asdict(Config().optimizer), optimizers=turns, schedule=None)
+    first = claim(prepare(config), 1).job
+    text = first.paths.config.read_text()
+    assert ("betas" in text, "gamma" in text) == (True, True), "arguments that were not given"
+    for fence in (2, 3):
+        claim(prepare(config), fence)
+    assert first.paths.config.read_text() == text
+    assert read_events(first.paths, "reconfigured") == []
+    claim(prepare(config.replace(checkpoint__keep_last=7)), 4)
+    [event] = read_events(first.paths, "reconfigured")
+    assert event.details["fields"] == {"checkpoint.keep_last": [config.checkpoint.keep_last, 7]}
+    assert first.paths.config.read_text() == text.replace(f"keep_last: {config.checkpoint.keep_last}", "keep_last: 7")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("data:\n", "data:\n  shufle: true\n", "data.shufle is no field"),
+        ("data:\n", "data:\n  cach_dir: x\n", "data.cach_dir is no field; the nearest is data.cache_dir"),
+        ("seed: ", "sede: ", "sede is no field; the nearest is seed"),
+        ("data:\n", "gone:\n  a: 1\ndata:\n", "gone is no field"),
+    ],
+)
+def test_a_configuration_of_another_version_is_named_with_its_fields(job: Job, before: str, after: str, said: str) -> None:
+    text = job.paths.config.read_text().replace(before, after, 1)
+    job.paths.config.write_text(text)  # type: ignore[union-attr]
+    for read in (lambda: read_facts(job.paths), lambda: compare_runs([str(job.paths.root)]), lambda: prepare(job.config)):
+        with pytest.raises(ConfigError, match=said) as refused:
+            read()
+        assert str(job.paths.config) in str(refused.value)
+        assert "Use the version that made the run" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "newer"),
+    [
+        ("events/00000000000000000001-told-1.json", {"what": "told", "schema_version": 9}),
+        ("metrics/0000000001-0001-1.json", {"steps": [[1, 2]], "step": [1], "schema_version": 9}),
+    ],
+)
+def test_what_a_newer_version_recorded_is_named(job: Job, name: str, newer: dict[str, Any]) -> None:
+    put_json(job.paths.root / name, newer)
+    with pytest.raises(ConfigError, match=f"{name} is of schema version 9; .* reads up to 1. Use the version that wrote it"):
+        read_facts(job.paths)
+    put_json(job.paths.root / name, {"step": 3})
+    with pytest.raises(ConfigError, match=f"{name} is damaged"):
+        read_facts(job.paths)

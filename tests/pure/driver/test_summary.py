@@ -1,0 +1,167 @@
+"""The summary's figures, from records and events made by hand."""
+
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cluster.controller.failure_budget import spent
+from ray_app.cluster.resources import workers_that_fit
+from ray_app.config.config import Config
+from ray_app.config.sections import FailureSection
+from ray_app.driver.announce import announce
+from ray_app.driver.finalize import summarize
+from ray_app.errors import ConfigError
+from ray_app.preflight.prepare import Prepared
+from ray_app.report.facts import read_facts
+from ray_app.report.page import render
+from ray_app.runlog.evaluations import Evaluation, ranked
+from ray_app.runlog.history import goodput, recoveries, restarts, start, world_sizes
+from ray_app.runlog.journal import Event, StepRecord, put_event, read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import put_json
+from ray_app.watch.terminal import SafeConsole
+from tests.support.checkpoints import commit_of
+from tests.support.local_world import make_job, write_images
+
+
+def record(step: int, time_s: float, workers: int = 2, step_ms: float = 1000.0) -> StepRecord:
+    return StepRecord(step, 0, time_s, 1.0, 0.1, 1.0, step_ms, 0.0, workers, [8, 8], [1, 2], "1.1")
+
+
+def event(kind: str, time_s: float, **details: Any) -> Event:
+    return Event(kind, time_s, 1, details)
+
+
+def test_world_sizes_are_stretches() -> None:
+    records = [record(1, 1, 2), record(2, 2, 2), record(3, 3, 1), record(4, 4, 2)]
+    assert world_sizes(records) == [[0, 2], [2, 1], [3, 2]]
+
+
+def test_a_start_is_told_by_phase() -> None:
+    """Of the newest start that made a step."""
+    phases = {"command": 3.0, "preparation": 0.5, "cluster": 2.0}
+    events = [event("started", 1.0), event("workers", 4.0), event("started", 10.0, phases=phases), event("workers", 15.0)]
+    events += [event("formed", 16.5), event("formed", 30.0), event("workers", 40.0)]
+    assert start(events, [record(1, 17.0), record(2, 31.0)]) == {**phases, "workers": 5.0, "forming": 1.5, "first step": 0.5}
+    again = [event("started", 50.0), event("workers", 54.0), event("formed", 55.0), event("started", 70.0)]
+    records = [record(1, 17.0), record(2, 31.0), record(3, 57.0)]
+    assert start(events + again, records) == {"workers": 4.0, "forming": 1.0, "first step": 2.0}, "the last of all made none"
+    assert start(events, []) == {}
+    assert start([event("started", 1.0), event("formed", 1.0)], [record(1, 2.0)]) == {"forming": 0.0, "first step": 1.0}
+
+
+def test_goodput_counts_what_was_lost() -> None:
+    steady = [record(step, float(step)) for step in range(1, 11)]
+    assert goodput(steady, []) == 1.0
+    late = [*steady[:5], *(replace(r, time_s=r.time_s + 9) for r in steady[5:])]
+    assert goodput(late, []) == 0.5
+    assert goodput(late, [record(4, 25.0)]) == pytest.approx(9 / 24, abs=1e-4)
+    assert goodput(steady[:1], []) is None
+    slower = [*steady[:5], *(record(step, 5.0 + 2 * (step - 5), workers=1, step_ms=2000.0) for step in range(6, 16))]
+    assert goodput(slower, []) == pytest.approx(14 / 24, abs=1e-4), "on half the workers it does half the work"
+
+
+def test_goodput_needs_two_steps_and_some_time_between_them() -> None:
+    assert goodput([record(1, 1.0), record(2, 2.0)], []) == 1.0
+    assert goodput([record(1, 1.0), record(2, 1.0)], []) is None
+
+
+def test_undisturbed_time_is_the_mean_of_settled_steps_on_the_most_workers() -> None:
+    """1 s per step on two workers, but step 10 with a checkpoint; one is killed after step 20; alone 2 s; a new one is slow at first."""
+    both = [record(step, float(step)) for step in range(1, 10)]
+    both += [record(10, 14.0, step_ms=5000.0)] + [record(step, step + 4.0) for step in range(11, 21)]
+    alone = [replace(record(20 + i, 24.0 + 2 * i, workers=1, step_ms=2000.0), generation="1.2") for i in range(1, 11)]
+    joined = [replace(record(30 + i, 44.0 + 2.5 * i, step_ms=2500.0), generation="1.3") for i in range(1, 3)]
+    again = [replace(record(32 + i, 49.0 + i), generation="1.3") for i in range(1, 11)]
+    settled_s, settled = (5 + 5 + 10) + 10, 16 + 10  # steps 5 to 20, after 3 s, and the ten after the new worker's first 3 s
+    assert goodput([*both, *alone, *joined, *again], []) == pytest.approx(41 * settled_s / settled / 58, abs=1e-4)
+
+
+def test_recovery_is_from_detection_to_the_next_finished_step() -> None:
+    events = [event("failed", 5.5, left=0), event("failed", 50.0, left=0)]
+    assert recoveries(events, [record(5, 5.0), record(6, 9.0), record(5, 8.0)]) == [2.5]
+
+
+def test_survivors_notice_a_loss_before_the_controller_does() -> None:
+    events = [event("formed", 5.6, lost_s=5.5), event("failed", 5.8, left=1)]
+    assert recoveries(events, [record(5, 5.0), record(6, 5.75)]) == [0.25]
+
+
+def test_restarts_are_counted_by_cause() -> None:
+    events = [
+        event(kind, t) for t, kind in enumerate(["started", "failed", "resized", "preempted", "preempted", "storage_failed", "started"])
+    ]
+    assert restarts(events) == {"failures": 1, "preemptions": 2, "storage": 1, "resizes": 1, "driver": 1}
+
+
+@pytest.mark.parametrize(
+    ("ends", "restarted"), [(("finished", "finished"), 0), (("stopped_early", "finished"), 0), (("interrupted", "finished"), 1)]
+)
+def test_a_start_of_a_run_that_had_finished_is_no_restart_of_the_driver(tmp_path: Path, ends: tuple[str, str], restarted: int) -> None:
+    paths = RunPaths(tmp_path)
+    for fence, kind in enumerate(ends, 1):
+        put_event(paths, "started", fence)
+        put_event(paths, kind, fence)
+    put_event(paths, "started", 3)
+    assert restarts(read_events(paths))["driver"] == restarted
+    assert spent(paths, FailureSection()) == ("1 driver restart" if restarted else "")
+
+
+def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
+    values = [(8, 0.5), (16, float("nan")), (24, 0.9), (32, 0.9)]
+    found = [Evaluation(step, 0, "", {"accuracy": value}, 10, 0.1, 0.0) for step, value in values]
+    assert [e.step for e in ranked(found, "accuracy", "max")] == [24, 32, 8]
+    assert [e.step for e in ranked(found, "accuracy", "min")] == [8, 24, 32]
+    assert ranked(found, "f1", "max") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "done", "begun", "said"),
+    [
+        ({}, 1, 2, "40 rows, 5 steps of 8 rows per epoch, 4 epochs; up to 1 workers (of 2 asked for, as many as fit now), arithmetic of 2"),
+        (
+            {"train__steps_per_epoch": 2},
+            4,
+            4,
+            "40 rows, 2 steps of 8 rows per epoch (a pass over the data has 5), 4 epochs; up to 1 workers (of 2 asked for,",
+        ),
+        ({"train__strategy": "single"}, 1, 2, "40 rows, 5 steps of 8 rows per epoch, 4 epochs; in this process, arithmetic of 2"),
+    ],
+)
+def test_epochs_are_those_of_the_configuration(tmp_path: Path, fields: dict[str, Any], done: int, begun: int, said: str) -> None:
+    """The same eight steps are an epoch and a half of five, or four of two, wherever epochs are counted."""
+    data = write_images(tmp_path / "data", [[20, 20]])
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=8, train__epochs=4, **fields)
+    job.paths.root.mkdir()
+    job.paths.config.write_text(job.config.to_yaml())
+    CheckpointStore(job.paths).write({}, commit_of(8))
+    records = [asdict(replace(record(step, float(step)), epoch=(step - 1) // 5)) for step in range(1, 9)]
+    put_json(job.paths.metrics / "0000000001-0001-1.json", {name: [r[name] for r in records] for name in records[0]})
+    for _ in range(2):  # two writers of the same one
+        put_event(job.paths, "checkpointed", 1, step=8)
+    assert summarize(job, "finished")["epochs"] == done
+    assert summarize(job, "finished")["checkpoints"]["committed"] == 1
+    assert f"in {begun} epochs begun" in render(read_facts(job.paths))
+    console = Console(record=True, width=300, file=StringIO())
+    announce(SafeConsole(console), Prepared(job, None, False), 1)
+    assert said in console.export_text()
+
+
+def test_workers_leave_room_for_reading_and_evaluation() -> None:
+    config = Config().replace(scaling__min_workers=2, scaling__max_workers=8, data__eval_path="x")
+    assert workers_that_fit(config, {"CPU": 64.0}, []) == 8
+    assert workers_that_fit(config, {"CPU": 5.0}, []) == 3
+    with pytest.raises(ConfigError, match=r"need 4 CPU and 0 GPU; the cluster has 3 CPU and 0 GPU"):
+        workers_that_fit(config, {"CPU": 3.0}, [])
+    assert workers_that_fit(config, {"CPU": 1.0}, [], {"CPU": 6.0, "memory": 1.0}) == 4, "an autoscaler adds nodes"
+    assert workers_that_fit(config.replace(scaling__label_selector={"pool": "a"}), {"CPU": 1.0}, [], {"CPU": 6.0}) == 4
+    with pytest.raises(ConfigError, match="the cluster grows to at most 3 CPU"):
+        workers_that_fit(config, {"CPU": 1.0}, [], {"CPU": 3.0})
+    assert workers_that_fit(config.replace(evaluate__where="workers"), {"CPU": 3.0}, []) == 2, "there is no evaluator"
+    with pytest.raises(ConfigError, match=r"2 GPU; the cluster has 16 CPU and 1 GPU"):
+        workers_that_fit(config.replace(scaling__gpus_per_worker=1), {"CPU": 16.0, "GPU": 1.0}, [])

@@ -1,0 +1,512 @@
+"""Types and shapes of other programs: values become columns and labels, or are refused with file, row or column and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import io
+import json
+import tarfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from ray_app.data.dataset import open_dataset
+from ray_app.errors import ConfigError, DataError
+from ray_app.ingest.ingest import IngestOptions, ingest, ingest_arrays
+from ray_app.task.tabular import TabularClassification
+from tests.support.ingest_inputs import done, read, refusal, write_tar
+
+ENDS = ("arrow", "parquet")
+
+
+def lines(tmp_path: Path, *rows: str | bytes) -> Path:
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(b"\n".join(row if isinstance(row, bytes) else row.encode() for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ('{"t": "café"}'.encode("latin-1"), "not UTF-8: byte 11 of the line is 0xe9; save the file as UTF-8"),
+        ('{"t": ["café"]}'.encode("latin-1"), "not UTF-8: byte 12"),
+        ('{"café": "x"}'.encode("latin-1"), "not UTF-8: byte 6"),
+        ('{"t": NaN}', "not JSON: 't' holds NaN; write null where a value is missing"),
+        ('{"t": Infinity}', "not JSON: 't' holds Infinity; write null"),
+        ('{"t": -Infinity}', "not JSON: 't' holds -Infinity; write null"),
+        ('{"t": [1, NaN]}', "not JSON: 't' holds NaN; write null"),
+        ('{"t": Inf}', "not JSON: Expecting value"),
+        ('{"t": [1, "x"]}', "'t' holds lists of a number and text; the values of a list need one type"),
+        ('{"t": 1, "t": 2}', "the key 't' is there twice; write each key once"),
+        ("{'t': 1}", "not JSON: Expecting property name enclosed in double quotes"),
+        ('"text"', "a JSON str where an object is expected"),
+        ("3", "a JSON int where an object is expected"),
+        ("null", "a JSON NoneType where an object is expected"),
+        ("true", "a JSON bool where an object is expected"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"label": "y"}], ids=["", "label"])
+def test_a_json_line_at_fault_is_a_bad_row(tmp_path: Path, bad: str | bytes, reason: str, options: dict[str, Any]) -> None:
+    good = '{"y": "a", "t": %s}' % ("[1, 2]" if b"[1" in bytes(str(bad), "utf8") else '"u"' if b"caf" in bytes(str(bad), "utf8") else "2")
+    given = lines(tmp_path, good, "", bad, good)
+    said = refusal(tmp_path, "jsonl", given, **options)
+    assert f"row f.jsonl:3: {reason}" in said
+    got = done(tmp_path, "jsonl", given, on_bad_row="skip", **options)
+    assert got["row_id"] == ["f.jsonl:1", "f.jsonl:4"]
+    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert reason in json.loads(refused)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('[{"a": 1}, {"a": 2}]', "it is one list, and not JSON lines: one object a line. Make it with `jq -c '.[]' f.jsonl`"),
+        ('[\n  {"a": 1},\n  {"a": 2}\n]', "it is one list over several lines"),
+        ('[{"a": 1},\n{"a": 2}]', "it is one list over several lines"),
+        ('\ufeff\n{\n  "a": 1\n}', "it is one object over several lines, and not JSON lines: one object a line. Make it with `jq -c '.'"),
+    ],
+)
+@pytest.mark.parametrize("on_bad_row", ["fail", "skip"])
+def test_json_that_is_not_json_lines_is_named(tmp_path: Path, content: str, expected: str, on_bad_row: str) -> None:
+    assert expected in refusal(tmp_path, "jsonl", lines(tmp_path, content), on_bad_row=on_bad_row)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_json_lines_of_another_encoding_are_named(tmp_path: Path, encoding: str) -> None:
+    assert "and not UTF-8" in refusal(tmp_path, "jsonl", lines(tmp_path, '{"a": 1}\n'.encode(encoding)), on_bad_row="skip")
+
+
+def test_a_byte_order_mark_and_blank_lines_are_no_json(tmp_path: Path) -> None:
+    got = done(tmp_path, "jsonl", lines(tmp_path, '\ufeff{"a": 1}', "", "  ", '{"a": 2}\r', ""))
+    assert got == {"row_id": ["f.jsonl:1", "f.jsonl:4"], "a": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            ["1", '"?"', "2"],
+            "the values of 'a' have several types: a number 2 times, first 1 in line 1; text 1 times, first \"?\" in line 2",
+        ),
+        (["true", "1", "false"], "true or false 2 times, first true in line 1; a number 1 times, first 1 in line 2"),
+        (["[1]", "1", "null"], "lists of a number 1 times, first [1] in line 1; a number 1 times"),
+        (['{"b": 1}', '{"b": "x"}', "null"], "in line 2"),
+    ],
+)
+def test_values_of_several_types_in_json_are_named_with_their_lines(tmp_path: Path, values: list[str], expected: str) -> None:
+    said = refusal(tmp_path, "jsonl", lines(tmp_path, *(f'{{"a": {value}}}' for value in values)), on_bad_row="skip")
+    assert expected in said
+    assert "leave the key out by columns" in said
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_values_of_several_types_in_json_files_are_named_with_their_files(tmp_path: Path, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"b": 1, "a": null}\n{"a": 1}\n')
+    (tmp_path / "in" / "b.jsonl").write_text('{"b": 1.5}\n{"a": "?"}\n')
+    said = refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes)
+    assert "the values of 'a' have several types" in said
+    assert "a.jsonl, line 2" in said
+    assert "string in " in said
+    assert "b.jsonl, line 2" in said
+
+
+def test_a_json_key_that_is_left_out_may_have_values_of_any_type(tmp_path: Path) -> None:
+    given = lines(tmp_path, '{"a": 1, "b": "x", "n": NaN}', '{"a": 2, "b": 7, "n": 1}')
+    assert done(tmp_path, "jsonl", given, columns=["a"]) == {"row_id": ["f.jsonl:1", "f.jsonl:2"], "a": [1, 2]}
+
+
+def test_a_missing_whole_number_in_json_stays_missing(tmp_path: Path) -> None:
+    summary = ingest(IngestOptions("jsonl", str(tmp_path / "out"), str(lines(tmp_path, '{"a": 1}', '{"a": null}', "{}"))))
+    assert read(tmp_path / "out")["a"] == [1, None, None]
+    assert summary.parts[""].columns["a"]["dtype"] == "int64"
+
+
+def table(tmp_path: Path, column: pa.Array, end: str, name: str = "t", **more: Any) -> Path:
+    """A file with the column `c`."""
+    path = tmp_path / f"{name}.{end}"
+    content = pa.table({**more, "c": column})
+    if end == "parquet":
+        pq.write_table(content, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, content.schema) as writer:
+            writer.write_table(content)
+    return path
+
+
+NOON = datetime.datetime(2020, 5, 1, 12, tzinfo=datetime.UTC)
+ID = uuid.UUID(int=2**100 + 7)
+KEPT: dict[str, tuple[pa.Array, list[Any]]] = {
+    "time zone": (pa.array([NOON, None], pa.timestamp("us", "UTC")), [NOON, None]),
+    "time": (pa.array([NOON.time(), None], pa.time64("us")), [NOON.time(), None]),
+    "date": (pa.array([NOON.date(), None]), [NOON.date(), None]),
+    "duration": (pa.array([datetime.timedelta(1), None], pa.duration("us")), [datetime.timedelta(1), None]),
+    "uuid": (pa.array([ID.bytes, None], pa.uuid()), [ID.bytes, None]),
+    "json": (pa.array(['{"a": 1}', None], pa.json_()), ['{"a": 1}', None]),
+    "bytes of one size": (pa.array([b"ab", None], pa.binary(2)), [b"ab", None]),
+    "half": (pa.array([1.5, None], pa.float16()), [1.5, None]),
+    "integers": (pa.array([7, None], pa.int8()), [7, None]),
+    "categories": (pa.array(["u", None]).dictionary_encode(), ["u", None]),
+    "categories of integers": (pa.array([7, None]).dictionary_encode(), [7, None]),
+    "large": (pa.array(["u", None], pa.large_string()), ["u", None]),
+    "views": (pa.array(["u", None], pa.string_view()), ["u", None]),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", KEPT)
+def test_hugging_face_columns_keep_values_and_missing_ones(tmp_path: Path, kind: str, end: str) -> None:
+    column, expected = KEPT[kind]
+    assert done(tmp_path, "hf", table(tmp_path, column, end))["c"] == expected
+    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert about["columns"]["c"]["nulls"] == 1
+
+
+REFUSED: dict[str, tuple[pa.Array, str]] = {
+    "decimal": (pa.array([decimal.Decimal("1.5")]), "holds decimal128(2, 1); allowed are numbers"),
+    "tensor": (pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((1, 2))), "holds extension<arrow.fixed_shape_tensor"),
+    "bool8": (pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1], pa.int8())), "holds extension<arrow.bool8>"),
+    "map": (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), "holds map<string, int64"),
+    "struct": (pa.array([{"a": 1}]), "holds objects"),
+    "lists of structs": (pa.array([[{"a": 1}]]), "holds lists that are not of numbers"),
+    "lists of times": (pa.array([[NOON.replace(tzinfo=None)]]), "holds lists that are not of numbers"),
+    "list view": (pa.array([[1]], pa.list_view(pa.int64())), "holds list_view<"),
+    "runs": (pa.RunEndEncodedArray.from_arrays([1], [7]), "holds run_end_encoded<"),
+    "interval": (pa.array([(1, 2, 3)], pa.month_day_nano_interval()), "holds month_day_nano_interval"),
+    "union": (pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])]), "holds sparse_union<"),
+    "nothing": (pa.nulls(1), "has no value at all"),
+}
+_NOT_IN_PARQUET = ("runs", "interval", "union")
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"), [(kind, end) for kind in REFUSED for end in ENDS if end == "arrow" or kind not in _NOT_IN_PARQUET]
+)
+def test_hugging_face_columns_of_other_types_are_refused_by_name(tmp_path: Path, kind: str, end: str) -> None:
+    column, expected = REFUSED[kind]
+    given = table(tmp_path, column, end, x=[1])
+    said = refusal(tmp_path, "hf", given)
+    assert f"t.{end}: column 'c' {expected}" in said
+    assert "Leave it out by naming the columns to keep" in said
+    assert done(tmp_path, "hf", given, columns=["x"])["x"] == [1]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, end: str) -> None:
+    content = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "b", "a"])
+    if end == "parquet":
+        pq.write_table(content, tmp_path / "t.parquet")
+    else:
+        with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as file, pa.ipc.new_stream(file, content.schema) as writer:
+            writer.write_table(content)
+    assert f"t.{end}: two columns of one name: ['a']" in refusal(tmp_path, "hf", tmp_path / f"t.{end}")
+
+
+LABELS: dict[str, pa.Array] = {
+    "string": pa.array(["yes", "no", "yes"]),
+    "large": pa.array(["yes", "no", "yes"], pa.large_string()),
+    "view": pa.array(["yes", "no", "yes"], pa.string_view()),
+    "categories": pa.array(["yes", "no", "yes"]).dictionary_encode(),
+    "unused category": pa.DictionaryArray.from_arrays([2, 1, 2], ["maybe", "no", "yes"]),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_of_text_become_classes_in_sorted_order(tmp_path: Path, kind: str, end: str) -> None:
+    got = done(tmp_path, "hf", table(tmp_path, LABELS[kind], end), label="c")
+    assert got["label"] == [1, 0, 1]
+    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert (about["classes"], about["class_counts"]) == (["no", "yes"], {"no": 1, "yes": 2})
+
+
+@pytest.mark.parametrize("column", [pa.array(["u", None, "v"]), pa.array(["u", None, "v"]).dictionary_encode(), pa.array(["u", "", "v"])])
+def test_rows_without_a_label_of_text_can_be_skipped(tmp_path: Path, column: pa.Array) -> None:
+    given = table(tmp_path, column, "parquet")
+    assert "'c' has rows without a value" in refusal(tmp_path, "hf", given, label="c")
+    got = done(tmp_path, "hf", given, label="c", on_bad_row="skip")
+    assert (got["row_id"], got["label"]) == (["t.parquet:0", "t.parquet:2"], [0, 1])
+
+
+def test_classes_of_text_are_the_same_in_all_splits_and_files(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, values in {"train-0": ["b", "d"], "train-1": ["c", "c"], "test": ["a", "d"]}.items():
+        table(tmp_path / "in", pa.array(values), "parquet", name)
+    ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), label="c", piece_bytes=1))
+    assert (read(tmp_path / "out" / "train")["label"], read(tmp_path / "out" / "test")["label"]) == ([1, 3, 2, 2], [0, 3])
+    for side in ("train", "test"):
+        assert json.loads((tmp_path / "out" / side / "dataset.json").read_text())["classes"] == ["a", "b", "c", "d"]
+
+
+def test_a_label_that_is_text_in_one_split_only_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    table(tmp_path / "in", pa.array(["a"]), "parquet", "train")
+    table(tmp_path / "in", pa.array([0]), "parquet", "test")
+    assert "the label 'c' is text in ['train'], but not in ['test']" in refusal(tmp_path, "hf", tmp_path / "in", label="c")
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (pa.array([True, False]), [1, 0]),
+        (pa.array([1.0, 0.0]), [1, 0]),
+        (pa.array([7, -1]), [7, -1]),
+        (pa.array([7, 3], pa.uint8()).dictionary_encode(), [7, 3]),
+    ],
+)
+def test_labels_of_numbers_keep_them(tmp_path: Path, column: pa.Array, expected: list[int]) -> None:
+    assert done(tmp_path, "hf", table(tmp_path, column, "parquet"), label="c")["label"] == expected
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_missing_label_among_numbers_with_points_is_a_bad_row(tmp_path: Path, missing: float | None) -> None:
+    given = table(tmp_path, pa.array([1.0, missing, 0.0]), "parquet")
+    assert "row t.parquet:1: no label" in refusal(tmp_path, "hf", given, label="c")
+    assert done(tmp_path, "hf", given, label="c", on_bad_row="skip")["label"] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["part-0", "part-1"], {"": 2}),
+        (["0", "1", "2"], {"": 3}),
+        (["a", "b"], {"": 2}),
+        (["part-00000-3f2a.c000", "part-00001-3f2a.c000"], {"": 2}),
+        (["table-00000-of-00002", "table-00001-of-00002"], {"": 2}),
+        (["train", "test"], {"train": 1, "test": 1}),
+        (["train-0", "train-1", "test-0"], {"train": 2, "test": 1}),
+        (["train_0", "train_1", "validation_0"], {"train": 2, "validation": 1}),
+        (["mnist-train", "mnist-test"], {"train": 1, "test": 1}),
+        (["mnist_train", "mnist_dev"], {"train": 1, "dev": 1}),
+        (["x-train", "x-unsupervised"], {"train": 1, "unsupervised": 1}),
+        (["chat-train_sft", "chat-train_gen"], {"train_sft": 1, "train_gen": 1}),
+        (["train-00000-of-00002-1a2b", "train-00001-of-00002-1a2b", "val-00000-of-00001-3c"], {"train": 2, "val": 1}),
+        (["latest", "greatest"], {"": 2}),
+    ],
+)
+def test_only_usual_names_are_splits(tmp_path: Path, names: list[str], splits: dict[str, int]) -> None:
+    (tmp_path / "in").mkdir()
+    for name in names:
+        table(tmp_path / "in", pa.array([1]), "parquet", name)
+    summary = ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in")))
+    assert {name: part.rows for name, part in summary.parts.items()} == splits
+
+
+def test_a_numbered_file_beside_splits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("train", "part-0"):
+        table(tmp_path / "in", pa.array([1]), "parquet", name)
+    assert "part-0.parquet does not say of which split it is" in refusal(tmp_path, "hf", tmp_path / "in")
+
+
+def test_what_pyarrow_writes_in_parts_is_one_data_set(tmp_path: Path) -> None:
+    pa.dataset.write_dataset(
+        pa.table({"x": list(range(100))}), tmp_path / "in", format="parquet", max_rows_per_file=50, max_rows_per_group=50
+    )
+    assert done(tmp_path, "hf", tmp_path / "in")["x"] == list(range(100))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
+@pytest.mark.parametrize("name", ["y", "label"])
+def test_labels_with_an_axis_of_one_are_labels(tmp_path: Path, dtype: str, name: str) -> None:
+    y = np.array([[1], [0], [1]], dtype)
+    np.savez(tmp_path / "d.npz", x=np.zeros((3, 4, 4, 3), np.uint8), **{name: y})
+    assert done(tmp_path, "numpy", tmp_path / "d.npz")["label"] == [1, 0, 1]
+
+
+def test_labels_as_keras_stores_them_are_labels(tmp_path: Path) -> None:
+    x, y = np.zeros((20, 8, 8, 3), np.uint8), (np.arange(20, dtype=np.uint8) % 3)[:, None]
+    ingest_arrays(str(tmp_path / "out"), x_train=x, y_train=y, x_test=x[:5], y_test=y[:5], eval_fraction=0)
+    assert read(tmp_path / "out" / "train")["label"] == y[:, 0].tolist()
+    assert read(tmp_path / "out" / "test")["label"] == y[:5, 0].tolist()
+
+
+def test_targets_with_an_axis_of_one_are_numbers(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=np.zeros((3, 4)), y=np.array([[0.5], [1.5], [2.25]]))
+    assert done(tmp_path, "numpy", tmp_path / "d.npz")["target"] == [0.5, 1.5, 2.25]
+
+
+def test_targets_that_are_whole_numbers_are_noted(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=np.zeros((6, 4)), y=np.array([0.0, 1, 2, 0, 1, 2]))
+    summary = ingest(IngestOptions("numpy", str(tmp_path / "out"), str(tmp_path / "d.npz")))
+    [note] = summary.parts[""].notes
+    assert "d.npz:y holds float64 and becomes `target`, although all its values are whole numbers" in note
+    assert "y.astype(int)" in note
+
+
+def test_classes_as_vectors_are_refused_unless_they_are_a_target(tmp_path: Path) -> None:
+    one_hot = np.eye(3)[[0, 2, 1, 0]]
+    np.savez(tmp_path / "d.npz", x=np.zeros((4, 4)), y=one_hot)
+    said = refusal(tmp_path, "numpy", tmp_path / "d.npz")
+    assert "d.npz:y: y has the shape (4, 3) and one 1 in each row" in said
+    assert "save y.argmax(axis=1) as y" in said
+    np.savez(tmp_path / "e.npz", x=np.zeros((4, 4)), target=one_hot)
+    np.testing.assert_array_equal(done(tmp_path, "numpy", tmp_path / "e.npz")["target"], one_hot)
+
+
+@pytest.mark.parametrize(
+    ("y", "expected"),
+    [
+        (np.array(["a", "b", "a"]), "numpy.unique(y, return_inverse=True)[1]"),
+        (np.array([b"a", b"b", b"a"]), "numpy.unique(y, return_inverse=True)[1]"),
+        (np.array(["2020-01-01"] * 3, "datetime64[D]"), "convert times to numbers"),
+        (np.array([(1, 2.0)] * 3, [("a", int), ("b", float)]), "save each field as an array of its own"),
+        (np.array([(0, [1, 2])] * 3, [("a", int), ("b", int, 2)]), "save each field as an array of its own"),
+        (np.array([1j, 2, 3]), "allowed are bool, integers and floats"),
+        (np.zeros(3, np.longdouble), "allowed are bool, integers and floats"),
+        (np.array([1, None, "x"], object), "nothing is unpickled"),
+        (np.asfortranarray(np.ones((3, 2))), "numpy.ascontiguousarray(x)"),
+        (np.zeros((3, 0)), "rows of shape (0,) hold nothing"),
+        (np.zeros(()), "one single value"),
+        (np.zeros(2), "arrays of different numbers of rows"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_arrays_that_cannot_be_used_are_refused_by_name(tmp_path: Path, y: np.ndarray, expected: str, packed: bool) -> None:
+    if packed:
+        np.savez(tmp_path / "in.npz", x=np.zeros((3, 2)), y=y)
+    else:
+        (tmp_path / "in").mkdir()
+        np.save(tmp_path / "in" / "x.npy", np.zeros((3, 2)))
+        np.save(tmp_path / "in" / "y.npy", y)
+    said = refusal(tmp_path, "numpy", tmp_path / ("in.npz" if packed else "in"))
+    assert expected in said
+    assert ("in.npz:y" if packed else "y.npy") in said
+
+
+def test_labels_to_train_and_to_test_on_are_of_one_kind(tmp_path: Path) -> None:
+    x, y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y / 2)
+    assert "the arrays to train on and to test on differ in type or in axes" in refusal(tmp_path, "numpy", tmp_path / "d.npz")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (np.ma.masked_array([1, 2, 3], [False, True, False]), "1 values are masked"),
+        (np.array([1, None], object), "an array of object"),
+        ([1, None], "an array of object"),
+        (["a", "b"], "an array of <U1"),
+        ([[1, 2], [3]], "all of one shape"),
+        (np.array(["2020-01-01", "NaT"], "datetime64[D]"), "an array of datetime64[D]"),
+    ],
+)
+def test_arrays_of_a_program_lose_no_missing_value(tmp_path: Path, values: Any, expected: str) -> None:
+    with pytest.raises(DataError, match=r"^x: ") as caught:
+        ingest_arrays(str(tmp_path / "out"), x=values)
+    assert expected in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_masked_arrays_without_a_masked_value_are_arrays(tmp_path: Path) -> None:
+    ingest_arrays(str(tmp_path / "out"), x=np.ma.masked_array([[1, 2], [3, 4]], False), y=np.array([0, 1]))
+    np.testing.assert_array_equal(read(tmp_path / "out")["features"], [[1, 2], [3, 4]])
+
+
+def png(value: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4, 3), value, np.uint8)).save(file, "png")
+    return file.getvalue()
+
+
+def extra_members(path: Path, rows: int = 4) -> Path:
+    """Rows with members of which no column is made."""
+    members = {}
+    for i in range(rows):
+        members |= {f"{i}.png": png(i), f"{i}.cls": b"%d" % (i % 2), f"{i}.wnid": b"n01", f"{i}.xml": b"<a/>", f"{i}.json": b'{"k": 5}'}
+    write_tar(path, members)
+    return path
+
+
+def test_members_of_which_no_column_is_made_are_named_with_what_to_do(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "webdataset", extra_members(tmp_path / "x.tar"))
+    assert "the first row has the members ['.wnid', '.xml'], of which no column is made" in said
+    assert "columns=['image', 'json', 'label']" in said
+
+
+@pytest.mark.parametrize(
+    ("columns", "label", "expected"),
+    [
+        (["image", "label"], None, ["image", "label"]),
+        (["image"], None, ["image", "label"]),
+        (["json"], None, ["label", "json"]),
+        (["image"], "k", ["image", "label"]),
+        (["image", "label"], "k", ["image", "label"]),
+        (["image", "json"], "k", ["image", "json", "label"]),
+    ],
+)
+def test_columns_leave_members_of_a_webdataset_out(tmp_path: Path, columns: list[str], label: str | None, expected: list[str]) -> None:
+    got = done(tmp_path, "webdataset", extra_members(tmp_path / "x.tar"), columns=columns, label=label)
+    assert sorted(got) == sorted(["row_id", *expected])
+    assert got["label"] == ([5] * 4 if label else [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(["text"], "no member for the column 'text'"), (["wnid"], "for the column 'wnid'")])
+def test_columns_that_a_webdataset_does_not_have_are_refused(tmp_path: Path, columns: list[str], expected: str) -> None:
+    said = refusal(tmp_path, "webdataset", extra_members(tmp_path / "x.tar"), columns=columns)
+    assert expected in said
+    assert "its columns are ['image', 'json', 'label']" in said
+
+
+def test_rows_may_differ_in_members_that_are_left_out(tmp_path: Path) -> None:
+    members = {"0.txt": b"a", "0.cls": b"0", "0.xml": b"x", "1.txt": b"b", "1.cls": b"1", "2.txt": b"c", "2.xml": b"y"}
+    write_tar(tmp_path / "x.tar", members)
+    assert "row x.tar:2: the members are ['txt']" in refusal(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"])
+    got = done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"], on_bad_row="skip")
+    assert (got["text"], got["label"]) == (["a", "b"], [0, 1])
+
+
+def test_what_a_member_that_is_left_out_holds_is_not_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_app.ingest.readers.webdataset.MAX_ROW_BYTES", 100)
+    write_tar(tmp_path / "x.tar", {"0.txt": b"a", "0.mp4": bytes(1000)})
+    assert done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"])["text"] == ["a"]
+
+
+def test_another_choice_of_members_is_another_ingest(tmp_path: Path) -> None:
+    extra_members(tmp_path / "x.tar")
+    done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["image"])
+    with pytest.raises(ConfigError, match="columns"):
+        done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["json"])
+    assert tarfile.is_tarfile(tmp_path / "x.tar")
+
+
+@pytest.mark.parametrize("source", ["webdataset", "tfrecord"])
+def test_a_pattern_of_too_many_names_is_refused(tmp_path: Path, source: str) -> None:
+    said = refusal(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
+    assert "{0..999999999999} stands for more than 1000000 names" in said
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("index", ["customer", None])
+def test_the_index_of_a_pandas_table_stays_an_index(tmp_path: Path, end: str, index: str | None) -> None:
+    table = pa.Table.from_pandas(pd.DataFrame({"x": [0.5, 1.5, 2.5], "label": [0, 1, 0]}, [3, 7, 5]).rename_axis(index))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if end == "parquet":
+        pq.write_table(table, folder / "train.parquet")
+    else:
+        with pa.ipc.new_stream(folder / "train.arrow", table.schema) as stream:
+            stream.write_table(table)
+    name = index or "__index_level_0__"
+    options = IngestOptions("hf", str(tmp_path / "out"), str(folder), rename={name: "key"})
+    assert open_dataset(ingest(options).parts[""].path).facts.index_columns == ("key",)
+    options = dataclasses.replace(options, out=str(tmp_path / "as it is"), rename={})
+    facts = open_dataset(ingest(options).parts[""].path).facts
+    assert facts.index_columns == (name,)
+    assert TabularClassification("label").prepare(facts).columns() == ["x", "label"]
+
+
+@pytest.mark.parametrize("pandas", [b"[]", b"no JSON", b'{"index_columns": null}', b'{"index_columns": "x"}'])
+def test_pandas_metadata_that_makes_no_sense_names_no_index(tmp_path: Path, pandas: bytes) -> None:
+    pq.write_table(pa.table({"x": [1.0]}).replace_schema_metadata({b"pandas": pandas}), tmp_path / "a.parquet")
+    assert open_dataset(str(tmp_path)).facts.index_columns == ()

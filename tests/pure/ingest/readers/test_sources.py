@@ -1,0 +1,755 @@
+"""Ingest of the formats of other programs: what goes in comes out; what is damaged or hostile is refused with a reason."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from ray_app.errors import ConfigError, DataError
+from ray_app.ingest.ingest import IngestOptions, ingest
+from ray_app.ingest.readers import json_lines as raw_jsonl
+from ray_app.ingest.readers import webdataset as raw_tar
+from ray_app.ingest.readers.base import expanded
+from ray_app.ingest.readers.cifar import unpickled
+from tests.support.ingest_inputs import CIFAR_NAMES, RNG, done, read, refusal, write_cifar, write_tar
+from tests.support.places import ROOT, SUPPORT
+
+HF = SUPPORT / "hf"
+
+
+DEEP = b"[" * 100_000
+LINES = [
+    {"x": 1, "kind": "wasp", "when": "2020-01-01", "vector": [1, 2.5], "on": True, "grid": [[1, 2], [3, 4]]},
+    {"x": 2.5, "kind": "ant", "when": "never", "vector": [3, 4], "grid": [[5, 6], [7, 8]]},
+    {"kind": "bee", "on": False, "when": None, "vector": [0.5, 0], "grid": [[0, 0], [0, 0]], "x": None},
+]
+
+
+def test_json_lines_have_one_type_a_key_over_all_files(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, LINES[:1])) + "\n\n")
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, LINES[1:])).encode()))
+    got = done(tmp_path, "jsonl", folder, label="kind", piece_bytes=1)
+    assert got["row_id"] == ["a.jsonl:1", "b.jsonl.gz:1", "b.jsonl.gz:2"]
+    assert got["x"] == [1.0, 2.5, None]
+    assert (got["label"], got["when"], got["on"]) == ([2, 0, 1], ["2020-01-01", "never", None], [True, None, False])
+    np.testing.assert_array_equal(got["vector"], [[1, 2.5], [3, 4], [0.5, 0]])
+    np.testing.assert_array_equal(got["grid"], [line["grid"] for line in LINES])
+    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert (about["classes"], about["class_counts"]) == (["ant", "bee", "wasp"], {"ant": 1, "bee": 1, "wasp": 1})
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "expected"),
+    [
+        (['{"a": 1}', '{"a": '], {}, "row f.jsonl:2: not JSON"),
+        (['{"a": 1}', "[1]"], {}, "row f.jsonl:2: a JSON list where an object is expected"),
+        (['{"a": 1}', '{"a": "x"}'], {}, "values of one type"),
+        (['{"a": {"b": 1}}'], {}, "'a' holds objects"),
+        (['{"a": null}'], {}, "'a' holds no value in any line"),
+        (['{"a": ["x"]}'], {}, "'a' holds lists that are not of numbers"),
+        (['{"a": []}'], {}, "'a' holds lists that are not of numbers, or all empty"),
+        (['{"a": [[], [1]]}', '{"a": [[], []]}'], {}, "'a' holds lists that are not of numbers, or all empty"),
+        (['{"a": [1, 2]}', '{"a": [1]}'], {}, "row f.jsonl:2: 'a' is no list of shape [2]"),
+        (['{"a": 1}'], {"label": "b"}, "no 'b' in any line; the keys are ['a']"),
+        (['{"a": 1, "y": "u"}', '{"a": 2}'], {"label": "y"}, "rows without a value"),
+        (['{"a": 1, "y": 1}', '{"a": 2}'], {"label": "y"}, "row f.jsonl:2: no label"),
+        ([], {}, "no rows"),
+    ],
+)
+def test_bad_json_lines_are_refused(tmp_path: Path, lines: list[str], options: dict[str, Any], expected: str) -> None:
+    (tmp_path / "f.jsonl").write_text("\n".join(lines))
+    assert expected in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl", **options)
+
+
+def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_path: Path) -> None:
+    lines = ['{"a": [1, 2], "y": "u"}', "oops", '{"a": [1], "y": "v"}', '{"a": [3, 4]}', '{"a": [5, 6], "y": "v"}']
+    (tmp_path / "f.jsonl").write_text("\n".join(lines))
+    got = done(tmp_path, "jsonl", tmp_path / "f.jsonl", label="y", on_bad_row="skip")
+    assert (got["row_id"], got["label"], got["a"].tolist()) == (["f.jsonl:1", "f.jsonl:5"], [0, 1], [[1, 2], [5, 6]])
+
+
+@pytest.mark.parametrize("empty", ["[]", "[[], []]", "[[1, 2], []]"])
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty: str, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    other = "[1, 2]" if empty == "[]" else "[[1, 2], [3, 4]]"
+    for name, value in {"a": empty, "b": other}.items():
+        (tmp_path / "in" / f"{name}.jsonl").write_text(f'{{"a": {value}}}')
+    assert "row a.jsonl:1: 'a' is no list of shape [2" in refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes)
+    got = done(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
+    assert (got["row_id"], got["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
+
+
+def test_what_parquet_cannot_hold_is_no_error_of_the_storage(tmp_path: Path) -> None:
+    """pyarrow raises an OSError for both."""
+    write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
+    message = refusal(tmp_path, "webdataset", tmp_path / "in")
+    assert "the columns ['row_id', 'array'] cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0" in message
+    assert "Once that is mended" not in message
+
+
+def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is cut off behind what is read of the line."""
+    monkeypatch.setattr(raw_jsonl, "MAX_LINE_BYTES", 1 << 20)
+    line = b'{"a": "' + RNG.bytes(2 << 20).hex().encode()
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line)[:-1_000_000])
+    assert "line 1 has more than 1048576 bytes" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
+
+
+def test_damaged_gzip_of_json_lines_is_refused(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress(b'{"a": 1}'))
+    data[10] = 0xFF  # behind the header
+    (tmp_path / "f.jsonl.gz").write_bytes(data)
+    assert "invalid block type" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
+
+
+def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n{"a": ' + DEEP + b'\n{"a": 2}\n')
+    assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
+
+
+@pytest.mark.parametrize("days", [["2020-01-02", "2020-01-01"], ["2020-01-01T00:00:00Z", "2020-01-01"], ["2021-01-01 10:00:00.5", "other"]])
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[str], piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(2):
+        (tmp_path / "in" / f"{i}.jsonl").write_text("".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i])))
+    got = done(tmp_path, "jsonl", tmp_path / "in", label="day", piece_bytes=piece_bytes)
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["classes"] == sorted(days)
+    assert got["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("values", "line", "lost"),
+    [
+        ((7, 12345678901234567890), 2, "12345678901234567890"),
+        ((9007199254740993, 1.5), 1, "9007199254740993"),
+        (([1.5, 2], [-9007199254740993, 0]), 2, "-9007199254740993"),
+        ((0.5, 10**400 + 1), 2, "1" + "0" * 39),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_integers_in_json_that_would_be_rounded_are_refused(tmp_path: Path, values: Any, line: int, lost: str, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    files = [[value] for value in values] if piece_bytes == 1 else [values]
+    for i, lines in enumerate(files):
+        (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join(json.dumps({"id": value}) for value in lines))
+    message = refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
+    where = f"{line - 1}.jsonl: line 1" if piece_bytes == 1 else f"0.jsonl: line {line}"
+    assert f"{where}: key 'id' holds {lost}, which float64 would round" in message
+    assert "Write them as text" in message
+
+
+def test_large_numbers_in_json_that_are_kept_are_allowed(tmp_path: Path) -> None:
+    columns = {"id": [2**63 - 1, -(2**63)], "x": [1e300, 10**18], "v": [[2**60, 0.1], [9007199254740993.0, 3]], "text": ["9" * 30, "1"]}
+    (tmp_path / "f.jsonl").write_text(
+        "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+    )
+    got = done(tmp_path, "jsonl", tmp_path / "f.jsonl")
+    assert {name: got[name] for name in ("id", "x", "text")} == {name: columns[name] for name in ("id", "x", "text")}
+    np.testing.assert_array_equal(got["v"], columns["v"])
+
+
+def run_apart(code: str) -> None:
+    """Runs Python in a process of its own, which a crash in C may end."""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0, f"exit code {ended.returncode}: {ended.stdout}{ended.stderr}"
+
+
+def nested_line(depth: int) -> str:
+    """A JSON line with lists and objects in each other."""
+    return '{"a": ' + "[" * (depth - 1) + "1" + "]" * (depth - 1) + "}"
+
+
+def test_json_that_would_end_the_process_is_skipped(tmp_path: Path) -> None:
+    """Nested too deeply, in one line or over several, or no object; in a process of its own, as it crashed."""
+    cases = [
+        [nested_line(3000)],
+        [nested_line(500)],
+        [nested_line(33)],
+        ['{"a": ' + '{"b": ' * 100 + "1" + "}" * 101],
+        ["null"],
+        ['{"a": ' + "[" * 30, *(["[" * 30] * 100), "1", *(["]" * 30] * 101), "}"],
+        ['{"a": ' + '["]",' * 30, *(['["]",' * 30] * 100), "1", *(["]" * 30] * 101), "}"],
+    ]
+    options = []
+    for number, lines in enumerate(cases):
+        source = tmp_path / f"{number}.jsonl"
+        source.write_text("\n".join([*lines, '{"b": 1}']))
+        options.append(IngestOptions("jsonl", str(tmp_path / f"out{number}"), str(source), on_bad_row="skip", max_bad_rows=1000))
+    run_apart(f"from ray_app.ingest.ingest import *\nfor each in {options!r}: print(each.input, flush=True), ingest(each)")
+    for number, lines in enumerate(cases):
+        out = tmp_path / f"out{number}"
+        assert read(out) == {"row_id": [f"{number}.jsonl:{len(lines) + 1}"], "b": [1]}
+        assert len((out / "refused.jsonl").read_text().splitlines()) == len(lines)
+
+
+def test_a_json_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text(f'{{"a": 1}}\n{nested_line(33)}\n')
+    assert "row f.jsonl:2: nested more than 32 deep" in refusal(tmp_path, "jsonl", tmp_path / "f.jsonl")
+
+
+def test_brackets_in_text_and_beside_each_other_are_not_deep(tmp_path: Path) -> None:
+    lines = [{"a": '[{"\\' * 100, "grid": [[i] for i in range(100)]}, {"a": "x", "grid": [[0]] * 100}]
+    (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(map(json.dumps, lines)).encode())
+    assert done(tmp_path / "flat", "jsonl", tmp_path / "f.jsonl")["a"] == [line["a"] for line in lines]
+    (tmp_path / "g.jsonl").write_text(nested_line(32))
+    assert done(tmp_path / "deep", "jsonl", tmp_path / "g.jsonl")["a"].shape == (1,) * 32
+
+
+def as_images(pixels: np.ndarray) -> np.ndarray:
+    """Planes of red, green, blue, as the archives hold them, to (rows, 32, 32, 3)."""
+    return np.stack([pixels[:, i * 1024 : (i + 1) * 1024].reshape(-1, 32, 32) for i in range(3)], axis=-1)
+
+
+@pytest.mark.parametrize("kind", ["binary10", "binary100", "python10", "python100"])
+def test_cifar_comes_back_equal(tmp_path: Path, kind: str) -> None:
+    made = write_cifar(tmp_path / "in", kind)
+    summary = ingest(IngestOptions("cifar", str(tmp_path / "out"), str(tmp_path / "in"), eval_fraction=0))
+    for side in ("train", "test"):
+        got = read(tmp_path / "out" / side)
+        files = [value for name, value in made.items() if name.startswith("test") == (side == "test")]
+        np.testing.assert_array_equal(got["image"], as_images(np.concatenate([pixels for pixels, _ in files])))
+        assert got["label"] == [label for _, labels in files for label in labels]
+        assert got.get("coarse_label", [9]) == [9] * (len(got["label"]) if "100" in kind else 1)
+    assert summary.parts["train"].classes == list(CIFAR_NAMES)
+    assert read(tmp_path / "out" / "test")["row_id"][0] == {
+        "binary10": "test_batch.bin:0",
+        "binary100": "test.bin:0",
+        "python10": "test_batch:0",
+        "python100": "test:0",
+    }.get(kind)
+
+
+class Hostile:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self._path,))
+
+
+def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> None:
+    write_cifar(tmp_path / "in", "python10")
+    for protocol in range(5):
+        hostile = pickle.dumps({"data": Hostile(tmp_path / "ran"), "labels": []}, protocol=protocol)
+        pickle.loads(hostile)
+        assert (tmp_path / "ran").exists(), "the pickle must be one that does something"
+        (tmp_path / "ran").unlink()
+        (tmp_path / "in" / "data_batch_3").write_bytes(hostile)
+        message = refusal(tmp_path, "cifar", tmp_path / "in")
+        assert "data_batch_3: not a file of CIFAR's python version" in message
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"hello",
+        b"\x80\x02cos\nsystem\nU\x04trueR.",
+        b"\x80\x02c__builtin__\neval\nU\x011\x85R.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        b"\x80\x02ccopy_reg\n_reconstructor\n.",
+        b"(i__main__\nThing\n.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02(K\x01",
+        b"\x80\x02e.",
+        b"\x80\x02]q\x00h\x00a.",
+        b"\x80\x02cnumpy\ndtype\nU\x02O8K\x00K\x01\x87R.",
+        pickle.dumps(np.array([{}], dtype=object), protocol=2),
+        b"]" * 100_000 + b"a" * 99_999 + b".",
+    ],
+)
+def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - each has its own message
+        unpickled(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("value", [r"b')' + b'\x85' * 300_000", r"b')' + b'q\x00h\x00\x86' * 60"], ids=["deep", "shared"])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (r"\x80\x02}", r"K\x01s.", "a tuple as a key of a dictionary"),
+        (r"\x80\x02cnumpy\ndtype\n", r"\x85R.", "does not fit"),
+        (r"\x80\x02c_codecs\nencode\nU\x01a", r"\x86R.", "another encoding than latin1"),
+    ],
+)
+def test_tuples_in_tuples_in_a_pickle_are_refused(value: str, before: str, after: str, expected: str) -> None:
+    """To hash or print one that is nested deeply ends the process, with one that is in itself in many places it does not end."""
+    run_apart(
+        "import io; from ray_app.ingest.readers.cifar import unpickled\n"
+        f"try: unpickled(io.BytesIO(b'{before}' + {value} + b'{after}'))\n"
+        f"except ValueError as error: assert {expected!r} in str(error), error\nelse: assert False"
+    )
+
+
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4])
+def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
+    shared = [1, 2]
+    value = {"a": [1, -5, 70_000, 2**40, 1.5, None, True], "b": {"c": shared, "d": shared}, "e": b"\x00\xff", "f": "x"}
+    arrays = {"g": np.arange(6).reshape(2, 3), "h": np.asfortranarray(np.ones((2, 3), ">f4")), "i": np.arange(3, dtype="<u2")}
+    got = unpickled(io.BytesIO(pickle.dumps(value | arrays, protocol=protocol)))
+    assert {key: got[key] for key in value} == value
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(got[key], array)
+        assert got[key].dtype == array.dtype
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda folder: (folder / "data_batch_2.bin").unlink(), "data_batch_2.bin of CIFAR is missing"),
+        (lambda folder: (folder / "data_batch_2.bin").write_bytes(bytes(3000)), "3000 bytes are not a whole number of records of 3073"),
+        (lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\x09" + bytes(3072)), "row data_batch_2.bin:0: label 9; the 4 classes"),
+        (shutil.rmtree, "no CIFAR files; expected the unpacked folder"),
+        (lambda folder: (folder / "batches.meta.txt").write_bytes(b"\xff"), "batches.meta.txt: 'utf-8' codec can't decode"),
+    ],
+)
+def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
+    write_cifar(tmp_path / "in", "binary10")
+    change(tmp_path / "in")
+    assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("batch", "meta", "expected"),
+    [
+        ({"labels": ["x", "y"]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [2**70, 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [0.5, 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [[0], [1]]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [[0], 1]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({"labels": [0]}, {}, "data_batch_1: `labels` are not 2 integers"),
+        ({}, {"label_names": 5}, "batches.meta: no list `label_names`"),
+        ({}, {"label_names": None}, "batches.meta: no list `label_names`"),
+    ],
+)
+def test_cifar_pickles_of_other_content_are_refused(tmp_path: Path, batch: dict[str, Any], meta: dict[str, Any], expected: str) -> None:
+    (tmp_path / "in").mkdir()
+    whole = {"data": np.zeros((2, 3072), np.uint8), "labels": [0, 1]} | batch
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        (tmp_path / "in" / name).write_bytes(pickle.dumps(whole, protocol=2))
+    (tmp_path / "in" / "batches.meta").write_bytes(pickle.dumps({"label_names": ["a", "b"]} | meta, protocol=2))
+    assert expected in refusal(tmp_path, "cifar", tmp_path / "in")
+
+
+def png(value: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (5, 4), (value, 0, 0)).save(file, "png")
+    return file.getvalue()
+
+
+def npy(values: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def sample(i: int) -> dict[str, bytes]:
+    return {
+        f"a/{i:04d}.png": png(i),
+        f"a/{i:04d}.cls": str(i % 2).encode(),
+        f"a/{i:04d}.txt": f"row {i}".encode(),
+        f"a/{i:04d}.json": json.dumps({"kind": i}).encode(),
+        f"a/{i:04d}.features.npy": npy(np.full((2, 3), i, np.float32)),
+    }
+
+
+@pytest.mark.parametrize("given", ["", "train-{000..001}.tar{,.gz}", "train-*"])
+def test_webdataset_tars_are_read(tmp_path: Path, given: str) -> None:
+    folder = tmp_path / "in"
+    write_tar(folder / "train-000.tar", sample(0) | sample(1))
+    write_tar(folder / "train-001.tar.gz", sample(2), "w:gz")
+    for name in ("train-001.tar", "train-000.tar.gz") if "{" in given else ():
+        write_tar(folder / name, sample(3), "w:gz" if name.endswith("gz") else "w")
+    got = done(tmp_path, "webdataset", f"{folder}/{given}", piece_bytes=1)
+    order = [0, 1, 3, 3, 2] if "{" in given else [0, 1, 2]
+    kinds = [json.loads(value)["kind"] for value in got["json"]]
+    found = Counter(zip(kinds, got["image"], got["label"], got["text"], strict=True))
+    assert found == Counter((i, png(i), i % 2, f"row {i}") for i in order)
+    np.testing.assert_array_equal(got["features"][:, 1, 1], kinds)
+    assert {"train-000.tar:a/0000", "train-000.tar:a/0001"} < set(got["row_id"])
+
+
+def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
+    write_tar(tmp_path / "in" / "x.tar", {"0.png": png(0), "0.json": b'{"kind": 4}', "1.png": png(1), "1.json": b'{"kind": 2}'})
+    assert done(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "reason"),
+    [
+        ({"b.npy": npy(np.ones(2)), "b.cls": b"9" * 20}, {}, "label 99999999999999999999; expected an integer of 64 bits"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %d}' % 2**64}, {"label": "y"}, "label 18446744073709551616; expected an integer"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": true}'}, {"label": "y"}, "label True; expected an integer"),
+        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %s' % DEEP}, {}, "maximum recursion depth exceeded"),
+        ({"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(2305843009213693951,)"), "b.cls": b"1"}, {}, ".npy cannot be read"),
+        ({"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(%s)" % DEEP), "b.cls": b"1"}, {}, ".npy cannot be read"),
+    ],
+)
+def test_webdataset_rows_that_cannot_be_used_are_skipped(
+    tmp_path: Path, bad: dict[str, bytes], options: dict[str, Any], reason: str
+) -> None:
+    other = {"json": b'{"y": 1}'} if "b.json" in bad else {"cls": b"1"}
+    good = [{f"{name}.npy": npy(np.ones(2))} | {f"{name}.{kind}": data for kind, data in other.items()} for name in "ac"]
+    write_tar(tmp_path / "in" / "x.tar", good[0] | bad | good[1])
+    got = done(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
+    assert got["row_id"] == ["x.tar:a", "x.tar:c"]
+    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(refused)["row_id"] == "x.tar:b"
+    assert reason in json.loads(refused)["reason"]
+
+
+def test_member_names_need_not_be_utf8(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as archive:
+        member = tarfile.TarInfo("\xff.txt")
+        archive.addfile(member)
+    assert done(tmp_path, "webdataset", tmp_path / "in")["row_id"] == ["x.tar:\\xff"]
+
+
+def test_braces_expand_as_the_shell_does() -> None:
+    assert expanded("s3://b/x-{08..10}-{a,b}") == [f"s3://b/x-{n}-{c}" for n in ("08", "09", "10") for c in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("members", "options", "expected"),
+    [
+        ({"../../etc/0.png": png(0)}, {}, "the member '../../etc/0.png' is refused"),
+        ({"/etc/0.png": png(0)}, {}, "the member '/etc/0.png' is refused"),
+        ({"0.png": png(0), "0.cls": b"one"}, {}, "row x.tar:0: invalid literal for int"),
+        ({"0.png": png(0)[:-20], "0.cls": b"1"}, {}, "row x.tar:0: not an image that can be decoded"),
+        ({"0.png": png(0), "0.cls": b"1", "1.png": png(1)}, {}, "row x.tar:1: the members are ['png'], of the first row ['cls', 'png']"),
+        ({"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))}, {}, "row x.tar:1: .npy is float64 (3,), in the first row"),
+        ({"0.npy": npy(np.array([{}], dtype=object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
+        ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy cannot be read: No data left in file"),
+        ({"0.mp4": b"x"}, {}, "the members ['.mp4'], of which no column is made; allowed are"),
+        ({"0.png": png(0), "0.jpg": png(0)}, {}, "two would be the same column"),
+        ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "row x.tar:0: label None; expected an integer of 64 bits"),
+        ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "label='kind' is for rows with a .json"),
+        ({"plain": b"x"}, {}, "no member in these tar files"),
+    ],
+)
+def test_bad_tars_are_refused(tmp_path: Path, members: dict[str, bytes], options: dict[str, Any], expected: str) -> None:
+    write_tar(tmp_path / "in" / "x.tar", members)
+    assert expected in refusal(tmp_path, "webdataset", tmp_path / "in", **options)
+
+
+@pytest.mark.parametrize("size", [512, 2048, 2600, 0])
+def test_a_tar_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
+    write_tar(tmp_path / "in" / "x.tar", sample(0) | sample(1))
+    data = (tmp_path / "in" / "x.tar").read_bytes()
+    (tmp_path / "in" / "x.tar").write_bytes(data[:size])
+    assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
+@pytest.mark.parametrize("fault", ["cut off", "flipped bit"])
+def test_a_tar_is_read_to_its_end_or_not_at_all(tmp_path: Path, name: str, fault: str) -> None:
+    """The members end in zeros, as the archive does; what follows them is gone, or its header is damaged."""
+    write_tar(tmp_path / "in" / "x.tar", {f"{i}.npy": npy(np.zeros(1000)) for i in range(6)})
+    data = bytearray((tmp_path / "in" / "x.tar").read_bytes())
+    third = data.index(b"3.npy")
+    if fault == "cut off":
+        del data[third:]
+    else:
+        data[third] ^= 1
+    (tmp_path / "in" / "x.tar").unlink()
+    (tmp_path / "in" / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert "The file is damaged or no tar file" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz"])
+def test_what_a_packed_tar_holds_is_held_against_its_checksum(tmp_path: Path, name: str) -> None:
+    write_tar(tmp_path / "x.tar", {"0.txt": b"first", "1.txt": b"second"})
+    data = bytearray(gzip.compress((tmp_path / "x.tar").read_bytes(), 0))  # stored as it is
+    data[data.index(b"second")] ^= 1
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    assert "CRC check failed" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz"])
+@pytest.mark.parametrize("fault", ["zeros between members", "two archives", "two archives packed apart"])
+def test_rows_behind_the_end_of_a_tar_are_not_lost(tmp_path: Path, name: str, fault: str) -> None:
+    write_tar(tmp_path / "one.tar", {f"{i}.txt": b"row" for i in range(60)})
+    one = (tmp_path / "one.tar").read_bytes()
+    whole = one[:10240] + bytes(512) + one[10240:] if fault == "zeros between members" else one + one
+    if name.endswith("gz"):
+        whole = gzip.compress(one) + gzip.compress(one) if "apart" in fault else gzip.compress(whole)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(whole)
+    assert "there is more behind the end of the archive" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("zeros", [0, 512, 3 << 20])
+def test_a_tar_may_end_in_any_number_of_zeros(tmp_path: Path, zeros: int) -> None:
+    write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"})
+    with (tmp_path / "in" / "x.tar").open("ab") as file:
+        file.write(bytes(zeros))
+    assert done(tmp_path, "webdataset", tmp_path / "in")["text"] == ["row"]
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
+def test_a_packed_tar_under_the_name_of_a_plain_one_is_refused(tmp_path: Path, packing: str) -> None:
+    """`tarfile` would unpack it, and hold it against no checksum."""
+    write_tar(tmp_path / "in" / "x.tar", {"0.txt": b"row"}, f"w:{packing}")
+    assert "only .tar.gz and .tgz are unpacked" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("size", [300, 100])
+def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(raw_tar, "MAX_ROW_BYTES", 250)
+    write_tar(tmp_path / "in" / "x.tar.gz", {f"0.{i}.npy": bytes(size) for i in range(3)}, "w:gz")
+    assert "the row '0' has more than 250 bytes" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
+def test_an_enormous_header_in_a_tar_is_refused_before_it_is_read(tmp_path: Path, kind: bytes) -> None:
+    """The file is cut off behind it: what it announces is not there."""
+    header = tarfile.TarInfo("0.txt")
+    header.type, header.size = kind, (1 << 20) + 1
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT))
+    assert "header of 1048577 bytes; allowed are 1048576" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+def test_headers_about_headers_in_a_tar_are_refused(tmp_path: Path) -> None:
+    header = tarfile.TarInfo("0.txt")
+    header.type = tarfile.GNUTYPE_LONGNAME
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) * 1000)
+    assert "maximum recursion depth exceeded" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_long_names_in_a_tar_are_read(tmp_path: Path, form: int) -> None:
+    name = "/".join(["x" * 200] * 20)
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w", format=form) as archive:
+        archive.addfile(tarfile.TarInfo(f"{name}.txt"))
+    assert done(tmp_path, "webdataset", tmp_path / "in")["row_id"] == [f"x.tar:{name}"]
+
+
+def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w") as archive:
+        link = tarfile.TarInfo("0.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    assert "the member '0.txt' is refused" in refusal(tmp_path, "webdataset", tmp_path / "in")
+
+
+@pytest.mark.parametrize("kind", ["saved", "saved/train", "loaded", "parquet", "parquet/train-00000-of-00001.parquet"])
+def test_hugging_face_data_is_read_without_its_library(tmp_path: Path, kind: str) -> None:
+    """The files in `hf/` were written by the real library, see `hf/make.py`."""
+    ingest(IngestOptions("hf", str(tmp_path / "out"), str(HF / kind), piece_bytes=1))
+    sides = {"": 7} if "train" in kind else {"train": 7, "test": 3}
+    for side, rows in sides.items():
+        got = read(tmp_path / "out" / side)
+        assert list(got) == ["row_id", "image", "label", "text", "vector", "grid"]
+        assert [np.asarray(Image.open(io.BytesIO(image)))[0, 0, 0] for image in got["image"]] == [10 * i for i in range(rows)]
+        assert (got["label"], got["text"]) == ([i % 3 for i in range(rows)], [f"row {i}" for i in range(rows)])
+        np.testing.assert_array_equal(got["vector"], [[i, 1, 2] for i in range(rows)])
+        np.testing.assert_array_equal(got["grid"], np.array([[[i, 1], [2, 3]] for i in range(rows)], np.float32))
+        assert json.loads((tmp_path / "out" / side / "dataset.json").read_text())["classes"] == ["ant", "bee", "cat"]
+
+
+def saved(folder: Path, table: pa.Table, features: dict[str, Any]) -> Path:
+    """A data set as `save_to_disk` lays it out."""
+    folder.mkdir()
+    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features}))
+    return folder
+
+
+CLASSES = {"y": {"names": ["u", "v"], "_type": "ClassLabel"}}
+
+
+def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> None:
+    given = saved(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, -1, 0], "more": [{"b": 1}] * 3}), CLASSES)
+    got = done(tmp_path, "hf", given, label="y", columns=["a"], on_bad_row="skip")
+    assert (got["a"], got["label"]) == ([1, 3], [1, 0])
+    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert (about["classes"], about["refused"]) == (["u", "v"], 1)
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "expected"),
+    [
+        ({"a": [1], "y": [-1]}, {"label": "y"}, "row data-00000-of-00001.arrow:0: no label"),
+        ({"a": [1], "y": [b"u"]}, {"label": "y"}, "a label is a ClassLabel, an integer, text or a truth value"),
+        ({"a": [{"b": 1}]}, {}, "column 'a' holds objects"),
+        ({"a": [["x"]]}, {}, "holds lists that are not of numbers"),
+        ({"a": [[1, 2], [3]]}, {}, "row data-00000-of-00001.arrow:1: 'a' is no list of shape [2]"),
+        ({"a": [{"bytes": None, "path": "x.png"}]}, {}, "has no bytes, only a path"),
+        ({"a": [{"bytes": b"x", "path": None}]}, {}, "not an image that can be decoded"),
+        ({"a": [1]}, {"columns": ["b"]}, "no column 'b'; the columns are ['a']"),
+    ],
+)
+def test_bad_hugging_face_data_is_refused(tmp_path: Path, table: dict[str, Any], options: dict[str, Any], expected: str) -> None:
+    assert expected in refusal(tmp_path, "hf", saved(tmp_path / "in", pa.table(table), CLASSES), **options)
+
+
+def test_hugging_face_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    given = saved(tmp_path / "in", pa.table({"a": list(range(1000))}), {})
+    file = given / "data-00000-of-00001.arrow"
+    data = file.read_bytes()
+    file.write_bytes(data[:3000])
+    assert "The file is damaged or not of Arrow's stream format" in refusal(tmp_path, "hf", given)
+    file.unlink()
+    assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in refusal(tmp_path, "hf", given)
+    (given / "state.json").unlink()
+    assert "nothing of Hugging Face datasets" in refusal(tmp_path, "hf", given)
+
+
+@pytest.mark.parametrize("suffix", [".arrow", "-0f1e2d.parquet"])
+def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        place = tmp_path / "in" / f"train-{number:05d}-of-00003{suffix}"
+        if suffix == ".arrow":
+            with pa.OSFile(str(place), "wb") as file, pa.ipc.new_stream(file, pa.schema({"a": pa.int64()})) as writer:
+                writer.write_table(pa.table({"a": [number]}))
+        else:
+            pq.write_table(pa.table({"a": [number]}), place)
+    assert done(tmp_path / "whole", "hf", tmp_path / "in")["a"] == [0, 1, 2]
+    twice = tmp_path / "in" / (f"train-00000-of-00001{suffix}" if suffix == ".arrow" else "train-00001-of-00003-ffffff.parquet")
+    shutil.copy(tmp_path / "in" / f"train-00001-of-00003{suffix}", twice)
+    assert "the files train-... are numbered more than once" in refusal(tmp_path, "hf", tmp_path / "in")
+    twice.unlink()
+    (tmp_path / "in" / f"train-00001-of-00003{suffix}").unlink()
+    assert "train-00001-of-00003 is missing, 2 of 3 are there" in refusal(tmp_path, "hf", tmp_path / "in")
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (pa.array([1], pa.int32()), pa.array([1], pa.int64()), "int64"),
+        (pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.list_(pa.int64())), "int64"),
+        (pa.array([[1]]), pa.array([1]), "column 'a' holds int64, and lists of numbers in the first file. Save it again"),
+        (pa.array([[], []], pa.list_(pa.list_(pa.int8()))), pa.array([1]), "column 'a' has no value at all"),
+        (pa.array([[1]]), pa.array([["x"]]), "column 'a' holds list<element: string>, and lists of numbers in the first file"),
+    ],
+)
+def test_files_of_one_split_have_the_same_types(tmp_path: Path, first: pa.Array, second: pa.Array, expected: str, piece_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    for number, column in enumerate((first, second)):
+        pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
+    ragged = ["a"] if pa.types.is_nested(first.type) else None
+    for named in (None, ragged):
+        said = refusal(tmp_path, "hf", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip", ragged=named)
+        assert expected in said
+    assert expected != "int64" or "all files of a data set have the same. Correct the input." in said
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("first", "second", "ragged", "expected"),
+    [
+        (pa.array([1, 2]), pa.nulls(2), False, [1, 2, None, None]),
+        (pa.array(["x", "y"]).dictionary_encode(), pa.nulls(2), False, ["x", "y", None, None]),
+        (pa.array([[1], [2, 3]]), pa.nulls(2), True, [[1], [2, 3]]),
+        (pa.array([[1], [2, 3]]), pa.array([[], []]), True, [[1], [2, 3], [], []]),
+        (pa.array([[[1, 2]], []]), pa.array([[], [[]]]), True, [[[1, 2]], [], []]),
+        (pa.array([[1, 2], [2, 3]], pa.list_(pa.int8(), 2)), pa.nulls(2), False, [[1, 2], [2, 3]]),
+    ],
+)
+def test_a_column_without_a_value_in_a_later_file_is_of_the_first_files_type(
+    tmp_path: Path, first: pa.Array, second: pa.Array, ragged: bool, expected: list[Any], piece_bytes: int
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number, column in enumerate((first, second)):
+        pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
+    got = done(
+        tmp_path, "hf", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip", max_bad_rows=9, ragged=["a"] if ragged else None
+    )
+    found = sorted((list(np.asarray(each).tolist()) if pa.types.is_nested(first.type) else each for each in got["a"]), key=str)
+    assert found == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize("source", ["hf", "cifar"])
+def test_other_names_of_the_classes_are_another_source(tmp_path: Path, source: Any) -> None:
+    if source == "hf":
+        names = saved(tmp_path / "in", pa.table({"a": [1], "y": [1]}), CLASSES) / "dataset_info.json"
+    else:
+        write_cifar(tmp_path / "in", "binary10")
+        names = tmp_path / "in" / "batches.meta.txt"
+    options = IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "in"), label="y" if source == "hf" else None)
+    ingest(options)
+    assert ingest(options).reused
+    names.write_text(names.read_text().replace('"u"', '"other"').replace("ant", "other"))
+    with pytest.raises(ConfigError, match="its source has changed since"):
+        ingest(options)
+
+
+@pytest.mark.parametrize("end", [400, 2_000_000_000, 2])
+def test_an_arrow_stream_that_points_outside_itself_is_refused(tmp_path: Path, end: int) -> None:
+    """Unchecked, rows would hold bytes of this process's memory, or end it."""
+    given = saved(tmp_path / "in", pa.table({"a": [{"bytes": b"abc", "path": None}] * 3}), {})
+    file = given / "data-00000-of-00001.arrow"
+    data = file.read_bytes()
+    assert data.count(struct.pack("<4i", 0, 3, 6, 9)) == 1
+    file.write_bytes(data.replace(struct.pack("<4i", 0, 3, 6, 9), struct.pack("<4i", 0, 3, 6, end)))
+    assert "The file is damaged" in refusal(tmp_path, "hf", given, check=False)
+
+
+def test_hugging_face_labels_are_held_against_the_classes(tmp_path: Path) -> None:
+    given = saved(tmp_path / "in", pa.table({"a": [1, 2, 3], "y": [1, 7, 0]}), CLASSES)
+    assert done(tmp_path, "hf", given, label="y", on_bad_row="skip")["label"] == [1, 0]
+    [refused] = (tmp_path / "out" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(refused)["reason"] == "label 7; the 2 classes allow 0 to 1"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_arrow_stream_is_read_to_its_end_or_not_at_all(tmp_path: Path, old: bool) -> None:
+    """Cut off between two batches: the last value is the mark of the end, so the file ends as a whole one does."""
+    sink, table, ends = io.BytesIO(), pa.table({"a": [1, 2**32 - 1]}), []
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=old)) as writer:
+        for _ in range(3):
+            writer.write_table(table)
+            ends.append(sink.tell())
+    given = tmp_path / "data.arrow"
+    given.write_bytes(sink.getvalue()[: ends[1]])
+    assert "it was cut off" in refusal(tmp_path, "hf", given)
+    given.write_bytes(sink.getvalue())
+    assert done(tmp_path, "hf", given)["a"] == [1, 2**32 - 1] * 3
+
+
+def test_parquet_is_described_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i, rows in enumerate((5, 3)):
+        pq.write_table(pa.table({"x": [0.5] * rows, "label": [i] * rows}), tmp_path / "in" / f"{i}.parquet", row_group_size=2)
+    summary = ingest(IngestOptions("parquet", input=str(tmp_path / "in")))
+    part = summary.parts[""]
+    assert (summary.reused, part.rows, part.path) == (True, 8, str(tmp_path / "in"))
+    assert [(s["path"], s["rows"], s["row_groups"]) for s in part.shards] == [("0.parquet", 5, 3), ("1.parquet", 3, 2)]
+    assert part.columns["label"]["type"] == "integer"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0.parquet", "1.parquet", "in"]
+    (tmp_path / "in" / "1.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        ingest(IngestOptions("parquet", input=str(tmp_path / "in")))

@@ -1,0 +1,350 @@
+"""Columns of lists of any length (`ragged`): each row as it was given, read by training; rows that do not fit are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from torch import Tensor, nn
+
+from ray_app import load_config
+from ray_app.config.config import Config
+from ray_app.data.dataset import open_dataset
+from ray_app.data.probes import probe
+from ray_app.data.reader import Reader, whole
+from ray_app.data.reader import rows_of as as_read
+from ray_app.errors import ConfigError, DataError
+from ray_app.ingest import shuffle
+from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
+from ray_app.ingest.shards import row_bytes
+from ray_app.preflight.prepare import prepare
+from ray_app.task.ragged import Ragged, joined
+from tests.support.ingest_inputs import in_source, read
+
+IDS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
+BOXES = [[[0, 1, 2, 3], [4, 5, 6, 7.5]], [], [[8, 9, 10, 11]], [[1, 1, 2, 2]] * 3]
+WIDTHS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bool")
+
+
+def write_lines(folder: Path, files: dict[str, list[dict[str, Any]]]) -> Path:
+    folder.mkdir()
+    for name, lines in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def write_table(place: Path, table: pa.Table, rows: int = 2) -> Path:
+    """The file of a table that `datasets` would write, in batches of so many rows."""
+    place.parent.mkdir(exist_ok=True)
+    if place.suffix == ".parquet":
+        pq.write_table(table, place, row_group_size=rows)
+        return place
+    with pa.OSFile(str(place), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, rows)
+    return place
+
+
+def made(tmp_path: Path, source: Any, given: Path, **options: Any) -> DatasetSummary:
+    return ingest(IngestOptions(source, str(tmp_path / "out"), str(given), **options))
+
+
+def refusal(tmp_path: Path, source: Any, given: Path, **options: Any) -> str:
+    with pytest.raises((DataError, ConfigError)) as caught:
+        made(tmp_path, source, given, **options)
+    assert not list(tmp_path.glob("out*"))
+    return str(caught.value)
+
+
+def delivered(folder: Path, *names: str) -> dict[str, Any]:
+    """Columns as training reads them, in the order of the source."""
+    dataset = open_dataset(str(folder))
+    columns = ["row_id", *names]
+    reader = Reader(dataset.root, list(names), dict, probe(dataset, list(names), dict))
+    tables = [table for spec in whole(dataset.manifest, 2) for table in reader.read(spec)]
+    parts = [as_read(table) for table in tables]
+    found = {name: joined([part[name] for part in parts]) for name in names}
+    ids = [row_id for path in dataset.manifest.paths for row_id in pq.read_table(folder / path, columns=columns)["row_id"].to_pylist()]
+    order = np.array(sorted(range(len(ids)), key=[in_source(row_id) for row_id in ids].__getitem__))
+    return {name: values[order] for name, values in found.items()}
+
+
+def lists(values: Any) -> list[Any]:
+    assert isinstance(values, Ragged)
+    return [values.row(i).tolist() for i in range(len(values))]
+
+
+def configured(tmp_path: Path, settings: dict[str, Any]) -> Config:
+    """A run of `ModuleTask` on what was made."""
+    data = {"data__path": str(tmp_path / "out"), "data__eval_path": str(tmp_path / "out"), "data__global_batch_size": 16}
+    task = {"class_path": "ray_app.task.module.ModuleTask", "init_args": settings}
+    return load_config(task=task, run__storage_path=str(tmp_path / "runs"), **data)
+
+
+class Summed(nn.Module):
+    """Classes of the sum of a row's lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x.sum(1))
+        return scores
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_json_lines_keep_the_lengths_of_their_lists(tmp_path: Path, piece_bytes: int) -> None:
+    rows = [{"ids": ids, "boxes": boxes, "n": i} for i, (ids, boxes) in enumerate(zip(IDS, BOXES, strict=True))]
+    given = write_lines(tmp_path / "in", {"a": [{"ids": [], "boxes": [], "n": 9}], "b": rows[:1], "c": rows[1:]})
+    summary = made(tmp_path, "jsonl", given, ragged=["ids", "boxes"], rename={"ids": "tokens"}, piece_bytes=piece_bytes)
+    assert read(tmp_path / "out") == {
+        "row_id": ["a.jsonl:1", "b.jsonl:1", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3"],
+        "tokens": [[], *IDS],
+        "boxes": [[], *BOXES],
+        "n": [9, 0, 1, 2, 3],
+    }
+    columns = summary.parts[""].columns
+    assert columns["tokens"] == {"type": "large_list<item: int64>", "shape": None, "dtype": None, "nulls": 0}
+    assert columns["boxes"] == {**columns["tokens"], "type": "large_list<item: fixed_size_list<item: double>[4]>"}
+    facts = open_dataset(str(tmp_path / "out")).facts.columns
+    assert (facts["tokens"].kind, facts["tokens"].minimum, facts["tokens"].maximum) == ("list", 5, 13)
+    assert facts["boxes"].kind == "list"
+    found = delivered(tmp_path / "out", "tokens", "boxes")
+    assert lists(found["tokens"]) == [[], *IDS]
+    assert lists(found["boxes"]) == [[], *BOXES]
+    assert (found["tokens"].values.dtype, found["boxes"].row_shape) == (np.int64, (4,))
+
+
+@pytest.mark.parametrize("outer", ["list", "large_list", "fixed_size_list"])
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_hugging_face_lists_keep_their_lengths_and_types(tmp_path: Path, suffix: str, outer: str) -> None:
+    rows = [[1, 0], [0, 1], [1, 1]] if outer == "fixed_size_list" else [[1, 0, 1], [], [1]]
+
+    def kind(item: str) -> pa.DataType:
+        number = pa.from_numpy_dtype(item)
+        return {"list": pa.list_(number), "large_list": pa.large_list(number), "fixed_size_list": pa.list_(number, 2)}[outer]
+
+    for number in range(2):
+        table = pa.table({item: pa.array([list(np.array(row, item)) for row in rows], kind(item)) for item in WIDTHS})
+        write_table(tmp_path / "in" / f"train-{number:05d}-of-00002{suffix}", table)
+    made(tmp_path, "hf", tmp_path / "in", ragged=[*WIDTHS], piece_bytes=1)
+    found = delivered(tmp_path / "out", *WIDTHS)
+    facts = open_dataset(str(tmp_path / "out")).facts.columns
+    for item in WIDTHS:
+        assert lists(found[item]) == rows * 2
+        assert found[item].values.dtype == np.dtype(item)
+        assert facts[item].kind == "list"
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("inner", [pa.list_(pa.float32()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 4)])
+def test_hugging_face_boxes(tmp_path: Path, suffix: str, inner: pa.DataType) -> None:
+    """The first file has no box at all."""
+    for number, rows in enumerate(([[], []], BOXES)):
+        table = pa.table({"boxes": pa.array(rows, pa.list_(inner))})
+        write_table(tmp_path / "in" / f"train-{number:05d}-of-00002{suffix}", table)
+    made(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], piece_bytes=1, row_group_rows=1)
+    found = delivered(tmp_path / "out", "boxes")["boxes"]
+    assert (lists(found), found.row_shape, found.values.dtype) == ([[], [], *BOXES], (4,), np.float32)
+
+
+BAD: list[tuple[Any, Any, str]] = [
+    ([1], None, "'a' is no list of numbers, or lacks one"),
+    ([1], [1, None], "'a' is no list of numbers, or lacks one"),
+    ([[], [2]], [[1], [2]], "'a' is no list of lists of shape [1]"),
+    ([[1, 2]], [[1, 2], [3]], "'a' is no list of lists of shape [2], as the first that is not empty, or lacks a number"),
+    ([[1, 2]], [[1, 2], []], "'a' is no list of lists of shape [2]"),
+    ([[1, 2]], [[1, 2], None], "'a' is no list of lists of shape [2]"),
+    ([[1, 2]], [[1, 2], [3, None]], "'a' is no list of lists of shape [2]"),
+    ([[1, 2]], None, "'a' is no list of lists of shape [2]"),
+    ([[[1, 2]]], [[[1, 2], [1, 2]]], "'a' is no list of lists of shape [1, 2]"),
+]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+@pytest.mark.parametrize(("first", "second", "expected"), BAD)
+def test_rows_that_do_not_fit_are_named_or_left_out(tmp_path: Path, source: Any, first: Any, second: Any, expected: str) -> None:
+    good, bad = ([first, first], second) if first != [[], [2]] else ([second, second], first)
+    rows = [good[0], bad, good[1]]
+    if source == "jsonl":
+        given, ids = write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]}), [f"f.jsonl:{i}" for i in (1, 2, 3)]
+    else:
+        given, ids = write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows})), [f"f.arrow:{i}" for i in (0, 1, 2)]
+    message = refusal(tmp_path, source, given, ragged=["a"])
+    assert f"row {ids[1]}: {expected}" in message
+    assert "on_bad_row=skip" in message
+    summary = made(tmp_path, source, given, ragged=["a"], on_bad_row="skip")
+    assert (read(tmp_path / "out")["row_id"], summary.parts[""].refused) == ([ids[0], ids[2]], 1)
+    assert expected in json.loads((tmp_path / "out" / "refused.jsonl").read_text())["reason"]
+    assert lists(delivered(tmp_path / "out", "a")["a"]) == good
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"ragged": ["z"]}, "ragged names 'z', but the columns that are kept are ['a', 'b', 'n']; those of lists are ['a', 'b']."),
+        ({"ragged": ["a", "b"], "columns": ["a"]}, "ragged names 'b', but the columns that are kept are ['a']"),
+        ({"ragged": ["a", "n"]}, "ragged names 'n', which holds int64; those of lists are ['a', 'b']. Name some of these."),
+        ({"ragged": ["a", "n"], "label": "n"}, "ragged names 'n', which holds int64"),
+        ({"ragged": ["n"], "columns": ["n"]}, "ragged names 'n', which holds int64; none of them holds lists. Leave ragged out."),
+    ],
+)
+def test_names_that_are_no_columns_of_lists_are_refused(tmp_path: Path, source: Any, options: dict[str, Any], expected: str) -> None:
+    columns = {"a": [[1], [2, 3]], "b": [[1], [2, 3]], "n": [1, 2]}
+    if source == "jsonl":
+        given = write_lines(tmp_path / "in", {"f": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]})
+    else:
+        given = write_table(tmp_path / "in" / "f.parquet", pa.table(columns))
+    assert expected in refusal(tmp_path, source, given, **options)
+
+
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+def test_a_refused_list_says_that_it_may_be_ragged(tmp_path: Path, source: Any) -> None:
+    rows = [[1, 2], [3]]
+    if source == "jsonl":
+        given = write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]})
+    else:
+        given = write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows}))
+    message = refusal(tmp_path, source, given)
+    assert (
+        "'a' is no list of shape [2], as the first that is not empty; where lists may have any length, name the column in ragged" in message
+    )
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_whole_numbers_in_one_file_and_fractions_in_another(tmp_path: Path, piece_bytes: int) -> None:
+    given = write_lines(tmp_path / "in", {"f": [{"a": [1], "b": [[1, 2]]}], "g": [{"a": [1.5, 2], "b": [[0.5, 2]]}, {"a": [], "b": []}]})
+    made(tmp_path, "jsonl", given, ragged=["a", "b"], piece_bytes=piece_bytes)
+    found = delivered(tmp_path / "out", "a", "b")
+    assert {name: (lists(rows), rows.values.dtype) for name, rows in found.items()} == {
+        "a": ([[1.0], [1.5, 2.0], []], np.float64),
+        "b": ([[[1.0, 2.0]], [[0.5, 2.0]], []], np.float64),
+    }
+
+
+def test_a_split_in_which_all_lists_are_empty(tmp_path: Path) -> None:
+    given = write_table(tmp_path / "in" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.int8()))}))
+    made(tmp_path, "hf", given, ragged=["a"])
+    assert lists(delivered(tmp_path / "out", "a")["a"]) == [[], []]
+
+
+def test_lists_without_a_type_or_of_something_else_are_refused(tmp_path: Path) -> None:
+    given = write_lines(tmp_path / "in", {"f": [{"a": [], "b": [["x"]]}]})
+    assert "key 'a' holds lists that are not of numbers, or all empty" in refusal(tmp_path, "jsonl", given, ragged=["a"], columns=["a"])
+    assert "key 'b' holds lists that are not of numbers" in refusal(tmp_path, "jsonl", given, ragged=["b"], columns=["b"])
+    empty = write_table(tmp_path / "e" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.list_(pa.int8())))}))
+    assert "column 'a' has no value at all" in refusal(tmp_path, "hf", empty, ragged=["a"])
+
+
+@pytest.mark.parametrize("source", ["csv", "images", "numpy", "idx", "cifar", "webdataset", "tfrecord"])
+def test_other_sources_have_no_ragged_columns(tmp_path: Path, source: Any) -> None:
+    message = refusal(tmp_path, source, tmp_path / "in", ragged=["a"])
+    assert message == f"ragged is ['a']: only jsonl, hf have it; leave it out for {source!r}."
+    with pytest.raises(ConfigError, match=r"with pack there are no columns but the tokens; leave ragged out"):
+        ingest(IngestOptions("jsonl", str(tmp_path / "out"), str(tmp_path / "in"), ragged=["a"], tokenizer="t.json", pack=4))
+
+
+def test_the_same_again_writes_nothing_and_other_ragged_columns_are_others(tmp_path: Path) -> None:
+    given = write_lines(tmp_path / "in", {"f": [{"a": [1, 2], "b": [1]}, {"a": [3, 4], "b": [2]}]})
+    assert not made(tmp_path, "jsonl", given, ragged=["a"]).reused
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert made(tmp_path, "jsonl", given, ragged=["a"]).reused
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(ConfigError, match=r"made with other options: ragged \['a'\], now \['a', 'b'\]"):
+        made(tmp_path, "jsonl", given, ragged=["a", "b"])
+
+
+def test_bytes_of_rows_with_lists() -> None:
+    table = pa.table(
+        {
+            "ids": pa.array([[1, 2, 3], [], [4]], pa.large_list(pa.int32())),
+            "boxes": pa.array([[], [[1, 2, 3, 4]], [[1, 2, 3, 4]] * 2], pa.large_list(pa.list_(pa.float64(), 4))),
+            "grids": pa.array([[], [], [[[1, 2], [3, 4]]]], pa.large_list(pa.list_(pa.list_(pa.int16(), 2), 2))),
+            "on": pa.array([[True] * 9, [], [False]], pa.large_list(pa.bool_())),
+        }
+    )
+    assert row_bytes(table).tolist() == [12 + 9, 32, 4 + 64 + 8 + 1]
+    assert row_bytes(table.slice(1)).tolist() == [32, 4 + 64 + 8 + 1]
+
+
+def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several runs and buckets, both sides of a split: each row once, on one side, in row groups within the bound."""
+    monkeypatch.setattr(shuffle, "RUN_BYTES", 20_000)
+    monkeypatch.setattr(shuffle, "BUCKET_BYTES", 30_000)
+    random = np.random.default_rng(0)
+    rows = [
+        {
+            "n": i,
+            "ids": random.integers(0, 99, random.integers(0, 40)).tolist(),
+            "boxes": random.random((random.integers(0, 9), 4)).tolist(),
+        }
+        for i in range(400)
+    ]
+    given = write_lines(tmp_path / "in", {name: rows[low : low + 100] for name, low in zip("abcd", range(0, 400, 100), strict=True)})
+    summary = made(tmp_path, "jsonl", given, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, piece_bytes=1)
+    assert summary.parts.keys() == {"train", "eval"}
+    found: dict[int, dict[str, Any]] = {}
+    for side in summary.parts:
+        files = sorted((tmp_path / "out" / side).glob("*.parquet"))
+        assert side == "eval" or len(files) > 1
+        for file in map(pq.ParquetFile, files):
+            groups = [file.read_row_group(i) for i in range(file.num_row_groups)]
+            assert all(row_bytes(group).sum() <= 4000 for group in groups)
+            assert len(groups) > 1
+        columns = delivered(tmp_path / "out" / side, "n", "ids", "boxes")
+        for n, ids, boxes in zip(columns["n"].tolist(), lists(columns["ids"]), lists(columns["boxes"]), strict=True):
+            assert n not in found
+            found[n] = {"n": n, "ids": ids, "boxes": boxes}
+    assert [found[n] for n in sorted(found)] == rows
+
+
+def test_lists_of_fractions_in_json_lines_are_trained_on_by_configuration(tmp_path: Path) -> None:
+    """They are float64 there; models are of float32, as arrays and numbers become."""
+    lines = [{"x": [[0.5, 0.25, i]] * (i % 3), "label": i % 2} for i in range(64)]
+    made(tmp_path, "jsonl", write_lines(tmp_path / "in", {"f": lines}), ragged=["x"])
+    settings = {
+        "model": {"class_path": "tests.pure.ingest.test_ragged_columns.Summed"},
+        "inputs": ["x"],
+        "target": "label",
+        "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
+    }
+    job = prepare(configured(tmp_path, settings)).job
+    decoded = job.task.decode(delivered(tmp_path / "out", "x", "label"))
+    assert decoded["x"].values.dtype == np.float32
+    assert lists(decoded["x"]) == [line["x"] for line in lines]
+
+
+def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> None:
+    """The types that tokenizers of Hugging Face give; the start of a run tries a step on them."""
+    random = np.random.default_rng(0)
+    tokens = [random.integers(1, 50, 1 + i % 7).tolist() for i in range(64)]
+    table = pa.table(
+        {
+            "input_ids": pa.array(tokens, pa.list_(pa.int32())),
+            "attention_mask": pa.array([[1] * len(row) for row in tokens], pa.list_(pa.int8())),
+            "label": pa.array([i % 2 for i in range(64)]),
+        }
+    )
+    write_table(tmp_path / "in" / "data.parquet", table, 16)
+    made(tmp_path, "hf", tmp_path / "in", ragged=["input_ids", "attention_mask"], rename={"input_ids": "tokens"})
+    config = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = {
+        "class_path": "transformers.BertForSequenceClassification",
+        "init_args": {"config": {"class_path": "transformers.BertConfig", "init_args": config}},
+    }
+    settings = {
+        "model": model,
+        "inputs": {"input_ids": "tokens", "attention_mask": "attention_mask"},
+        "target": "label",
+        "output": "logits",
+        "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
+    }
+    job = prepare(configured(tmp_path, settings)).job
+    decoded = job.task.decode({name: delivered(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")})
+    assert lists(decoded["tokens"]) == tokens

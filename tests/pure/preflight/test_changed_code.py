@@ -1,0 +1,161 @@
+"""What a run was started with besides its configuration: source files, libraries, defaults; and what is said when they change."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ray_app.config.config import Config, digest, flatten, from_yaml
+from ray_app.errors import RunExistsError
+from ray_app.preflight.changes import Code, changed_code, changes, code_of, completed, put_code, read_code
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.stored_config import read_config
+
+TASK = """
+from ray_app.task.tabular import TabularRegression
+from mine_of_code.helper import SMOOTHING
+
+class Mine(TabularRegression):
+    def __init__(self, target: str = "y", width: int = 3, secret: object = object()) -> None:
+        super().__init__(target)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Makes a package with a task of the user's."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(helper: str = "SMOOTHING = 0.0\n") -> Path:
+        folder = tmp_path / "mine_of_code"
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").write_text("")
+        (folder / "task.py").write_text(TASK)
+        (folder / "helper.py").write_text(helper)
+        for name in [name for name in sys.modules if name.startswith("mine_of_code")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        return folder
+
+    return make
+
+
+def config_of(class_path: str = "mine_of_code.task.Mine") -> Config:
+    return Config().replace(task__class_path=class_path, data__path="data")
+
+
+def test_files_that_the_task_imports_count_and_the_application_does_not(own: Callable[..., Path]) -> None:
+    own()
+    first = code_of(config_of())
+    assert set(first.files) == {"mine_of_code", "mine_of_code.task", "mine_of_code.helper"}
+    assert {"python", "ray_app", "torch", "numpy"} <= first.versions.keys()
+    own("SMOOTHING = 0.1\n")
+    second = code_of(config_of())
+    other = replace(second, versions=second.versions | {"torch": "1.0"})
+    assert changes(first, other) == ["mine_of_code.helper has another content", f"torch {first.versions['torch']} -> 1.0"]
+    assert changes(first, first) == []
+
+
+def test_a_change_is_refused_or_told_as_configured(own: Callable[..., Path], tmp_path: Path) -> None:
+    own()
+    paths, config = RunPaths(tmp_path / "run"), config_of()
+    paths.config.parent.mkdir()
+    assert changed_code(paths, config, code_of(config)) == [], "a run of before has no record of it"
+    paths.config.write_text(completed(config)[0].to_yaml())
+    put_code(paths, code_of(config))
+    assert changed_code(paths, config, code_of(config)) == []
+    own("SMOOTHING = 0.1\n")
+    assert changed_code(paths, config, code_of(config)) == ["mine_of_code.helper has another content"]
+    with pytest.raises(
+        RunExistsError, match=r"(?s)started with other code.*- mine_of_code.helper has another content\n.*run.changed_code to warn"
+    ):
+        changed_code(paths, config.replace(run__changed_code="refuse"), code_of(config))
+    values = yaml.safe_load(paths.config.read_text())
+    values["optimizer"]["init_args"]["lr"] = 0.5
+    paths.config.write_text(yaml.safe_dump(values))
+    assert "the default of optimizer.init_args.lr was 0.5, is 0.001" in changed_code(paths, config, code_of(config))
+
+
+def test_classes_in_no_file_have_a_digest_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = tmp_path / "packed.zip"
+    with zipfile.ZipFile(packed, "w") as file:
+        file.writestr("zipped_of_code.py", TASK.replace("from mine_of_code.helper import SMOOTHING", ""))
+    monkeypatch.syspath_prepend(str(packed))
+    assert list(code_of(config_of("zipped_of_code.Mine")).files) == ["zipped_of_code"]
+
+    found = []
+    for smoothing in (0.0, 0.1, 0.1):  # as cells of a notebook, whose code is in no file
+        cell = f"class Cell:\n    def loss(self):\n        return {smoothing}\n"
+        exec(compile(cell, "<cell>", "exec"), vars(sys.modules["__main__"]))
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
+        found.append(code_of(config_of("__main__.Cell")).files)
+    assert found[0].keys() == {"__main__"}
+    assert found[1] == found[2] != found[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}, "groups": [{"names": ["*.bias"], "lr": 0.2}]}},
+        {
+            "optimizer": None,
+            "optimizers": {
+                "one": {"class_path": "torch.optim.Adam", "parameters": ["a.*"], "steps": 3, "groups": [{"norms_and_biases": True}]},
+                "two": {
+                    "class_path": "torch.optim.SGD",
+                    "parameters": ["b.*"],
+                    "schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}},
+                },
+            },
+        },
+    ],
+)
+def test_nothing_of_an_optimizer_is_lost_in_what_is_stored(given: dict[str, Any], own: Callable[..., Path], tmp_path: Path) -> None:
+    own()
+    config = config_of().replace(**given)
+    whole, names = completed(config)
+    paths = RunPaths(tmp_path / "run")
+    paths.config.parent.mkdir()
+    paths.config.write_text(whole.to_yaml())
+    put_code(paths, code_of(config))
+    assert read_config(paths) == config
+    assert digest(read_config(paths), "data") == digest(config, "data")
+    if "optimizers" in given:
+        assert {"optimizers.one.init_args.betas", "optimizers.two.schedule.init_args.gamma"} <= set(names)
+
+
+def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_given(own: Callable[..., Path], tmp_path: Path) -> None:
+    own()
+    config = config_of().replace(
+        optimizer={"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001}},
+        schedule={
+            "class_path": "torch.optim.lr_scheduler.ChainedScheduler",
+            "init_args": {"schedulers": [{"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}]},
+        },
+    )
+    whole, names = completed(config)
+    text = whole.to_yaml()
+    stored = flatten(from_yaml(text).to_dict())
+    assert stored["optimizer.init_args.betas"] == [0.9, 0.999]
+    assert (stored["task.init_args.width"], "task.init_args.secret" in stored) == (3, False)
+    assert stored["schedule.init_args.schedulers"][0]["init_args"] == {"step_size": 3, "gamma": 0.1, "last_epoch": -1}
+    assert "schedule.init_args.schedulers.0.init_args.gamma" in names
+    assert "optimizer.init_args.lr" not in names
+
+    paths = RunPaths(tmp_path / "run")
+    paths.config.parent.mkdir()
+    paths.config.write_text(text)
+    put_code(paths, code_of(config))
+    assert read_config(paths) == config
+    assert digest(read_config(paths), "data") == digest(config, "data")
+    assert read_config(paths, with_defaults=True) == whole
+    put_code(paths, Code({}, {}))
+    assert (read_code(paths) or Code({}, {})).defaults == names, "config.yaml is that of the first start"

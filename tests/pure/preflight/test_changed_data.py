@@ -1,0 +1,78 @@
+"""Data that is changed in place between two starts of a run is noticed by size, time or ETag."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_app.config.config import Config
+from ray_app.data.arrays import ArraySpec
+from ray_app.data.dataset import open_dataset
+from ray_app.data.reader import Reader, RowSource
+from ray_app.errors import RunExistsError
+from ray_app.preflight.changes import changed_data, data_versions, is_recorded, put_data_versions
+from ray_app.runlog.paths import RunPaths
+
+CONFIG = Config().replace(data__path="data", run__name="digits")
+
+
+def source(folder: Path, files: int = 2) -> RowSource:
+    folder.mkdir(exist_ok=True, parents=True)
+    for i in range(files):
+        if not (folder / f"{i}.parquet").exists():
+            pq.write_table(pa.table({"x": np.arange(3)}), folder / f"{i}.parquet")
+    dataset = open_dataset(str(folder))
+    return RowSource(Reader(dataset.root, ["x"], dict, {"x": ArraySpec("<i8", ())}), dataset.manifest, 10)
+
+
+def touch(file: Path) -> None:
+    stat = file.stat()
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+
+
+def test_changed_files_of_both_data_sets_are_named_or_refused(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    train, evaluation = source(tmp_path / "train"), source(tmp_path / "eval")
+    now = data_versions(train, evaluation)
+    assert changed_data(paths, CONFIG, now) == [], "a run of before has no record of it"
+    put_data_versions(paths, now)
+    assert (changed_data(paths, CONFIG, data_versions(train, evaluation)), is_recorded(paths, now)) == ([], True)
+    touch(tmp_path / "eval" / "1.parquet")
+    now = data_versions(train, evaluation)
+    said = "1 of 2 files of data.eval_path have another size, time or ETag: 1.parquet"
+    assert (changed_data(paths, CONFIG, now), is_recorded(paths, now)) == ([said], False)
+    with pytest.raises(RunExistsError, match=r"(?s)was changed since its last start.*- 1 of 2 files.*run.changed_data to warn"):
+        changed_data(paths, CONFIG.replace(run__changed_data="refuse"), now)
+
+
+def test_a_copy_of_the_data_is_compared_by_size(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    put_data_versions(paths, data_versions(source(tmp_path / "a"), None))
+    assert changed_data(paths, CONFIG, data_versions(source(tmp_path / "b"), None)) == []
+    pq.write_table(pa.table({"x": np.arange(3), "y": np.arange(3)}), tmp_path / "b" / "0.parquet")
+    pq.write_table(pa.table({"x": np.arange(3), "y": np.arange(3)}), tmp_path / "b" / "1.parquet")
+    assert changed_data(paths, CONFIG, data_versions(source(tmp_path / "b"), None)) == [
+        "2 of 2 files of data.path have another size: 0.parquet, 1.parquet"
+    ]
+
+
+def test_many_changed_files_are_counted(tmp_path: Path) -> None:
+    paths, train = RunPaths(tmp_path / "run"), source(tmp_path / "a", 8)
+    put_data_versions(paths, data_versions(train, None))
+    for file in (tmp_path / "a").iterdir():
+        touch(file)
+    [said] = changed_data(paths, CONFIG, data_versions(train, None))
+    assert said.endswith("0.parquet, 1.parquet, 2.parquet, 3.parquet, 4.parquet and 3 more")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"data.path": 7}'])
+def test_a_damaged_record_of_the_data_says_nothing(tmp_path: Path, text: str) -> None:
+    paths, train = RunPaths(tmp_path / "run"), source(tmp_path / "a")
+    paths.data.parent.mkdir(parents=True)
+    paths.data.write_text(text)
+    assert changed_data(paths, CONFIG, data_versions(train, None)) == []

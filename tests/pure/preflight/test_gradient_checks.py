@@ -1,0 +1,241 @@
+"""What a start says of parameters without gradient, of losses that are no means over rows, and of what has no effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
+
+from ray_app.config.config import Config
+from ray_app.config.import_paths import OptimizerSpec
+from ray_app.config.sections import ClassSpec
+from ray_app.errors import ConfigError
+from ray_app.preflight.gradient_checks import parameters_without_gradient
+from ray_app.preflight.prepare import prepare
+from ray_app.train.state.state import make_schedule
+
+HERE = "tests.pure.preflight.test_gradient_checks."
+MODULE, LIGHTNING = "ray_app.task.module.ModuleTask", "ray_app.task.lightning.LightningTask"
+DECAYED: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+
+
+class Parts(nn.Module):
+    """Has parts that no row uses, or that only rows with a number above 0 use."""
+
+    def __init__(self, unused: int = 0, some: bool = False) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(1, 1), nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(unused))
+        self.some = nn.Linear(1, 1) if some else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.used(x[:, None])
+        if self.some is not None and bool((x > 0).any()):
+            y = y + self.some(x[:, None])
+        return y[:, 0]
+
+
+class Tokens(nn.Module):
+    """A Lightning module's methods over padded tokens, with the means that `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.words = how, nn.Embedding(16, 4)
+        self.body = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))
+        self.accuracy, self.f1 = BinaryAccuracy(), BinaryF1Score()
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.body(self.words(tokens))[..., 0] * mask
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Tensor:
+        tokens, mask, labels = batch
+        values, target = self(tokens, mask), labels.float()
+        scores = values.sum(1) / mask.sum(1)
+        losses = functional.binary_cross_entropy_with_logits(scores, target, reduction="none")
+        match self.how:
+            case "tokens":
+                return (values - target[:, None]).square().mul(mask).sum() / mask.sum()
+            case "dropout that is always there":
+                return functional.dropout(losses, 0.5).mean()
+            case "a loss between rows":
+                return (scores[:, None] - scores).square().mean()
+            case "accuracy":
+                self.log("train/score", self.accuracy(scores.sigmoid(), labels))
+            case "f1":
+                self.log("train/score", self.f1(scores.sigmoid(), labels))
+            case "a number of tokens":
+                self.log("train/tokens", mask.sum().float())
+            case "batch_size":
+                self.log("train/loss", losses.mean(), batch_size=len(labels))
+            case "another batch_size":
+                self.log("train/loss", losses.mean(), batch_size=int(mask.sum()) + 1)
+            case "another batch_size without names":
+                self.log_dict({"loss": losses.mean()}, False, True, True, True, "mean", False, False, None, True, 1000)
+            case "a sum without names":
+                self.log("train/loss", losses.sum(), False, True, True, True, "sum")
+        return losses.mean()
+
+
+def write(folder: Path, **columns: Any) -> Path:
+    folder.mkdir()
+    pq.write_table(pa.table(columns), folder / "part-0.parquet")
+    return folder
+
+
+def config_of(data: Path, task: str, init_args: dict[str, Any], optimizer: dict[str, Any], **fields: Any) -> Config:
+    given = {"data__path": str(data), "data__global_batch_size": 8, "train__strategy": "single", "tracking__enabled": False}
+    given |= {"run__name": "run", "run__storage_path": str(data.parent / "runs"), "scaling__logical_workers": 2}
+    return Config(task=ClassSpec(task, init_args), optimizer=OptimizerSpec("torch.optim.SGD", optimizer)).replace(**(given | fields))
+
+
+def regression(folder: Path, x: list[float], optimizer: dict[str, Any], model: dict[str, Any], **fields: Any) -> tuple[str, ...]:
+    data = write(folder / "data", x=x, y=[float(i % 3) for i in range(len(x))])
+    init_args = {"model": {"class_path": HERE + "Parts", "init_args": model}, "inputs": ["x"], "target": "y"}
+    return prepare(config_of(data, MODULE, init_args | {"loss": {"class_path": "torch.nn.MSELoss"}}, optimizer, **fields)).doubts
+
+
+NEVER = [0.0] * 16
+
+
+def test_parameters_without_gradient_that_weight_decay_moves_are_named(tmp_path: Path) -> None:
+    [said] = regression(tmp_path, NEVER, DECAYED, {"unused": 7})
+    assert said.startswith("7 trained parameters get no gradient from the rows that were tried: unused.0, unused.1, unused.2, unused.3")
+    assert "unused.4" in said
+    assert "unused.5" not in said
+    assert said.endswith("Freeze them by train.freeze, or give them a group with weight_decay 0 by optimizer.groups.")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scaling__logical_workers": 1},
+        {"train__freeze": ["unused.*"]},
+        {"optimizer__groups": [{"names": ["unused.*"], "weight_decay": 0.0}]},
+        {"optimizer__init_args": {"lr": 0.1}},
+    ],
+)
+def test_nothing_is_said_of_parameters_that_stay_where_they_are(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert regression(tmp_path, NEVER, DECAYED, {"unused": 2}, **fields) == ()
+
+
+@pytest.mark.parametrize(("x", "names"), [(NEVER, "some.weight, some.bias"), ([*NEVER[1:], 1.0], None)])
+def test_a_part_counts_as_unused_only_if_none_of_several_rows_uses_it(tmp_path: Path, x: list[float], names: str | None) -> None:
+    doubts = regression(tmp_path, x, DECAYED, {"some": True})
+    assert [f"tried: {names}. A" in said for said in doubts] == [True] * (names is not None)
+
+
+def test_a_checkpoint_that_hides_its_graph_makes_no_parameter_unused() -> None:
+    model, x = Parts(), torch.ones(3, requires_grad=True)
+    for reentrant in (False, True):
+        losses = checkpoint(model, x, use_reentrant=reentrant)
+        assert parameters_without_gradient(losses, dict(model.named_parameters())) == []
+    assert parameters_without_gradient(x, dict(model.named_parameters())) == ["used.weight", "used.bias"]
+
+
+def lightning(folder: Path, how: str) -> tuple[str, ...]:
+    tokens = [[(i * 5 + j) % 16 for j in range(2 + i * 7 % 11)] for i in range(24)]
+    data = write(folder / "data", tokens=tokens, label=[int(i % 3 == 0) for i in range(24)])
+    init_args = {"module": {"class_path": HERE + "Tokens", "init_args": {"how": how}}, "batch": ["tokens", "tokens.mask", "label"]}
+    return prepare(config_of(data, LIGHTNING, init_args | {"target": "label"}, {"lr": 0.1})).doubts
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("tokens", "The loss that training_step of Tokens gives is not a mean over rows"),
+        ("a loss between rows", "so the gradient depends on scaling.logical_workers"),
+        ("f1", "'train.score', which training_step of Tokens logs, is not a mean over rows"),
+        ("a number of tokens", "'train.tokens', which training_step of Tokens logs, is not a mean over rows"),
+    ],
+)
+def test_what_a_training_step_makes_of_other_than_rows_is_said(tmp_path: Path, how: str, said: str) -> None:
+    [found] = lightning(tmp_path, how)
+    assert said in found
+
+
+@pytest.mark.parametrize("how", ["rows", "dropout that is always there", "accuracy", "batch_size"])
+def test_nothing_is_said_of_means_over_rows_and_of_dropout(tmp_path: Path, how: str) -> None:
+    assert lightning(tmp_path, how) == ()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("another batch_size", r"'train/loss' is logged with batch_size \d+, and the batch has 2 rows"),
+        ("another batch_size without names", r"'loss' is logged with batch_size 1000, and the batch has 2 rows"),
+        ("a sum without names", "'train/loss' is logged with reduce_fx"),
+    ],
+)
+def test_options_of_log_that_would_be_left_out_are_refused(tmp_path: Path, how: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        lightning(tmp_path, how)
+
+
+def test_r2_of_one_row_to_evaluate_is_refused(tmp_path: Path) -> None:
+    init_args = {"metrics": {"r2": {"class_path": "torchmetrics.regression.R2Score"}}}
+    with pytest.raises(ConfigError, match=r"(?s)of the 1 row of data\.eval_path: .*Give it more rows, or leave the metric out"):
+        evaluated(tmp_path, [1.0], init_args)
+
+
+def evaluated(folder: Path, target: list[float], init_args: dict[str, Any]) -> tuple[str, ...]:
+    data = write(folder / "train", x=[i / 16 for i in range(16)], y=[float(i % 2) for i in range(16)])
+    other = write(folder / "eval", x=[i / len(target) for i in range(len(target))], y=target)
+    given = {"model": {"class_path": HERE + "Parts"}, "inputs": ["x"], "target": "y", **init_args}
+    given.setdefault("loss", {"class_path": "torch.nn.BCEWithLogitsLoss"})
+    return prepare(config_of(data, MODULE, given, {"lr": 0.1}, data__eval_path=str(other))).doubts
+
+
+AUROC = {"metrics": {"auroc": {"class_path": "torchmetrics.classification.BinaryAUROC"}}}
+
+
+def test_auroc_of_few_rows_of_one_class_is_said(tmp_path: Path) -> None:
+    [said] = evaluated(tmp_path, [1.0] * 16, AUROC)
+    assert said.startswith("torchmetrics says of the 16 rows of data.eval_path: No negative samples in targets")
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_many_rows_to_evaluate_with_one_value_are_said(tmp_path: Path, value: float) -> None:
+    [said] = evaluated(tmp_path, [value] * 17, AUROC)
+    assert f"All 17 rows of {tmp_path / 'eval'} have {value:g} in 'y': metrics that compare classes (AUROC)" in said
+
+
+def test_nothing_is_said_of_rows_to_evaluate_with_two_values(tmp_path: Path) -> None:
+    assert evaluated(tmp_path, [*[1.0] * 16, 0.0], AUROC) == ()
+
+
+def sized(weights: str | None = None, kappa: str = "") -> nn.Module:
+    del weights, kappa
+    return Parts()
+
+
+@pytest.mark.parametrize(("model", "said"), [({"weights": "DEFAULT"}, 1), ({"weights": None}, 0), ({"kappa": "linear"}, 0)])
+def test_pretrained_parameters_that_init_from_replaces_are_said(tmp_path: Path, model: dict[str, Any], said: int) -> None:
+    data = write(tmp_path / "data", x=[float(i) for i in range(16)], y=[float(i) for i in range(16)])
+    safetensors.torch.save_file(Parts().state_dict(), tmp_path / "model.safetensors")
+    init_args = {"model": {"class_path": HERE + "sized", "init_args": model}, "inputs": ["x"], "target": "y"}
+    init_args |= {"loss": {"class_path": "torch.nn.MSELoss"}}
+    fields = {"train__init_from": str(tmp_path / "model.safetensors")}
+    doubts = prepare(config_of(data, MODULE, init_args, {"lr": 0.1}, **fields)).doubts
+    assert len(doubts) == said
+    assert all("task.init_args.model.init_args.weights has no effect" in each for each in doubts)
+
+
+@pytest.mark.parametrize(
+    ("init_args", "steps"), [({}, 20), ({"total_steps": 40}, 40), ({"epochs": 3, "steps_per_epoch": 7}, 21), ({"steps_per_epoch": 7}, None)]
+)
+def test_the_length_that_a_schedule_is_given_is_not_replaced(init_args: dict[str, Any], steps: int | None) -> None:
+    spec = ClassSpec("torch.optim.lr_scheduler.OneCycleLR", {"max_lr": 0.1, **init_args})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    if steps is None:
+        with pytest.raises(ValueError, match="You must define either total_steps OR"):
+            make_schedule(spec, optimizer, 20)
+        return
+    assert make_schedule(spec, optimizer, 20).total_steps == steps

@@ -1,0 +1,121 @@
+"""Operations that PyTorch refuses on a GPU with deterministic algorithms are found on a CPU, and no others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torchvision import ops
+
+from ray_app.errors import ConfigError
+from ray_app.preflight.model_checks import _REFUSED, Kernels
+
+LISTED = {
+    "torch.nn.AvgPool3d": {"avg_pool3d_backward"},
+    "torch.nn.AdaptiveAvgPool2d": {"_adaptive_avg_pool2d_backward"},
+    "torch.nn.AdaptiveAvgPool3d": {"_adaptive_avg_pool3d_backward"},
+    "torch.nn.AdaptiveMaxPool2d": {"adaptive_max_pool2d_backward"},
+    "torch.nn.FractionalMaxPool2d": {"fractional_max_pool2d_backward"},
+    "torch.nn.FractionalMaxPool3d": {"fractional_max_pool3d_backward"},
+    "torch.nn.MaxUnpool1d": {"max_unpool2d"},
+    "torch.nn.MaxUnpool2d": {"max_unpool2d"},
+    "torch.nn.MaxUnpool3d": {"max_unpool3d"},
+    "torch.nn.functional.interpolate": {
+        "upsample_linear1d_backward",
+        "_upsample_bilinear2d_aa_backward",
+        "_upsample_bicubic2d_aa_backward",
+    },
+    "torch.nn.ReflectionPad1d": {"reflection_pad1d_backward"},
+    "torch.nn.ReflectionPad2d": {"reflection_pad2d_backward"},
+    "torch.nn.ReflectionPad3d": {"reflection_pad3d_backward"},
+    "torch.nn.NLLLoss": {"nll_loss2d_forward"},
+    "torch.nn.CTCLoss": {"_ctc_loss_backward"},
+    "torch.nn.EmbeddingBag": {"_embedding_bag_dense_backward"},
+    "torch.Tensor.put_": {"put", "put_"},
+    "torch.histc": {"histc"},
+    "torch.bincount": {"bincount"},
+    "torch.median": {"median", "nanmedian"},
+    "torch.nn.functional.grid_sample": {"grid_sampler_2d_backward", "grid_sampler_3d_backward"},
+    "torch.Tensor.scatter_reduce": {"scatter_reduce", "scatter_reduce_", "scatter", "scatter_"},
+}
+"""The operations that each entry of the documentation stands for."""
+NOT_LISTED = {  # their kernels refuse, or add atomically, without an entry
+    *{"adaptive_max_pool3d_backward", "index_reduce", "index_reduce_"},
+    *{"_roi_pool_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward", "_deform_conv2d_backward"},
+}
+NOT_ON_A_GPU = ("MPS tensor", "an MPS", "quantized tensor")
+
+
+def test_the_list_is_the_one_in_the_documentation_of_pytorch() -> None:
+    text = str(torch.use_deterministic_algorithms.__doc__)
+    [refused] = re.findall(r"operations will throw a\n.*?``mode=True``:\n(.*?)\n    In addition", text, re.DOTALL)
+    entries = [" ".join(entry.split()) for entry in re.split(r"\n        \* ", refused) if entry.strip()]
+    on_gpus = [entry for entry in entries if "CUDA" in entry or not any(word in entry for word in NOT_ON_A_GPU)]
+    assert {name for entry in on_gpus for name in re.findall(r":(?:class|func):`([\w.]+)`", entry)} == set(LISTED)
+    assert set(_REFUSED) == set().union(*LISTED.values(), NOT_LISTED)
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_each_name_is_one_of_an_operation(name: str) -> None:
+    assert hasattr(torch.ops.aten, name) or hasattr(torch.ops.torchvision, name)
+
+
+INDEX, VALUES, MATRIX = torch.tensor([0, 1, 0]), torch.tensor([1.0, 2.0, 3.0]), torch.rand(3, 3)
+REGIONS = torch.tensor([[0.0, 0.0, 0.0, 4.0, 4.0]])
+
+
+def differentiated(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...] = (1, 8, 6, 6)) -> None:
+    leaf = torch.rand(shape, requires_grad=True)
+    torch.autograd.grad(operation(leaf).sum(), [leaf])
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "bincount with weights": lambda: torch.bincount(INDEX, VALUES),
+    "bincount with weights | named": lambda: torch.bincount(INDEX, weights=VALUES, minlength=4),
+    "median with indices": lambda: MATRIX.median(dim=1),
+    "nanmedian with indices": lambda: MATRIX.nanmedian(1),
+    "scatter_reduce with prod, amax or amin": lambda: VALUES.scatter_reduce(0, INDEX, VALUES, "amax"),
+    "scatter_reduce with prod, amax or amin | in place": lambda: VALUES.clone().scatter_reduce_(0, INDEX, VALUES, reduce="prod"),
+    "scatter that multiplies": lambda: VALUES.scatter(0, INDEX, VALUES, reduce="multiply"),
+    "index_reduce": lambda: VALUES.index_reduce(0, INDEX, VALUES, "amin"),
+    "put with accumulate": lambda: VALUES.clone().put_(INDEX, VALUES, accumulate=True),
+    "put with accumulate | a copy": lambda: VALUES.put(INDEX, VALUES, True),
+    "histc": lambda: torch.histc(VALUES, 4),
+    "RoIPool, backward": lambda: differentiated(lambda x: ops.roi_pool(x, REGIONS, 2)),
+    "PSRoIAlign, backward": lambda: differentiated(lambda x: ops.ps_roi_align(x, REGIONS, 2)),
+    "PSRoIPool, backward": lambda: differentiated(lambda x: ops.ps_roi_pool(x, REGIONS, 2)),
+    "DeformConv2d, backward": lambda: differentiated(
+        lambda x: ops.deform_conv2d(x, torch.zeros(1, 18, 6, 6), torch.rand(4, 8, 3, 3), padding=1)
+    ),
+}
+FINE: dict[str, Callable[[], object]] = {
+    "bincount": lambda: torch.bincount(INDEX, minlength=4),
+    "bincount, no weights by name": lambda: torch.bincount(INDEX, weights=None, minlength=4),
+    "median of all": lambda: (MATRIX.median(), MATRIX.nanmedian()),
+    "scatter_reduce with sum or mean": lambda: VALUES.scatter_reduce(0, INDEX, VALUES, "sum").scatter_reduce_(0, INDEX, VALUES, "mean"),
+    "scatter": lambda: (VALUES.scatter(0, INDEX, VALUES), VALUES.scatter(0, INDEX, 2.0, reduce="multiply")),
+    "scatter_add and index_add": lambda: VALUES.scatter_add(0, INDEX, VALUES).index_add(0, INDEX, VALUES),
+    "RoIAlign, which is replaced": lambda: differentiated(lambda x: ops.roi_align(x, REGIONS, 2)),
+    "cross-entropy": lambda: differentiated(lambda x: functional.cross_entropy(x, INDEX), (3, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(in beta|is deprecated):UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_gpu_refuses_is_named_with_what_to_choose(name: str) -> None:
+    with Kernels() as kernels:
+        REFUSED[name]()
+    with pytest.raises(ConfigError, match=f"  {name.partition(' | ')[0]}: choose "):
+        kernels.refuse(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*(in beta|is deprecated):UserWarning")
+@pytest.mark.parametrize("name", FINE)
+def test_what_a_gpu_computes_is_not_refused(name: str) -> None:
+    with Kernels() as kernels:
+        FINE[name]()
+    kernels.refuse(1)

@@ -1,0 +1,60 @@
+"""Random numbers that do not come from torch or the keys are found before a run, and named with the user's line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_app.preflight.purity import impurities
+from tests.support import impure_tasks
+from tests.support.impure_tasks import Impure
+from tests.support.local_world import make_job, write_images
+
+CODE = Path(impure_tasks.__file__).read_text().splitlines()
+
+
+def found(tmp_path: Path, what: str) -> list[str]:
+    data = write_images(tmp_path / "data", [[8], [8]])
+    return impurities(make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Impure(what)))
+
+
+def line(code: str) -> str:
+    [number] = [i for i, each in enumerate(CODE, 1) if code in each]
+    return f"(impure_tasks.py, line {number}, in "
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("decode", f"decode draws from Python's generator (random) {line('random.random() <')}decode). Its result may be cached"),
+        pytest.param("batch", "decode makes another 'image' of a row by itself", marks=pytest.mark.rest),
+        pytest.param(
+            "numpy",
+            f"augment draws from NumPy's generator (numpy.random) {line('np.random.rand()')}augment). Draw from the keys",
+            marks=pytest.mark.rest,
+        ),
+        pytest.param(
+            "unseeded",
+            f"augment draws from a generator made without a seed (numpy.random.default_rng) {line('default_rng().random')}augment)",
+            marks=pytest.mark.rest,
+        ),
+        pytest.param(
+            "transform",
+            "augment draws from a generator of its own, Impure.transform.random_generator (numpy's Generator). Draw from the keys",
+            marks=pytest.mark.rest,
+        ),
+        ("kept", "training_loss gives something else when it is called again"),
+    ],
+)
+def test_what_is_impure_is_named(what: str, expected: str, tmp_path: Path) -> None:
+    [said] = found(tmp_path, what)
+    assert said.startswith(expected)
+
+
+def test_a_pure_task_is_pure(tmp_path: Path) -> None:
+    assert found(tmp_path, "") == []
+
+
+def test_a_model_that_cannot_be_copied_is_made_anew(tmp_path: Path) -> None:
+    assert found(tmp_path, "lock") == []

@@ -1,0 +1,240 @@
+"""What the first rows to train on do not have: rows that are longer, and what is in the data to evaluate on alone."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from torch import Tensor, nn
+
+from ray_app import load_config
+from ray_app.data import probes
+from ray_app.data.arrays import to_column
+from ray_app.data.dataset import open_dataset
+from ray_app.data.parquet_files import DataFile
+from ray_app.data.probes import longest_row
+from ray_app.errors import ConfigError, DataError
+from ray_app.preflight.prepare import prepare
+from ray_app.task.base import Batch
+from ray_app.task.language_model import CausalLanguageModel
+
+ROWS, LONGEST = 1000, 40
+ACCURACY = {"class_path": "torchmetrics.classification.BinaryAccuracy"}
+CROSS_ENTROPY = {"class_path": "torch.nn.CrossEntropyLoss"}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+
+
+def write(folder: Path, classes: int = 3, words: int = 50, long_at: int | None = None) -> str:
+    """Texts of up to 17 tokens in two files of five row groups, with small images, numbers and classes; one text may be longer."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    tokens = [[words - 1, *range(1, 1 + n % 16)] for n in range(ROWS)]
+    if long_at is not None:
+        tokens[long_at] = [1] * LONGEST
+    image, image_column = to_column("image", random.integers(0, 255, (ROWS, 8, 8)).astype(np.uint8))
+    table = pa.table(
+        {
+            "tokens": pa.array(tokens, pa.list_(pa.int32())),
+            "boxes": pa.array([[[0.0, 1.0]] * 50] * ROWS, pa.list_(pa.list_(pa.float32(), 2))),
+            "x": random.random(ROWS),
+            "label": np.arange(ROWS) * classes // ROWS,
+        }
+    ).append_column(image, image_column)
+    for part in range(2):
+        pq.write_table(table.slice(part * ROWS // 2, ROWS // 2), folder / f"{part}.parquet", row_group_size=100)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("beyond") / "plain")
+
+
+def module(model: dict[str, Any], inputs: Any, **init_args: Any) -> dict[str, Any]:
+    given = {"model": model, "inputs": inputs, "target": "label", "loss": CROSS_ENTROPY, **init_args}
+    return {"class_path": "ray_app.task.module.ModuleTask", "init_args": given}
+
+
+def texts(positions: int = 32, **init_args: Any) -> dict[str, Any]:
+    config = {"class_path": "transformers.BertConfig", "init_args": {**SMALL, "num_labels": 3, "max_position_embeddings": positions}}
+    model = {"class_path": "transformers.BertForSequenceClassification", "init_args": {"config": config}}
+    return module(model, {"input_ids": "tokens", "attention_mask": "tokens.mask"}, output="logits", **init_args)
+
+
+def numbers(outputs: int, **init_args: Any) -> dict[str, Any]:
+    model = {"class_path": "tests.support.untyped_models.Numbers", "init_args": {"width": 3, "outputs": outputs}}
+    return module(model, ["x"], **init_args)
+
+
+IMAGES = {"class_path": "ray_app.task.image.ImageClassification"}
+TABLE = {"class_path": "ray_app.task.tabular.TabularClassification", "init_args": {"features": ["x"]}}
+
+
+def start(task: dict[str, Any], path: str, eval_path: str, tmp_path: Path) -> None:
+    storage = str(tmp_path / "runs")
+    prepare(load_config(task=task, data__path=path, data__eval_path=eval_path, data__global_batch_size=16, run__storage_path=storage))
+
+
+def refused(*given: Any) -> str:
+    with pytest.raises((ConfigError, DataError)) as found:
+        start(*given)
+    return str(found.value)
+
+
+# --- longer rows
+
+
+@pytest.mark.parametrize("long_at", [0, 511, ROWS - 1])
+def test_a_row_that_is_longer_than_the_model_is_refused_wherever_it_is(tmp_path: Path, plain: str, long_at: int) -> None:
+    long = write(tmp_path / "long", long_at=long_at)
+    start(texts(), plain, plain, tmp_path)
+    cannot = f"Rows of {LONGEST} numbers in 'tokens' cannot be"
+    assert f"{cannot} trained on, rows of one can. Models know only so many positions" in refused(texts(), long, plain, tmp_path)
+    said = refused(texts(), plain, long, tmp_path)
+    assert f"data.eval_path {long}: {cannot} evaluated on, rows of one can. Models know only so many positions" in said
+    start(texts(LONGEST), long, long, tmp_path)
+    start(texts(max_length=32), long, long, tmp_path)
+
+
+class Shifted(CausalLanguageModel):
+    """Trains on what `augment` has added, in training mode alone."""
+
+    def augment(self, batch: Batch, keys: Tensor) -> Batch:
+        return {**batch, "shift": keys}
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert model.training
+        assert "shift" in batch
+        return self.loss(self.forward(model, batch), batch)
+
+
+@pytest.mark.parametrize("name", ["ray_app.task.language_model.CausalLanguageModel", f"{__name__}.Shifted"])
+def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: str, name: str) -> None:
+    config = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+    spec = {"config": {"class_path": "transformers.GPT2Config", "init_args": config}}
+    model = {"class_path": "transformers.AutoModelForCausalLM.from_config", "init_args": spec}
+    task = {"class_path": name, "init_args": {"model": model}}
+    start(task, plain, plain, tmp_path)
+    long = write(tmp_path / "long", long_at=ROWS - 1)
+    assert f"the longest row of data.path {long} ({LONGEST} numbers)" in refused(task, long, plain, tmp_path)
+    assert f"the longest row of data.eval_path {long} ({LONGEST} numbers)" in refused(task, plain, long, tmp_path)
+    more = write(tmp_path / "more", words=60)
+    assert f"data.eval_path {more}: Column 'tokens' has tokens up to 59, the model knows 50, 0 to 49." in refused(
+        task, plain, more, tmp_path
+    )
+    config["n_positions"] = LONGEST
+    start(task, long, long, tmp_path)
+
+
+def test_the_longest_row_is_found_by_its_lists_of_numbers(tmp_path: Path) -> None:
+    dataset = open_dataset(write(tmp_path / "long", long_at=731))
+    found = longest_row(dataset, ["label", "tokens", "boxes"], 100)
+    assert found is not None
+    assert (found.path, found.row_group, found.first, found.rows, found.position) == ("1.parquet", 2, 31, 1, 731)
+    shorter = longest_row(dataset, ["tokens"], LONGEST - 1)
+    assert shorter is not None
+    assert shorter.position % 16 == 15
+    assert longest_row(dataset, ["x", "label"], 100) is None
+
+
+def test_of_a_large_data_set_some_row_groups_from_all_over_it_are_looked_at(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, read = count(0, 0.25), list[int]()
+
+    def counted(*arguments: Any) -> DataFile:
+        read.append(len(read))
+        return DataFile(*arguments)
+
+    monkeypatch.setattr(probes.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(probes, "DataFile", counted)
+    assert longest_row(open_dataset(plain), ["tokens"], 100) is not None
+    assert len(read) == 5, "after the fifth look more than a second is over"
+
+
+def test_what_was_read_counts_however_long_it_took(plain: str) -> None:
+    found = longest_row(open_dataset(plain), ["tokens"], 100, within_s=-1)
+    assert found is not None
+    assert found.position % 16 == 15, "the longest of a row group"
+
+
+def test_a_batch_of_large_rows_has_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    random, long = np.random.default_rng(0), 70_000
+    waves = [random.integers(0, 1 << 60, 50_000) for _ in range(60)]
+    waves[40] = random.integers(0, 1 << 60, long)
+    table = {"wave": pa.array(waves, pa.list_(pa.int64())), "other": pa.array([[1.0] * 100] * 60), "y": pa.array(range(60))}
+    pq.write_table(pa.table(table), tmp_path / "wave.parquet")
+    ticks, looked = count(0, 0.2), probes._lengths
+    read = list[int]()
+
+    def counted(rows: pa.RecordBatch) -> Any:
+        read.append(rows.num_rows)
+        return looked(rows)
+
+    monkeypatch.setattr(probes, "_lengths", counted)
+    dataset = open_dataset(str(tmp_path))
+    assert longest_row(dataset, ["wave"], 1 << 16) is not None
+    assert sum(read) == 60
+    assert max(read) * 50_000 * 8 <= 5 << 20
+    assert [record.message for record in caplog.records] == [
+        f"A row of {long} numbers is not tried before the start, nor are others of more than 65536."
+    ]
+    monkeypatch.setattr(probes.time, "monotonic", lambda: next(ticks))
+    read.clear()
+    assert longest_row(dataset, ["wave"], 1 << 17) is not None
+    assert len(read) == 6
+    read.clear()
+    assert longest_row(dataset, ["other"], 1 << 17) is not None
+    assert read == [60], "a batch goes by the columns that are looked at"
+
+
+def test_a_file_that_cannot_be_read_is_told_where_it_is_trained_on(tmp_path: Path, plain: str) -> None:
+    dataset = open_dataset(write(tmp_path / "damaged"))
+    for file in Path(dataset.root).iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    assert longest_row(dataset, ["tokens"], 100) is None
+
+
+# --- what is in the data to evaluate on alone
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (IMAGES, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
+        (TABLE, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
+        (
+            numbers(3),
+            "the loss and the model's 3 classes allow 0 to 2. Correct the column, or let the model have an output for each class.",
+        ),
+    ],
+    ids=["images", "table", "module"],
+)
+def test_a_class_that_is_in_the_data_to_evaluate_on_alone_is_refused(task: dict[str, Any], said: str, plain: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "more", classes=4)
+    start(task, plain, plain, tmp_path)
+    assert said.format(path=path) in refused(task, plain, path, tmp_path)
+
+
+def test_a_class_that_only_the_metric_does_not_know_is_refused(tmp_path: Path) -> None:
+    two, three = write(tmp_path / "two", classes=2), write(tmp_path / "three", classes=3)
+    task = numbers(1, loss={"class_path": "torch.nn.BCEWithLogitsLoss"}, metrics={"accuracy": ACCURACY})
+    start(task, two, two, tmp_path)
+    said = refused(task, two, three, tmp_path)
+    assert said.startswith(f"data.eval_path {three}, in the first rows: ")
+    assert "the loss and the model's 2 classes allow 0 to 1. Correct the column" in said
+
+
+def test_a_class_that_the_model_and_the_metrics_have_is_evaluated_on(plain: str, tmp_path: Path) -> None:
+    start(numbers(4), plain, write(tmp_path / "more", classes=4), tmp_path)
+    start({**TABLE, "init_args": {"features": ["x"], "num_classes": 4}}, plain, str(tmp_path / "more"), tmp_path)
+
+
+def test_a_token_that_is_in_the_data_to_evaluate_on_alone_is_refused(plain: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "more", words=60)
+    assert f"data.eval_path {path}: Column 'tokens' has values up to 59, and the model has no embedding for 59" in refused(
+        texts(), plain, path, tmp_path
+    )

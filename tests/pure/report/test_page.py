@@ -1,0 +1,473 @@
+"""The report, from run directories made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ray_app.cli.report import main
+from ray_app.config.sections import FailureSection
+from ray_app.driver.finalize import report_end
+from ray_app.errors import TaskError
+from ray_app.report.charts import Clock, log_ticks, number, rates, seconds, smoothed, sparkline, thinned, ticks, time_ticks, whole_ticks
+from ray_app.report.facts import read_facts, shares, what_happened
+from ray_app.report.figures import learning_figures
+from ray_app.report.page import render, write_report
+from ray_app.report.tables import budgets, by_class, comparison, counters, happenings, time_parts
+from ray_app.runlog.journal import Event, StepRecord
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.step_records import Course
+from ray_app.storage.files import put_json
+from ray_app.watch.terminal import loss_curve
+from tests.support.made_run import BEGAN_S, MadeRun, full_run, png
+from tests.support.places import ROOT
+
+SECTIONS = ["figures", "learning", "cluster", "classes", "ledger", "comparison", "configuration"]
+_VOID = {"meta", "link", "img", "br"}
+
+
+class Page(HTMLParser):
+    """What a page consists of, and whether every element is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self.ids += [str(value) for name, value in attrs if name == "id"]
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page_of(run: MadeRun) -> Page:
+    page = Page(render(read_facts(run.paths)))
+    assert [name for name in page.ids if name in SECTIONS] == SECTIONS
+    return page
+
+
+def test_a_finished_run_has_everything(tmp_path: Path) -> None:
+    run = full_run(tmp_path)
+    page = page_of(run)
+    for said in (
+        "1 of 5 failures, 1 of unlimited preemptions, 1 resize, 1 driver restart",
+        "workers 2 → 1 → 2",
+        "10 steps redone",
+        "Confusion matrix",
+        "taken for",
+        "before",
+        "optimizer.init_args.lr",
+        "best accuracy",
+        "Evaluation harder: accuracy",
+        "0.9800",
+        "came after 1 h 23 min without a driver",
+    ):
+        assert said in page.text, said
+    assert page.tags.count("svg") >= 8
+    assert page.tags.count("img") == 6
+
+
+def test_a_metric_of_the_tasks_own_stands_beside_that_of_the_evaluations(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 50, 2.0, metrics={"accuracy": 0.5, "right_words": 0.25}, weight=40.0)
+    run.evaluate(50, 9.0, {"accuracy": 0.75, "loss": 1.0})
+    figures = {figure.title: figure for figure in learning_figures(read_facts(run.paths))}
+    assert [name for _, name in figures["Accuracy"].legend] == ["training", "evaluation"]
+    assert [name for _, name in figures["Right words"].legend] == ["training"]
+    assert "Evaluation: accuracy" not in figures
+    assert figures["Loss"].unit == "mean by weight"
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_run_without_steps(tmp_path: Path, evaluated: bool) -> None:
+    run = MadeRun(tmp_path, data__eval_path="made" if evaluated else None)
+    run.start()
+    text = page_of(run).text
+    assert "No step has been recorded." in text
+    assert ("No checkpoint has been evaluated." if evaluated else "No evaluation data was configured") in text
+    assert "No run next to this one with the metric accuracy" in text
+
+
+def test_a_run_that_was_never_started(tmp_path: Path) -> None:
+    text = page_of(MadeRun(tmp_path)).text
+    assert "Nothing has happened." in text
+    assert "none said how it ended" in text
+
+
+def test_a_run_with_one_step(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 1, 2.0)
+    assert "Goodput needs at least two steps." in page_of(run).text
+
+
+def test_rows_of_every_logical_worker_and_rows_that_were_skipped(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, data__on_bad_row="skip", data__shard="file")
+    run.start()
+    run.steps(1, 50, 2.0)
+    assert "cannot be decoded" not in page_of(run).text
+    for position in range(25):
+        place = {"position": 1000 - position, "path": f"part-{position}.parquet", "row_group": 3, "row": 7}
+        put_json(run.paths.bad_rows / f"{1000 - position:012d}.json", {**place, "reason": f"<b>cut {position}</b>"})
+    page = page_of(run)
+    text = " ".join(page.text.split())
+    assert "Used by each logical worker logical workerrows 0800 1800 As data.shard: file shares them out." in text
+    assert "25 of at most 100 (data.max_bad_rows), skipped 0 times in all. The first 20, and why" in text
+    assert "part-24.parquet, row group 3, row 7<b>cut 24</b>" in text, "the first by position"
+    assert "part-4.parquet," not in text
+    assert page.ids.index("cluster") < page.ids.index("rows") < page.ids.index("classes")
+
+
+def test_many_logical_workers_are_summed_up() -> None:
+    records = [StepRecord(1, 0, 0.0, 1.0, 0.1, 1.0, 1.0, 0.0, 2, list(range(30)), [0] * 30, "1.1")] * 2
+    found = shares([sum(column) for column in zip(*(record.rows for record in records), strict=True)])
+    assert found is not None
+    assert (found.logical_workers, found.least, found.most, len(found.shown)) == (30, 0, 58, 20)
+    assert (found.shown[19].rows, found.shown[19].part) == (38, 38 / 58)
+
+
+def test_nothing_is_said_of_rows_where_there_is_nothing_to_say(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    assert "rows" not in page_of(run).ids
+    assert shares([32]) is None, "one logical worker"
+
+
+def test_a_running_run_is_told_from_one_whose_driver_vanished(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 50, 2.0)
+    assert read_facts(run.paths).status == "vanished"
+    run.hold()
+    before = sorted(str(path) for path in run.paths.root.rglob("*"))
+    write_report(run.paths)
+    after = sorted(str(path) for path in run.paths.root.rglob("*"))
+    assert set(after) - set(before) == {str(run.paths.report)}
+    text = page_of(run).text
+    assert "run running" in " ".join(text.split())
+    assert "make it again with ray-app report" in text
+
+
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 20, 2.0, losses={3: math.nan, 20: math.inf})
+    run.end(9.0, "failed", reason="the gradient is not finite <at all>")
+    text = page_of(run).text
+    assert "the gradient is not finite <at all>" in text
+    assert "2 steps whose loss was NaN or infinite are left out." in text
+
+
+def test_traced_steps_are_linked(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 20, 2.0)
+    for file in ("profile/steps-00000003-00000004.json.gz", "javascript:alert(1)", "profile/../../x"):
+        run.event("profiled", 1.0, first=3, step=4, file=file)
+    facts = read_facts(run.paths)
+    assert re.findall(r'<a href="([^"]*)" download>', render(facts)) == ["profile/steps-00000003-00000004.json.gz"]
+
+
+def test_what_a_task_raised_is_shown_with_its_calls_once(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    trace = "  File my_task.py\nKeyError: 'x'"
+    raised = [str(TaskError("KeyError: 'x' (my_task.py, line 3, in loss)", trace, f"rank {rank}")) for rank in range(2)]
+    run.event("failed", 1.0, number=1, errors={"0": raised[0], "1": raised[1]}, step=3, left=0)
+    run.end(9.0, "failed", reason=raised[1])
+    [told] = [what for _, kind, what in happenings(read_facts(run.paths)) if kind == "failed"]
+    assert told.count(trace) == 1
+    page = page_of(run)
+    assert page.text.count("  File my_task.py") == 3, "at the top, and in the list of what happened: the failure and the end"
+    assert not any("File my_task.py" in str(value) for _, _, value in page.attributes)
+
+
+def test_what_comes_from_the_run_is_text_and_nothing_else(tmp_path: Path) -> None:
+    hostile = "</title></svg></style><script>alert(1)</script><img src=http://evil/x onerror=alert(1)>\"'{{ 7*7 }}"
+    name = '<b onclick="x">run'
+    run = full_run(tmp_path, name, text=hostile)
+    run.event("fallback", 5000.0, checkpoint=hostile, reason=hostile)
+    examples = [{"row": hostile, "truth": hostile, "predicted": hostile, "confidence": hostile, "image": image} for image in _IMAGES]
+    tables = {hostile: [hostile], "confusion_matrix": [[hostile]]}
+    run.evaluate(50, 30, {hostile: 1.0, "accuracy": 1.0}, classes=[hostile], examples=examples, tables=tables)
+    page = page_of(run)
+    clean = Page(render(read_facts(full_run(tmp_path / "clean").paths)))
+    assert set(page.tags) <= set(clean.tags), "no element but those of the template"
+    assert {(tag, key) for tag, key, _ in page.attributes} <= {(tag, key) for tag, key, _ in clean.attributes} | {("img", "alt")}
+    assert hostile in page.text
+    assert name in page.text
+    assert [value for tag, key, value in page.attributes if (tag, key) == ("img", "src")] == [png()]
+
+
+_IMAGES = [
+    png(),
+    "http://evil/x.png",
+    "javascript:alert(1)",
+    png() + '" onerror="x',
+    png() + "\n",
+    "data:image/svg+xml;base64,AAAA",
+    7,
+    None,
+]
+
+
+def test_nothing_is_fetched_and_no_script_runs(tmp_path: Path) -> None:
+    page = page_of(full_run(tmp_path))
+    assert "script" not in page.tags
+    assert not [item for item in page.attributes if item[1].startswith("on")]
+    places = [value or "" for _, key, value in page.attributes if key in ("src", "href", "xlink:href", "srcset", "action")]
+    assert [value for value in places if not value.startswith("data:image/png;base64,")] == []
+    policy = next(value for tag, key, value in page.attributes if tag == "meta" and key == "content" and "default-src" in (value or ""))
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    style = (ROOT / "ray_app/report/templates/report.css").read_text()
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_thinning_keeps_every_extreme_and_the_ends() -> None:
+    numbers = random.Random(1)
+    points = [(float(x), numbers.random()) for x in range(1_000_000)]
+    points[777_777] = (777_777.0, 50.0)
+    points[123_456] = (123_456.0, -50.0)
+    kept = thinned(points)
+    assert len(kept) <= 1000
+    assert kept == sorted(kept)
+    assert {points[0], points[-1], (777_777.0, 50.0), (123_456.0, -50.0)} <= set(kept)
+    assert set(kept) <= set(points)
+    assert thinned(points[:1000]) == points[:1000]
+
+
+@pytest.mark.rest
+def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 30_000, 1.0, each_s=0.001, losses={20_001: 99.0})
+    html = render(read_facts(run.paths))
+    assert len(html) < 400_000
+
+
+def test_the_best_earlier_run_is_compared_with(tmp_path: Path) -> None:
+    for name, value, began_s in (("good", 0.95, -5000.0), ("better", 0.97, -4000.0), ("later", 0.99, 10.0), ("bad", math.nan, -3000.0)):
+        MadeRun(tmp_path, name, BEGAN_S + began_s, seed=3).end(100, value=value)
+    MadeRun(tmp_path, "failed", BEGAN_S - 2000).end(100, "failed", value=0.999)
+    other = MadeRun(tmp_path, "other", BEGAN_S - 2000)
+    other.end(100, value=1.0)
+    other.paths.summary.write_text(other.paths.summary.read_text().replace('"accuracy"', '"rmse"'))
+    for name, text in (("half", '{"status": "fini'), ("list", "[]"), ("words", '{"status": "finished", "best": {"metric": "accuracy"}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(text)
+    foreign = MadeRun(tmp_path, "foreign", BEGAN_S - 2000)
+    foreign.end(100, value=1.0)
+    foreign.paths.config.write_text("train: {no_such_field: 1}")
+    (tmp_path / "mlruns" / "0").mkdir(parents=True)
+    (tmp_path / "mlflow.db").write_text("x")
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 20, 1.0)
+    facts = read_facts(run.paths)
+    assert facts.earlier is not None
+    assert (facts.earlier.name, facts.earlier.value, facts.earlier.differs) == ("better", 0.97, {"seed": ("3", "0")})
+    assert comparison(facts)[0] == ("best accuracy", "-", "0.9700 at step 300")
+
+
+def test_the_least_is_the_best_where_less_is_better(tmp_path: Path) -> None:
+    for name, value in (("one", 0.2), ("two", 0.1)):
+        MadeRun(tmp_path, name, BEGAN_S - 1000).end(100, value=value)
+    run = MadeRun(tmp_path)
+    run.start(mode="min")
+    earlier = read_facts(run.paths).earlier
+    assert earlier is not None
+    assert earlier.name == "two"
+
+
+def test_budgets_are_per_start(tmp_path: Path) -> None:
+    failures, preemptions = budgets(read_facts(full_run(tmp_path).paths))
+    assert (failures.used, failures.allowed, failures.ever) == (0, 5, 1)
+    assert (preemptions.used, preemptions.allowed, preemptions.ever) == (0, None, 1)
+
+
+def test_a_storage_that_failed_is_told_and_charged_to_no_budget(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    done_s = run.steps(1, 100, 3.0)
+    run.event("storage_failed", done_s, errors={"0": "StorageError: s3://b/part-0: timed out"}, step=100, left=0)
+    done_s = run.steps(101, 200, done_s + 5, generation="1.2")
+    run.event("finished", done_s)
+    run.start(done_s + 10, fence=2)  # of a run that had finished
+    run.event("finished", done_s + 20, fence=2)
+    facts = read_facts(run.paths)
+    assert facts.story == "1 failure of the storage; 2 workers throughout; nothing lost: 0 steps redone; back after 5.1 s"
+    told = {name: number for name, number, _ in counters(facts)}
+    assert (told["failures of the storage"], told["driver restarts"]) == ("1", "0")
+    said = "the storage failed at step 100, 0 workers left: StorageError: s3://b/part-0: timed out"
+    assert said in [text for _, kind, text in happenings(facts) if kind == "storage failed"]
+    page = render(facts)
+    assert page.count(said) >= 3, "in the table, beside the curve of workers and on the timeline"
+    assert [budget.used for budget in budgets(facts)] == [0, 0]
+
+
+def test_the_parts_of_the_time_add_up(tmp_path: Path) -> None:
+    facts = read_facts(full_run(tmp_path).paths)
+    parts = time_parts(facts)
+    assert sum(part for *_, part in parts) == pytest.approx(1)
+    assert all(part >= 0 for *_, part in parts)
+    assert parts[0][2] == facts.goodput
+
+
+def test_many_classes_become_a_list(tmp_path: Path) -> None:
+    found = by_class(read_facts(full_run(tmp_path, classes=60).paths))
+    assert found is not None
+    assert (found.matrix, len(found.pairs), len(found.per_class), found.left_out) == ([], 25, 30, 30)
+    assert found.per_class[0][0] == "class 0", "the lowest recall first"
+    assert found.pairs[0][2] == 3
+
+
+def test_a_matrix_that_is_none_is_left_out(tmp_path: Path) -> None:
+    for number_, table in enumerate(([[1, 2]], [[1, "x"], [1, 2]], "text", [[1, 2], [3]], 7)):
+        run = MadeRun(tmp_path, f"run{number_}")
+        run.evaluate(1, 1.0, {"accuracy": 1.0}, tables={"confusion_matrix": table, "f1": [1.0, None]}, classes=["a", "b"])
+        found = by_class(read_facts(run.paths))
+        assert found is not None
+        assert (found.matrix, found.per_class) == ([], [("a", [1.0]), ("b", [None])])
+
+
+def step(number_: int, workers: int) -> StepRecord:
+    return StepRecord(number_, 0, float(number_), 1.0, 0.1, 1.0, 1000.0, 0.0, workers, [8], [1], "1.1")
+
+
+def test_one_line_says_what_happened() -> None:
+    limits = FailureSection()
+    calm = [step(1, 2), step(2, 2)]
+    assert what_happened([], Course([], [], []), limits) == "nothing went wrong"
+    assert what_happened([], Course(calm, [], calm), limits) == "nothing went wrong; 2 workers throughout"
+    events = [Event("formed", 2.1, 1, {"lost_s": 2.05}), Event("failed", 2.2, 1, {"left": 1}), Event("resized", 3.0, 1, {})]
+    records = [*calm, step(3, 1), step(4, 2)]
+    said = "1 of 5 failures, 1 resize; workers 2 → 1 → 2; nothing lost: 0 steps redone; back after 950 ms"
+    assert what_happened(events, Course(records, [], records), limits) == said
+    assert "1 step redone" in what_happened(events, Course(records, [step(2, 2)], records), limits)
+    many = [step(i, 1 + i % 3) for i in range(1, 20)]
+    assert what_happened([], Course(many, [], many), limits) == "nothing went wrong; 18 changes between 1 and 3 workers"
+
+
+def test_the_clock_leaves_out_pauses() -> None:
+    clock = Clock([100.0, 500.0], [101.0, 130.0, 501.0, 520.0])
+    assert [clock.at(t) for t in (100.0, 130.0, 500.0, 520.0)] == [0.0, 30.0, 30.0, 50.0]
+    assert [(p.at_s, p.seconds, p.number) for p in clock.pauses] == [(30.0, 370.0, 2)]
+    assert clock.end_s == 50.0
+
+
+def test_a_clock_that_was_set_back_spoils_no_curve(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    for first, ahead_s in ((1, 0.0), (21, 7200.0), (41, -7200.0), (61, 0.0)):
+        run.steps(first, first + 19, ahead_s + first, each_s=1.0)
+    facts = read_facts(run.paths)
+    render(facts)
+    times_s, speeds = zip(*rates(facts.records, facts.clock), strict=True)
+    assert list(times_s) == sorted(times_s)
+    width_s = times_s[1] - times_s[0]
+    assert sum(speeds) * width_s == pytest.approx(sum(sum(r.rows) for r in facts.records[1:]))
+
+
+def test_axes() -> None:
+    assert ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert whole_ticks(0, 2.2, 5) == [0, 1, 2]
+    assert time_ticks(0, 400, 5) == [0, 120, 240, 360]
+    assert log_ticks(0.02, 3, 7) == pytest.approx([0.1, 1.0])
+    assert log_ticks(0.2, 3, 8) == pytest.approx([0.2, 0.5, 1.0, 2.0])
+    assert [number(v) for v in (0, 0.25, 12345, 2.5e6, 1.5e-6)] == ["0", "0.25", "12.35k", "2.5M", "1.5e-6"]
+    assert [seconds(v) for v in (0, 0.25, 2.5, 42.4, 200, 7500, 90000)] == [
+        "0 s",
+        "250 ms",
+        "2.5 s",
+        "42 s",
+        "3 min 20 s",
+        "2 h 5 min",
+        "1 d 1 h",
+    ]
+
+
+def test_a_small_curve_for_the_console(tmp_path: Path) -> None:
+    assert sparkline([3, 2, 1, math.nan], "abc") == "cba"
+    assert sparkline([], "abc") == ""
+    assert sparkline([1e-4, 1e-2, 1.0], "abc") == "abc"
+    assert sparkline([0.0, 1e-2, 1.0], "abc") == "aac"
+    assert sparkline([1, 1], "abc") == "aa"
+    assert len(smoothed([(float(i), 1.0) for i in range(1000)])) == 120
+    run = MadeRun(tmp_path)
+    run.steps(1, 100, 0.0)
+    facts = read_facts(run.paths)
+    assert re.fullmatch(r"2\.3009 [▁▂▃▄▅▆▇█]{40} 1\.0196", loss_curve(facts, "utf-8"))
+    assert loss_curve(facts, "ascii").isascii()
+    assert Console().encoding
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = full_run(tmp_path)
+    assert main(["--run", str(run.paths.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(run.paths.report)
+    assert main(["--run", str(run.paths.root), "--out", str(tmp_path / "elsewhere" / "page.html")]) == 0
+    assert (tmp_path / "elsewhere" / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("place", ["", "nowhere", "run/config.yaml", "ftp://x"])
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
+    full_run(tmp_path)
+    assert main(["--run", place if "://" in place else str(tmp_path / place)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: ")
+    assert {"": "Folders in it: before, run.", "nowhere": "no folders in it", "run/config.yaml": "is a file", "ftp://x": "s3://"}[
+        place
+    ] in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["before", "run"]
+
+
+def test_a_report_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = full_run(tmp_path)
+    next(iter(run.paths.metrics.iterdir())).write_text(json.dumps({"step": [1]}))
+    assert report_end(run.paths) is None
+    assert "The report could not be made: ConfigError" in caplog.text
+    assert ".json is damaged: " in caplog.text
+    assert report_end(RunPaths(tmp_path / "nowhere")) is None
+
+
+def test_secrets_are_hidden(tmp_path: Path) -> None:
+    secret = "hunter2-and-then-some"
+    MadeRun(tmp_path, "before", BEGAN_S - 1000, task__init_args={"api_key": f"{secret}-old"}).end(100, value=0.9)
+    run = MadeRun(tmp_path, task__init_args={"api_key": secret}, data__path="s3://me:password99@bucket/x")
+    run.start()
+    run.event("failed", 1.0, number=1, errors={"0": f"refused: {secret}"}, step=0, left=0)
+    html = render(read_facts(run.paths))
+    assert "task.init_args.api_key" in html
+    assert "hunter2" not in html
+    assert "password99" not in html
+
+
+def test_a_driver_that_was_found_gone_is_told(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.start()
+    run.steps(1, 20, 1.0)
+    run.event("driver_lost", 9.0, status="interrupted", step=0, noticed_by="process 1 on here")
+    assert read_facts(run.paths).status == "interrupted"
+    assert "noticed by process 1 on here" in page_of(run).text

@@ -1,0 +1,712 @@
+"""Retraining without Ray: when to train, whether data is sound, whether a model is better, and what a key depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from scipy.stats import binomtest
+from torch import nn
+from torchmetrics import MetricCollection
+
+from ray_app import load_config
+from ray_app.checkpoint.format import params_digest
+from ray_app.config.config import Config
+from ray_app.data import dataset as contents_module
+from ray_app.data.arrays import ArraySpec, to_column
+from ray_app.data.dataset import open_dataset
+from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.errors import ConfigError, DataError
+from ray_app.models.package import make_package
+from ray_app.models.registry import Version, parameters
+from ray_app.plan.manifest import Manifest
+from ray_app.retrain import gate
+from ray_app.retrain import gate as comparison
+from ray_app.retrain.champion import Champion
+from ray_app.retrain.gate import (
+    ClassRecall,
+    GateFigures,
+    PackagedModule,
+    _load,
+    _recalls,
+    draws,
+    figures,
+    files_of,
+    gate_rows,
+    judge,
+    old_files,
+    put_together,
+    run_packaged,
+    sample,
+    selection_part,
+)
+from ray_app.retrain.options import RetrainSection, check_section
+from ray_app.retrain.profile import Agreement, Column, Gate, Known, Profile, _column, class_shift, problems, profile, psi
+from ray_app.retrain.rounds import Delivery, RetrainPaths, Round, audit, delivered, entries, folder_name, inputs_of, open_rounds
+from ray_app.retrain.situation import TriggerFacts, decide
+from ray_app.storage.files import location
+from ray_app.task.metrics import Chunk, combine, resampled, score
+from ray_app.task.tabular import TabularClassification, TabularRegression
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SECTION = RetrainSection(max_age_days=30, max_drop=0.02)
+QUIET = TriggerFacts(champion="3", age_days=1.0, same_data=False, new_rows=0, rows=100, metric="accuracy", then=0.9, now=0.9)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine cost more than these tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- triggers
+
+
+@pytest.mark.parametrize(
+    ("facts", "trigger", "reason"),
+    [
+        (TriggerFacts(), "first", "there is no champion yet"),
+        (replace(QUIET, same_data=None), "new data", "not known what data champion version 3"),
+        (replace(QUIET, new_rows=40), "new data", "40 of 100 training rows"),
+        (replace(QUIET, now=0.87), "drop", r"accuracy .* is 0.8700, it was 0.9000 .* worse by 0.0300, more than 0.02"),
+        (replace(QUIET, now=float("nan")), "drop", "nan"),
+        (replace(QUIET, mode="min", then=1.0, now=1.1), "drop", "worse by 0.1000"),
+        (replace(QUIET, drift={"a": 0.3, "b": 0.5, "c": 0.1}), "drift", r"PSI above 0.25 in b \(0.50\), a \(0.30\)$"),
+        (replace(QUIET, age_days=31.0), "age", "31.0 days old, more than 30"),
+        (replace(QUIET, now=0.95, drift={"a": 0.2}, age_days=30.0), "none", "0 new training rows, fewer than 1"),
+        (replace(QUIET, same_data=True, age_days=None), "none", "the data is what champion version 3 was trained on"),
+    ],
+)
+def test_each_reason_to_train_with_its_figures(facts: TriggerFacts, trigger: str, reason: str) -> None:
+    decision = decide(facts, SECTION)
+    assert (decision.trigger, decision.retrain) == (trigger, trigger != "none")
+    assert re.search(reason, decision.reason), decision.reason
+
+
+def test_the_first_of_several_reasons_counts_and_what_was_judged_is_not_trained_again() -> None:
+    facts = replace(QUIET, new_rows=40, now=0.1, drift={"a": 9.0}, age_days=99.0)
+    order = []
+    for calmer in ({}, {"new_rows": 0}, {"now": 0.9}, {"drift": {}}, {"age_days": 0.0}):
+        facts = replace(facts, **calmer)
+        order.append(decide(facts, SECTION).trigger)
+        judged = decide(replace(facts, judged="gate refused: no gain"), SECTION)
+        assert not judged.retrain
+        assert ("already judged: gate refused: no gain" in judged.reason) == (order[-1] != "none")
+    assert order == ["new data", "drop", "drift", "age", "none"]
+    forced = replace(SECTION, force="labels were corrected")
+    assert decide(facts, forced).reason == "forced: labels were corrected"
+    assert not decide(replace(facts, judged="promoted"), forced).retrain
+
+
+# --- profile, drift and validation
+
+
+def write(path: Path, rows: int, seed: int = 0, shift: float = 0.0, nulls: int = 0, groups: int = 50) -> np.ndarray:
+    """A file with a column of numbers, one of arrays and labels of three classes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    x, images = rng.normal(shift, 1, rows), rng.integers(0, 255, (rows, 2, 2)).astype(np.uint8)
+    field, column = to_column("image", images)
+    labels = np.arange(rows) % 3
+    numbers = pa.array(x, mask=np.arange(rows) < nulls)
+    schema = pa.schema([pa.field("x", pa.float64()), field, pa.field("label", pa.int64())])
+    pq.write_table(pa.Table.from_arrays([numbers, column, pa.array(labels)], schema=schema), path, row_group_size=groups)
+    return x
+
+
+def profiled(folder: Path) -> tuple[Profile, dict[str, np.ndarray]]:
+    return profile(open_dataset(str(folder)), ["x", "image", "label"], "label")
+
+
+def test_a_profile_says_what_is_in_the_data(tmp_path: Path) -> None:
+    x = write(tmp_path / "a.parquet", 600, nulls=6)
+    found, rows = profiled(tmp_path)
+    assert found.rows == 600
+    assert found.schema == {"x": "double", "image": "|u1 (2, 2)", "label": "int64"}
+    assert found.nulls == {"x": 0.01, "image": 0.0, "label": 0.0}
+    assert found.classes == {"0": 200, "1": 200, "2": 200}
+    assert sorted(found.columns) == ["image (mean)", "image (std)", "x"]
+    assert np.array_equal(rows["x"], x[6:])
+    assert found.columns["x"].mean == pytest.approx(x[6:].mean())
+    assert np.allclose(found.columns["x"].shares, 0.1, atol=0.002)
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_psi_is_the_formula_and_chance_is_no_drift(tmp_path: Path) -> None:
+    write(tmp_path / "before" / "a.parquet", 3000)
+    reference = profiled(tmp_path / "before")[0].columns["x"]
+    for seed in range(20):
+        assert psi(np.random.default_rng(100 + seed).normal(0, 1, 200), reference) == 0.0
+    moved = np.random.default_rng(7).normal(1, 1, 2000)
+    shares = np.maximum(np.histogram(moved, [-np.inf, *reference.edges, np.inf])[0] / len(moved), 1e-4)
+    expected = sum((p - q) * np.log(p / q) for p, q in zip(shares, reference.shares, strict=True))
+    assert psi(moved, reference) == pytest.approx(expected)
+    assert expected > 0.5
+    assert psi(np.array([]), reference) == 0.0
+
+
+@pytest.mark.parametrize("often", [0.05, 0.5, 0.95, 1.0])
+def test_a_value_that_many_rows_have_is_a_bin_of_its_own(often: float) -> None:
+    def flags(share: float) -> np.ndarray:
+        return (np.arange(2000) < round(2000 * share)).astype(np.float64)
+
+    reference = _column(flags(often))
+    assert json.loads(json.dumps(reference.edges)) == reference.edges
+    assert psi(flags(often), reference) == 0.0
+    for moved in (1.0 - often, 0.3):
+        assert (psi(flags(moved), reference) > 0.1) is (moved != often)
+    amounts = flags(often) * np.random.default_rng(0).normal(50, 5, 2000)  # zeros, and numbers
+    assert psi(amounts, _column(amounts)) == 0.0
+    assert psi(amounts * flags(often / 4), _column(amounts)) > 0
+    assert psi(amounts, Column(2000, 0.0, 0.0, [0.0], [0.0, 1.0])) == 0.0, "a profile of before has bins of before"
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)), st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)))
+def test_the_shift_of_a_class_balance_is_a_distance(now: dict[str, int], before: dict[str, int]) -> None:
+    assert class_shift(now, before) == class_shift(before, now)
+    assert 0 <= class_shift(now, before) <= 1 + 1e-12
+    assert class_shift(now, now) == 0
+
+
+GOOD = Profile(1000, {"x": "double", "label": "int64"}, {"x": 0.0, "label": 0.0}, {"0": 500, "1": 500})
+AGREES = Agreement("accuracy", "max", 0.9, 0.95, 0.88)
+
+
+def found(
+    train: Profile = GOOD, evaluation: Profile = GOOD, agreement: Agreement | None = AGREES, gate: Gate = Gate(500), **fields: Any
+) -> list[str]:
+    return problems(train, evaluation, gate, Known(GOOD, GOOD, GOOD), agreement, [], replace(SECTION, **fields))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train": replace(GOOD, schema={"x": "float"})}, "column 'label' is missing, it was int64"),
+        ({"train": replace(GOOD, schema=GOOD.schema | {"x": "string"})}, "column 'x' is string, it was double"),
+        ({"train": replace(GOOD, rows=699)}, r"699 rows, 70% of the 1,000 of the champion's; allowed are 70%"),
+        ({"gate": Gate(99)}, "has 1,000 rows, and the gate's part of it 99; with fewer than retrain.min_eval_rows = 100"),
+        ({"gate": Gate(99, replace(GOOD, rows=99))}, "the gate's data has 99; with fewer than retrain.min_eval_rows = 100"),
+        ({"gate": Gate(1000, replace(GOOD, classes={"0": 1000}))}, "gate data: no row of class 1"),
+        ({"gate": Gate(1000, GOOD), "agreement": replace(AGREES, evaluation=0.5)}, "labels of the gate data"),
+        ({"train": replace(GOOD, nulls={"x": 0.02, "label": 0.0})}, "2.0% of column 'x' are missing, 0.0% were; allowed are 1.0% more"),
+        ({"train": replace(GOOD, classes={"0": 1000})}, "no row of class 1, of which there were 500"),
+        ({"train": replace(GOOD, classes={"0": 800, "1": 200})}, r"shifted by 0.30 \(total variation\); allowed are 0.20"),
+        ({"agreement": replace(AGREES, training=0.6)}, r"training data: .* accuracy on them is 0.6000, it was 0.9000 .* loss of 33%"),
+        ({"agreement": replace(AGREES, evaluation=0.5)}, "labels of the evaluation data"),
+        ({"agreement": replace(AGREES, training=float("nan"))}, "accuracy on them is nan"),
+        ({"agreement": Agreement("rmse", "min", 2.0, 2.6, 2.0)}, "rmse on them is 2.6000, it was 2.0000 .* loss of 30%"),
+    ],
+)
+def test_each_problem_of_a_delivery_is_named_with_its_figures(given: dict[str, Any], message: str) -> None:
+    assert any(re.search(message, problem) for problem in found(**given)), found(**given)
+
+
+def test_a_sound_delivery_has_no_problem_and_a_bad_one_all_at_once() -> None:
+    assert found() == []
+    assert found(replace(GOOD, rows=700, classes={"0": 700, "1": 300})) == []
+    assert problems(GOOD, GOOD, Gate(500), Known(), None, [], SECTION) == []
+    assert found(agreement=replace(AGREES, training=0.1), max_disagreement=0.9) == []
+    bad = replace(GOOD, rows=10, nulls={"x": 0.5, "label": 0.0}, classes={"0": 10})
+    assert len(found(bad, agreement=replace(AGREES, training=0.1))) == 5
+
+
+def test_a_damaged_file_and_one_that_came_twice_are_found(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "a.parquet", 200)
+    (tmp_path / "train" / "b.parquet").write_bytes((tmp_path / "train" / "a.parquet").read_bytes())
+    write(tmp_path / "eval" / "a.parquet", 100, seed=1)
+    config = load_config(None, **VALID).replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
+    assert delivered(config).twice() == ["training file b.parquet has the content of training file a.parquet"]
+    whole = (tmp_path / "train" / "b.parquet").read_bytes()
+    (tmp_path / "train" / "b.parquet").write_bytes(b"PAR1" + b"\0" * 500 + whole[504:])  # the footer is intact
+    with pytest.raises(DataError, match=r"(?s)b.parquet, row group 0, column .*: .* restore it or ingest the data again"):
+        profiled(tmp_path / "train")
+
+
+# --- the gate
+
+TASK = TabularClassification(features=["a"], num_classes=3)
+TASK.inputs, TASK.classes = 3, ["cat", "dog", "cow"]
+
+
+def chunks(predicted: np.ndarray, labels: np.ndarray, rows: int = 1, task: Any = TASK) -> list[Chunk]:
+    """What a model that predicts so gives, in blocks."""
+    features = np.eye(3, dtype=np.float32)[predicted] * 5
+    arrays = {"features": features, "label": labels}
+    return list(score(task, nn.Identity(), arrays, 64, torch.device("cpu"), chunk_rows=rows, keep={"accuracy", "recall"}))
+
+
+def wrong_for(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Predictions of which so many are wrong, exactly."""
+    at = np.random.default_rng(seed).permutation(len(labels))[: round(share * len(labels))]
+    predicted = labels.copy()
+    predicted[at] = (labels[at] + 1) % 3
+    return predicted
+
+
+LABELS = np.arange(359) % 3
+
+
+def compared(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **fields: Any) -> tuple[GateFigures, bool]:
+    section = replace(SECTION, **fields)
+    made = figures(TASK, "accuracy", "max", chunks(challenger, LABELS, rows), chunks(champion, LABELS, rows), 0, section)
+    return made, judge(made, section).promote
+
+
+@pytest.mark.rest
+def test_a_real_improvement_on_few_rows_passes_and_noise_does_not() -> None:
+    better, promoted = compared(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))
+    assert promoted
+    assert better.champion == pytest.approx(1 - 36 / 359)
+    assert better.gain == pytest.approx(29 / 359)
+    assert 0.04 < better.low < better.gain < better.high < 0.12  # type: ignore[operator]
+    assert compared(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))[0] == better
+    lucky = [compared(wrong_for(LABELS, 0.10, i), wrong_for(LABELS, 0.09, 100 + i), resamples=100)[1] for i in range(6)]
+    assert sum(lucky) <= 1
+    same = wrong_for(LABELS, 0.1, 1)
+    assert not compared(same, same)[1]
+    assert compared(same, same, min_gain=-0.01)[1]
+    assert not compared(wrong_for(LABELS, 0.02, 1), wrong_for(LABELS, 0.10, 2), min_gain=-0.01)[1]
+
+
+def test_a_class_that_is_given_up_is_refused_with_its_figures() -> None:
+    champion = wrong_for(LABELS, 0.5, 3)
+    challenger = np.where(LABELS == 1, 0, LABELS)  # dogs are never found, all else is right
+    made, promoted = compared(champion, challenger)
+    assert made.low > 0  # type: ignore[operator]
+    assert not promoted
+    assert made.recalls["dog"] == ClassRecall(120, pytest.approx((champion[LABELS == 1] == 1).mean()), 0.0, made.recalls["dog"].least_drop)
+    assert 0.2 < made.recalls["dog"].least_drop < made.recalls["dog"].champion
+    assert f"the recall of class dog falls from {made.recalls['dog'].champion:.3f} to 0.000 (120 rows)" in judge(made, SECTION).reason
+    assert compared(champion, challenger, max_recall_drop=1.0)[1]
+    assert compared(champion, challenger, min_class_rows=121)[0].recalls == {}
+
+
+@pytest.mark.parametrize(("classes", "each", "times"), [(10, 36, 40), (100, 20, 5)])
+def test_chance_alone_loses_no_class(classes: int, each: int, times: int) -> None:
+    """Equal models that disagree on a tenth of the rows: without regard to chance a class falls in one of four cases."""
+    rng, refused, fell, size = np.random.default_rng(0), 0, 0, classes * each
+    truth = np.eye(classes)[rng.permutation(np.repeat(np.arange(classes), each))]  # (rows, classes)
+    starts = np.arange(0, size, 4)
+    counts = draws(0, 200, len(starts))
+
+    def blocks(right: np.ndarray) -> list[Chunk]:
+        hits = torch.from_numpy(np.add.reduceat(truth * right[:, None], starts))
+        rows = torch.from_numpy(np.add.reduceat(truth, starts))
+        return [
+            Chunk(4 * i, 4, 0.0, 4.0, {"recall": {"tp": hit, "fn": all - hit}}, [])
+            for i, (hit, all) in enumerate(zip(hits, rows, strict=True))
+        ]
+
+    for _ in range(times):
+        both, differ, new = rng.random(size) < 0.85, rng.random(size) < 0.1, rng.random(size) < 0.5
+        made = _recalls(blocks(np.where(differ, new, both)), blocks(np.where(differ, ~new, both)), counts, SECTION)
+        assert len(made) == classes
+        refused += any(one.least_drop > SECTION.max_recall_drop for one in made.values())
+        fell += any(one.champion - one.challenger > SECTION.max_recall_drop for one in made.values())
+    assert fell >= times / 8, "or nothing is shown"
+    assert not refused
+
+
+def test_the_first_champion_needs_no_more_than_a_metric() -> None:
+    made = figures(TASK, "accuracy", "max", chunks(wrong_for(LABELS, 0.1, 0), LABELS), None, 0, SECTION)
+    assert judge(made, SECTION).promote
+    refused = judge(made, replace(SECTION, min_metric=0.95))
+    assert not refused.promote
+    assert "accuracy of 0.8997 is not as good as retrain.min_metric = 0.95" in refused.reason
+    assert not judge(GateFigures("loss", "min", 10, float("nan")), replace(SECTION, min_metric=1.0)).promote
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_a_metric_of_just_the_wanted_value_is_good_enough(mode: Literal["max", "min"]) -> None:
+    decision = judge(GateFigures("accuracy", mode, 10, 0.5), replace(SECTION, min_metric=0.5))
+    assert decision.promote
+    assert decision.reason.endswith("no champion to compare with")
+
+
+def test_a_champion_without_a_finite_metric_is_named_in_the_reason() -> None:
+    reason = judge(GateFigures("auroc", "max", 500, 0.8, math.inf, 0.0, 0.0, 0.0), SECTION).reason
+    assert reason.endswith("the champion's is inf, which nothing compares with")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_makes_no_champion_and_is_none_to_compare_with(value: float, tmp_path: Path) -> None:
+    refused = judge(GateFigures("auroc", "max", 500, value), SECTION)
+    assert not refused.promote
+    assert "its auroc is no number to judge it by" in refused.reason
+    lost = GateFigures("auroc", "max", 500, 0.8, value, float("nan"), float("nan"), float("nan"))
+    assert judge(lost, SECTION).promote
+    assert not judge(replace(lost, challenger=value), SECTION).promote
+    version = Version("m", "1", "run", "", {"ray_app.metric": "auroc", "ray_app.metric_value": str(value)})
+    assert Champion(version, RetrainPaths(location(str(tmp_path))), "").accepted("auroc") is None
+
+
+@given(st.floats(-1, 1), st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
+def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, before: float, after: float) -> None:
+    section = replace(SECTION, min_gain=min_gain)
+    made = GateFigures(
+        "accuracy", "max", 100, 0.5, 0.5, low + 0.1, low, low + 0.2, {"cat": ClassRecall(50, before, after, before - after - 0.01)}
+    )
+    assert judge(made, section).promote == (low > min_gain and before - after - 0.01 <= section.max_recall_drop)
+
+
+@pytest.mark.parametrize("checkpoints", [6, 30])
+@pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.search)])
+def test_the_best_of_several_checkpoints_is_promoted_by_chance_no_more_often_than_one(
+    checkpoints: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All models are equally good: at most 3 % pass the gate, beyond doubt more where it judges on the rows that chose the checkpoint."""
+    monkeypatch.setattr(gate, "draws", cache(draws))  # they and torchmetrics' classes are what takes time
+    monkeypatch.setattr(TASK, "metrics", cache(lambda: MetricCollection({})))
+    rng, rows, promoted = np.random.default_rng(checkpoints), 400, {"apart": 0, "the same rows": 0}
+
+    def blocks(wrong: np.ndarray) -> list[Chunk]:
+        return [Chunk(i, 1, float(one), 1.0, {}, []) for i, one in enumerate(wrong)]
+
+    for i in range(times):
+        judges = gate_rows(Manifest.from_files([("a", [rows])]), {"a": hashlib.sha256(bytes([i % 16])).hexdigest()})
+        hard = rng.random(rows) * 0.3
+        wrong, champion = rng.random((checkpoints, rows)) < hard, rng.random(rows) < hard
+        for how, chooses, judged in (("apart", ~judges, judges), ("the same rows", judges, judges)):
+            best = wrong[np.argmin(wrong[:, chooses].sum(1))]
+            made = figures(TASK, "loss", "min", blocks(best[judged]), blocks(champion[judged]), i % 16, SECTION)
+            promoted[how] += judge(made, SECTION).promote
+    assert binomtest(promoted["apart"], times, 0.03, "greater").pvalue > 0.01, promoted
+    assert binomtest(promoted["the same rows"], times, 0.03, "greater").pvalue < 1e-3, promoted
+
+
+def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in (("a", 300), ("b/c", 200)):
+        write(tmp_path / "eval" / f"{name}.parquet", rows, seed=rows)
+    (tmp_path / "eval" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
+    config = CONFIG.replace(data__path=str(tmp_path / "eval"), data__eval_path=str(tmp_path / "eval"))
+    dataset, files = open_dataset(str(tmp_path / "eval")), delivered(config).evaluation
+    out = open_dataset(str(selection_part(dataset, ["x", "label"], files, tmp_path / "out")))
+    judges = gate_rows(dataset.manifest, files)
+
+    def x(folder: Path) -> np.ndarray:
+        return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(folder.rglob("*.parquet"))])
+
+    assert np.array_equal(x(tmp_path / "out"), x(tmp_path / "eval")[~judges])
+    assert (200 < judges.sum() < 300, out.manifest.num_rows, out.facts.classes) == (True, 500 - judges.sum(), ("a", "b", "c"))
+    source = RowSource(Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64)
+    monkeypatch.setattr(comparison, "fetch_at_once", fetch_here)
+    scored = comparison._arrays(comparison.Request(source, sample(dataset.manifest, 500), {}, chosen=judges))
+    assert np.array_equal(scored["x"], x(tmp_path / "eval")[judges])
+    (tmp_path / "eval" / "b" / "c.parquet").rename(tmp_path / "eval" / "c.parquet")
+    moved = open_dataset(str(tmp_path / "eval"))
+    assert np.array_equal(gate_rows(moved.manifest, delivered(config).evaluation), judges), "a name counts"
+
+
+def test_a_gate_with_data_of_its_own_counts_by_content_and_trains_nothing_again(tmp_path: Path) -> None:
+    for name in ("train", "eval", "gate"):
+        write(tmp_path / name / "a.parquet", 100, seed=len(name) * 7 + ord(name[0]))
+    config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
+    keys = []
+    for seed in (1, 2):
+        write(tmp_path / "gate" / "a.parquet", 100, seed=seed)
+        files = delivered(config, gate_path=str(tmp_path / "gate"))
+        keys.append(inputs_of(config, SECTION, files, ""))
+        assert files == delivered(config)
+        assert files.twice() == []
+    assert keys[0].training_key == keys[1].training_key
+    assert keys[0].key != keys[1].key
+    again = delivered(config, gate_path=str(tmp_path / "eval")).twice()
+    assert again == ["gate file a.parquet has the content of evaluation file a.parquet"]
+
+
+def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
+    predicted = wrong_for(LABELS, 0.3, 5)
+    blocks = chunks(predicted, LABELS, rows=10)
+    counts = draws(1, 4, len(blocks))
+    assert counts.shape == (4, len(blocks))
+    assert (counts.sum(1) == len(blocks)).all()
+    assert np.array_equal(counts, draws(1, 4, len(blocks)))
+    assert not np.array_equal(counts, draws(2, 4, len(blocks)))
+    counts = np.concatenate([counts, np.ones((1, len(blocks)), np.int64)])
+    for name in ("accuracy", "loss"):
+        values = resampled(TASK, blocks, name, counts)
+        for row, value in zip(counts, values, strict=True):
+            rows = np.concatenate([np.arange(10 * i, min(10 * i + 10, 359)) for i in np.repeat(np.arange(len(blocks)), row)])
+            assert value == pytest.approx(combine(TASK, chunks(predicted[rows], LABELS[rows], 64)).values[name], rel=1e-6)
+    with pytest.raises(ConfigError, match="'f1' is no metric"):
+        resampled(TASK, blocks, "f1", counts)
+
+
+def test_a_regression_is_compared_by_its_root_mean_squared_error() -> None:
+    task = TabularRegression(features=["a"])
+    rng = np.random.default_rng(0)
+    truth = rng.normal(0, 1, 300).astype(np.float32)
+
+    def blocks(noise: float) -> list[Chunk]:
+        arrays = {"features": (truth + rng.normal(0, noise, 300).astype(np.float32))[:, None], "label": truth}
+        return list(score(task, nn.Identity(), arrays, 64, torch.device("cpu"), chunk_rows=1, keep={"rmse"}))
+
+    made = figures(task, "rmse", "min", blocks(0.1), blocks(0.3), 0, SECTION)
+    assert made.gain == pytest.approx(0.2, abs=0.04)
+    assert judge(made, SECTION).promote
+    assert not judge(figures(task, "rmse", "min", blocks(0.3), blocks(0.1), 0, SECTION), SECTION).promote
+
+
+BRANCHING = """
+from ray_app.task.tabular import TabularClassification
+
+class Branching(TabularClassification):
+    def forward(self, model, batch):
+        scores = model(batch["features"])
+        return scores if scores.sum() > 0 else -scores
+"""
+
+
+@pytest.mark.parametrize("form", ["torch.export", "safetensors"])
+def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: Any = TabularClassification
+    if form == "safetensors":  # of what torch.export refuses
+        (tmp_path / "branching_of_retrain.py").write_text(BRANCHING)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        kind = importlib.import_module("branching_of_retrain").Branching
+    task = kind(features=["a"], hidden=[4], num_classes=3)
+    task.inputs, task.classes = 3, ["cat", "dog", "cow"]
+    torch.manual_seed(1)
+    model = task.build_model()
+    arrays = {"features": np.random.default_rng(0).normal(0, 1, (359, 3)).astype(np.float32), "label": LABELS}
+    package = make_package(task, model, arrays, tmp_path / "package")
+    assert package.format == form
+    assert params_digest(load_file(package.folder / "data" / "model" / "model.safetensors")) == params_digest(model.state_dict())
+    assert params_digest(parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
+    files = files_of(package.folder / "data" / "model")
+    assert not [name for name in files if name.endswith(".py")]
+    (tmp_path / "elsewhere").mkdir()
+    device = torch.device("cpu")
+    served, inputs = _load(files, tmp_path / "elsewhere", device)
+    assert inputs == ["features"]
+    run = partial(run_packaged, inputs)
+    packaged = combine(task, score(task, PackagedModule(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
+    trained = combine(task, score(task, model, arrays, 359, device))
+    assert packaged.values == {name: trained.values[name] for name in ("accuracy", "loss")}
+    assert packaged.tables == {"recall": trained.tables["recall"]}
+
+
+# --- key and selection
+
+VALID: dict[str, Any] = {
+    "task__class_path": "ray_app.task.tabular.TabularClassification",
+    "data__path": "train",
+    "data__eval_path": "eval",
+    "tracking__registered_model": "m",
+}
+CONFIG: Config = load_config(None, **VALID)
+
+
+def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
+    for name in ("train", "eval"):
+        write(tmp_path / name / "a.parquet", 100, seed=len(name))
+        (tmp_path / name / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "monday"}))
+    config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
+
+    def key(section: RetrainSection = SECTION, champion: str = "", **fields: Any) -> tuple[str, str]:
+        made = inputs_of(config.replace(**fields), section, delivered(config), champion)
+        return made.key, made.training_key
+
+    first = key()
+    assert key(run__storage_path="/else", scaling__min_workers=1) == first
+    assert key(replace(SECTION, max_psi=9.0, force="x", min_new_rows=7)) == first
+    judged = key(replace(SECTION, min_gain=0.1))
+    assert judged[0] != first[0]
+    assert judged[1] == first[1]
+    (tmp_path / "begin.safetensors").write_bytes(safetensors.torch.save({"w": torch.zeros(1)}))
+    begins = {"train__init_from": str(tmp_path / "begin.safetensors")}
+    others = [key(**begins)]
+    (tmp_path / "begin.safetensors").write_bytes(safetensors.torch.save({"w": torch.ones(1)}))
+    others += [
+        key(**begins),
+        key(optimizer={"class_path": "torch.optim.SGD"}),
+        key(train__epochs=3),
+        key(champion="c"),
+        key(replace(SECTION, start="champion")),
+        key(replace(SECTION, data="new_and_sample")),
+    ]
+    (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"], "made_at": "tuesday"}))
+    assert key() == first
+    (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["b", "a", "c"]}))
+    others.append(key())
+    table = pq.read_table(tmp_path / "eval" / "a.parquet")
+    labels = table["label"].to_numpy().copy()
+    labels[[0, 1]] = labels[[1, 0]]  # the same shape, the same balance
+    pq.write_table(table.set_column(2, table.schema.field(2), pa.array(labels)), tmp_path / "eval" / "a.parquet", row_group_size=50)
+    others.append(key())
+    whole = bytearray((tmp_path / "eval" / "a.parquet").read_bytes())
+    whole[20] ^= 1
+    (tmp_path / "eval" / "a.parquet").write_bytes(whole)
+    others.append(key())
+    assert len({first, *others}) == 1 + len(others)
+    with pytest.raises(DataError, match=r"holds no \*.parquet"):
+        delivered(config.replace(data__eval_path=str(tmp_path / "none")))
+
+
+def test_the_code_of_optimizer_and_schedule_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "data" / "a.parquet", 100)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_optimizer.py").write_text("import torch\nimport own_rule\n\nclass Own(torch.optim.SGD):\n    pass\n")
+    (tmp_path / "own_rule.py").write_text("RATE = 1\n")
+    fields = {"data__path": str(tmp_path / "data"), "data__eval_path": str(tmp_path / "data")}
+    config = CONFIG.replace(**fields, optimizer={"class_path": "own_optimizer.Own"})
+    nested = CONFIG.replace(**fields, task__init_args={"inner": [{"class_path": "own_optimizer.Own", "init_args": {}}]})
+    before = [inputs_of(c, SECTION, delivered(c), "") for c in (config, nested)]
+    (tmp_path / "own_rule.py").write_text("RATE = 2\n")
+    after = [inputs_of(c, SECTION, delivered(c), "") for c in (config, nested)]
+    for one, other in zip(before, after, strict=True):
+        assert one.code != other.code
+        assert one.config == other.config
+
+
+def test_what_was_not_changed_since_the_last_look_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = contents_module.sha256
+    monkeypatch.setattr(contents_module, "sha256", lambda file: read.append(file.name) or real(file))
+    monkeypatch.setattr(contents_module, "_SETTLED_NS", -1)
+    for name in ("a", "b"):
+        write(tmp_path / "data" / f"{name}.parquet", 100, seed=ord(name))
+    config = CONFIG.replace(data__path=str(tmp_path / "data"), data__eval_path=str(tmp_path / "data" / "a.parquet"))
+    memory = tmp_path / "memory"
+    first = delivered(config, memory)
+    assert sorted(read) == ["a.parquet", "a.parquet", "b.parquet"]
+    assert delivered(config, memory) == first == delivered(config)
+    assert sorted(read) == ["a.parquet"] * 4 + ["b.parquet"] * 2, "the last look remembers nothing"
+    stat, data = (tmp_path / "data" / "b.parquet").stat(), bytearray((tmp_path / "data" / "b.parquet").read_bytes())
+    data[20] ^= 1
+    (tmp_path / "data" / "b.parquet").write_bytes(data)  # of the same length
+    os.utime(tmp_path / "data" / "b.parquet", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    read.clear()
+    changed = delivered(config, memory)
+    assert read == ["b.parquet"]
+    assert changed.train["b.parquet"] != first.train["b.parquet"]
+    (memory / "train.json").write_text("[")
+    assert delivered(config, memory) == changed
+
+
+def test_what_was_changed_just_now_is_read_again(tmp_path: Path) -> None:
+    """A file system's clock may not have moved between two changes of the same length."""
+    write(tmp_path / "data" / "a.parquet", 100)
+    config = CONFIG.replace(data__path=str(tmp_path / "data"), data__eval_path=str(tmp_path / "data"))
+    delivered(config, tmp_path / "memory")
+    assert json.loads((tmp_path / "memory" / "train.json").read_text())["files"] == {}
+
+
+def test_audit_entries_of_two_at_once_are_both_kept(tmp_path: Path) -> None:
+    paths = RetrainPaths(tmp_path)
+    threads = [threading.Thread(target=audit, args=(paths, f"id {i}", "promoted", "", {})) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(entry["id"] for entry in entries(paths)) == sorted(f"id {i}" for i in range(16))
+
+
+def test_new_files_whole_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> None:
+    old = write(tmp_path / "train" / "moved.parquet", 1000, seed=1)
+    new = write(tmp_path / "train" / "new.parquet", 130, seed=2)
+    (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
+    write(tmp_path / "eval" / "a.parquet", 100, seed=3)
+    config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
+    files = delivered(config).train
+    known = old_files(files, {"called/otherwise.parquet": files["moved.parquet"]})
+    assert known == {"moved.parquet"}
+    dataset = open_dataset(config.data.path)
+
+    def rows(fraction: float, name: str) -> np.ndarray:
+        out = put_together(dataset, ["x", "label"], files, known, fraction, tmp_path / name)
+        assert open_dataset(str(out)).facts.classes == ("a", "b", "c")
+        return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(out.glob("*.parquet"))])
+
+    some = rows(0.2, "some")
+    kept = some[:-130]
+    assert np.array_equal(some[-130:], new)
+    assert 150 < len(kept) < 250
+    assert np.array_equal(kept, old[np.isin(old, kept)])
+    assert np.array_equal(rows(0.2, "again"), some)
+    assert set(kept) <= set(rows(0.4, "more"))
+    assert np.array_equal(rows(1.0, "all"), np.concatenate([old, new]))
+    before = (tmp_path / "some" / "part-00000.parquet").stat().st_mtime_ns
+    assert np.array_equal(rows(0.2, "some"), some)
+    assert (tmp_path / "some" / "part-00000.parquet").stat().st_mtime_ns == before
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any), st.integers(1, 200))
+def test_a_sample_has_rows_of_all_parts_and_about_as_many_as_asked_for(rows: list[int], most: int) -> None:
+    manifest = Manifest.from_files([("a", rows)])
+    found = sample(manifest, most)
+    assert all(s.first >= 0 and s.first + s.rows <= rows[s.row_group] and s.rows > 0 for s in found)
+    assert len({s.row_group for s in found}) == len(found)
+    total = sum(s.rows for s in found)
+    assert total == sum(rows) if most >= sum(rows) else abs(total - most) <= len(rows)
+
+
+# --- record and configuration
+
+
+def test_stages_are_written_once_and_audit_entries_are_not_doubled(tmp_path: Path) -> None:
+    paths = RetrainPaths(tmp_path)
+    one = Round(paths, "k" * 64)
+    assert open_rounds(paths) == []
+    first = one.put("decided", {"champion": None})
+    assert one.put("decided", {"champion": "7"}) == first
+    assert open_rounds(paths) == [one]
+    one.put("recorded", {})
+    assert open_rounds(paths) == []
+    for _ in range(2):
+        audit(paths, "one", "promoted", "better", {"version": "1"})
+        audit(paths, "two", "rolled back", "worse", {})
+    assert [(entry["id"], entry["what"]) for entry in entries(paths)] == [("one", "promoted"), ("two", "rolled back")]
+    assert sorted(path.name for path in (tmp_path / "audit").iterdir()) == ["000001.json", "000002.json"]
+
+
+def test_a_model_name_becomes_a_folder_and_a_run_name() -> None:
+    assert folder_name("digits") == "digits"
+    names = [folder_name(name) for name in ("a b", "a-b", "..", "a.b.", "ä" * 256, "-")]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert name.strip("._-") == name
+        load_config(None, **VALID, run__name=RetrainPaths(Path("/x") / name).run_name("f" * 64))
+
+
+def test_what_retraining_cannot_work_with_is_refused_at_once() -> None:
+    check_section(CONFIG, SECTION)
+    bad = CONFIG.replace(
+        tracking__registered_model=None, data__eval_path=None, run__name="x", train__init_from="f", run__storage_path="s3://b"
+    )
+    wrong = RetrainSection(force=" ", start="champion", data="new_and_sample", old_fraction=2, confidence=1.0, sample_rows=0, max_psi=-1)
+    with pytest.raises(ConfigError) as refused:
+        check_section(bad, wrong)
+    names = ["force is empty", "old_fraction is 2", "confidence is 1.0", "sample_rows is 0", "max_psi is -1", "registered_model is missing"]
+    names += ["eval_path is missing", "run.name is 'x'", "init_from is given and retrain.start", "written as Parquet below"]
+    for text in [*names, "gate_path is missing"]:
+        assert text in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 12
+
+
+def test_a_delivery_is_equal_by_content() -> None:
+    one = Delivery({"a": "1", "b": "2"}, {"c": "3"})
+    assert one.digest == Delivery({"b": "2", "a": "1"}, {"c": "3"}).digest
+    assert one.digest != Delivery({"a": "1"}, {"b": "2", "c": "3"}).digest

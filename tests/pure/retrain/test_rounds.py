@@ -1,0 +1,334 @@
+"""What retraining does first and what last, on a delivery that must be refused: the lease, the data, the effects, the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from ray_app import load_config
+from ray_app.cli.retrain import main
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.data import parquet_files
+from ray_app.errors import LeaseLostError, RunHeldError
+from ray_app.models.registry import champion_of, promote
+from ray_app.retrain import profile, rounds
+from ray_app.retrain.champion import KEY_TAG, Champion, deciding
+from ray_app.retrain.gate import GateFigures
+from ray_app.retrain.options import RetrainSection
+from ray_app.retrain.retraining import Outcome, retrain
+from ray_app.retrain.rounds import RetrainPaths, delivered, entries, inputs_of
+from ray_app.retrain.situation import champion_now
+from ray_app.runlog.lease import Holder, Record, newest_fence
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import names, put_json
+from ray_app.track.mlflow_client import connect
+from tests.support.mlflow_server import database
+
+SECTION = RetrainSection()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """With data of which there is too little."""
+    random = np.random.default_rng(0)
+    for name in ("train", "eval"):
+        (tmp_path / name).mkdir()
+        table = pa.table({"a": random.normal(size=60), "label": random.integers(0, 3, 60)})
+        pq.write_table(table, tmp_path / name / "part.parquet")
+    database(tmp_path / "runs" / "mlflow.db")
+    return load_config(
+        None,
+        task__class_path="ray_app.task.tabular.TabularClassification",
+        data__path=str(tmp_path / "train"),
+        data__eval_path=str(tmp_path / "eval"),
+        run__storage_path=str(tmp_path / "runs"),
+        tracking__registered_model="m",
+    )
+
+
+class Watch:
+    """Called by each stage between its effects and its record; notes what is there by then.
+
+    Args:
+        config: The configuration.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.paths = config, RetrainPaths.of(config)
+        self.seen: dict[str, list[str]] = {}
+        self.tagged: dict[str, bool] = {}
+        self.audited: dict[str, int] = {}
+
+    def __call__(self, stage: str) -> None:
+        self.seen[stage] = self.recorded
+        client = connect(f"sqlite:///{self.config.run.storage_path}/mlflow.db")
+        self.tagged[stage] = any("ray_app.data_refused" in m.tags for m in client.search_registered_models())
+        self.audited[stage] = len(entries(self.paths))
+
+    @property
+    def recorded(self) -> list[str]:
+        """Stages that are recorded."""
+        return sorted(file.stem for file in Path(str(self.paths.rounds)).glob("*/*.json"))
+
+
+def start(config: Config, watch: Watch) -> Outcome:
+    return retrain(config, SECTION, Console(quiet=True), watch)
+
+
+def test_data_that_is_refused_ends_before_training_and_each_stage_is_recorded_after_its_effects(config: Config, tmp_path: Path) -> None:
+    connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}").create_registered_model("m")
+    watch = Watch(config)
+    outcome = start(config, watch)
+    assert outcome.what == "data refused"
+    assert "the evaluation data has 60 rows, and the gate" in outcome.reason
+    assert watch.seen == {
+        "decided": [],
+        "validated": ["decided"],
+        "concluded": ["decided", "validated"],
+        "recorded": ["concluded", "decided", "validated"],
+    }
+    assert watch.tagged == {"decided": False, "validated": False, "concluded": True, "recorded": True}
+    assert watch.audited == {"decided": 0, "validated": 0, "concluded": 0, "recorded": 1}
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["mlflow.db", "retraining"], "a run was begun"
+
+
+class Second(Watch):
+    """Starts again in the middle of a stage."""
+
+    def __call__(self, stage: str) -> None:
+        super().__call__(stage)
+        with pytest.raises(RunHeldError, match="is being written by process"):
+            start(self.config, Watch(self.config))
+
+
+def test_a_second_start_is_refused_in_every_stage(config: Config) -> None:
+    watch = Second(config)
+    assert start(config, watch).what == "data refused"
+    assert list(watch.seen) == ["decided", "validated", "concluded", "recorded"]
+    assert len(entries(watch.paths)) == 1
+
+
+class TakenOver(Watch):
+    """Another scheduler takes over in the middle of a stage, as after a long standstill of this one.
+
+    Args:
+        config: The configuration.
+        stage: The stage.
+    """
+
+    def __init__(self, config: Config, stage: str) -> None:
+        super().__init__(config)
+        self.stage = stage
+
+    def __call__(self, stage: str) -> None:
+        super().__call__(stage)
+        if stage == self.stage:
+            other = Record(dataclasses.replace(Holder.here(), host="node-7", machine="node-7"), 0.0, time.time(), 30.0)
+            put_json(RunPaths(self.paths.root).fence(2), dataclasses.asdict(other))
+
+
+@pytest.mark.parametrize("stage", ["validated", "concluded"])
+def test_who_lost_the_lease_records_nothing_more(config: Config, stage: str) -> None:
+    watch = TakenOver(config, stage)
+    with pytest.raises(LeaseLostError, match="start number 2"):
+        start(config, watch)
+    assert list(watch.seen)[-1] == stage, "it went on to another stage"
+    assert watch.recorded == watch.seen[stage]
+    assert entries(watch.paths) == []
+
+
+def test_a_start_after_that_goes_on_where_it_was_recorded(config: Config) -> None:
+    watch = TakenOver(config, "concluded")
+    with pytest.raises(LeaseLostError):
+        start(config, watch)
+    RunPaths(watch.paths.root).fence(2).unlink()  # the other one has ended
+    again = Watch(config)
+    assert start(config, again).what == "data refused"
+    assert list(again.seen) == ["concluded", "recorded"], "what was recorded is not done again"
+    assert [entry["what"] for entry in entries(again.paths)] == ["data refused"]
+
+
+def test_a_storage_that_is_away_refuses_no_data(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--task.class_path",
+        config.task.class_path,
+        "--data.path",
+        config.data.path,
+        "--data.eval_path",
+        str(config.data.eval_path),
+    ]
+    arguments += ["--run.storage_path", config.run.storage_path, "--tracking.registered_model", "m"]
+
+    def away(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    for module, reading in ((parquet_files, "_tail"), (profile, "DataFile")):
+        with monkeypatch.context() as broken:
+            broken.setattr(module, reading, away)
+            assert main(arguments) == 1
+        assert "part.parquet cannot be read: [Errno 116] Stale file handle" in capsys.readouterr().err
+    watch = Watch(config)
+    assert watch.recorded == ["decided"]
+    assert entries(watch.paths) == []
+    assert main(arguments) == 2
+    assert "the evaluation data has 60 rows, and the gate" in capsys.readouterr().out
+
+
+def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+    watch = Watch(config)
+    assert start(config, watch).what == "data refused"
+    [record] = Path(str(watch.paths.rounds)).glob("*/concluded.json")
+    concluded = {"outcome": "gate refused", "reason": "version 2 has become the champion meanwhile", "before": "1", "version": "3"}
+    put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
+    client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    client.create_registered_model("m")
+    for number in ("1", "2", "3"):
+        client.create_model_version("m", str(tmp_path), None)
+        promote(client, "m", number, "better", "me")
+        again = start(config, watch)
+        if number != "2":
+            assert again.what == "nothing"
+            assert "already judged: gate refused" in again.reason
+        else:
+            assert again.what == "data refused", "it is not looked at again"
+            assert [entry["what"] for entry in entries(watch.paths)] == ["data refused", "data refused"]
+            put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
+
+
+def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+    watch = Watch(config)
+    assert start(config, watch).what == "data refused"
+    client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    client.create_registered_model("m")
+    for number in ("1", "2"):
+        client.create_model_version("m", str(tmp_path), None)
+        promote(client, "m", number, "better", "me")
+        for again in (True, False):
+            seen = Watch(config)
+            outcome = start(config, seen)
+            assert outcome.what == "data refused"
+            assert outcome.reason.startswith("the same data was refused before") is not again
+            assert ("validated" in seen.seen) is again
+    assert [entry["champion_before"] for entry in entries(watch.paths)] == [None, "1", "2"]
+
+
+def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(config)
+    assert start(config, watch).what == "data refused"
+    [folder] = Path(str(watch.paths.rounds)).iterdir()
+    for name in ("decided", "recorded", "concluded"):
+        (folder / f"{name}.json").unlink()
+    put_json(folder / "validated.json", {"problems": ["of another round"], "accepted": False})
+    put_json(folder / "judged.json", {"verdict": {"promote": True, "reason": "of another round"}})
+    with monkeypatch.context() as stuck:
+        stuck.setattr(rounds, "remove_tree", lambda folder: None)
+        with pytest.raises(OSError, match="cannot be emptied: validated, judged are still there"):
+            start(config, Watch(config))
+    assert watch.recorded == ["judged", "validated"]
+    again = Watch(config)
+    assert "of another round" not in start(config, again).reason
+    assert list(again.seen) == ["decided", "validated", "concluded", "recorded"]
+    assert not (folder / "judged.json").exists()
+
+
+class Promoted:
+    """Version 2 has just been promoted by a round that was stopped before it recorded that; version 1 served when it began.
+
+    Args:
+        config: The configuration.
+        folder: Where the versions' files would be.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.paths, self.client = RetrainPaths.of(config), connect(default_tracking_uri(config))
+        delivery = delivered(config)
+        inputs = inputs_of(config, SECTION, delivery, "")
+        self.round = rounds.Round(self.paths, inputs.key)
+        run = self.client.create_run("0").info.run_id
+        self.client.create_registered_model("m")
+        for tags in ({}, {KEY_TAG: inputs.key}):
+            self.client.create_model_version("m", str(folder), run, tags=tags)
+        promote(self.client, "m", "1", "better", "me")
+        decision = {"retrain": True, "trigger": "new data", "reason": "40 new rows"}
+        self.round.put("decided", {"inputs": dataclasses.asdict(inputs), "champion": "1", "decision": decision})
+        table = profile.Profile(60, {"a": "double", "label": "int64"}, {"a": 0.0}, {"0": 20})
+        self.round.put("validated", {"delivery": dataclasses.asdict(delivery), "problems": [], "accepted": True, "train": table.to_json()})
+        self.round.put("trained", {"run": "m-1"})
+        self.round.put("registered", {"version": "2"})
+        figures = GateFigures("accuracy", "max", 60, 0.9, 0.8, 0.1, 0.05, 0.15)
+        self.judged = {"figures": dataclasses.asdict(figures), "verdict": {"promote": True, "reason": "gain +0.1000"}}
+        self.data = delivery.digest
+
+    def champion(self) -> Champion:
+        found = champion_now(self.paths, self.client, "m", "")
+        assert found is not None
+        return found
+
+
+def deliver_anew(config: Config) -> None:
+    """Of another type, so that no model is asked about it."""
+    pq.write_table(pa.table({"a": np.arange(50), "label": np.arange(50) % 3}), Path(config.data.path) / "part.parquet")
+
+
+@pytest.mark.parametrize("concluded", [False, True])
+def test_a_promotion_that_was_not_recorded_is_recorded_although_other_data_has_come(
+    config: Config, tmp_path: Path, concluded: bool
+) -> None:
+    made = Promoted(config, tmp_path)
+    made.round.put("judged", made.judged)
+    promote(made.client, "m", "2", "retraining: gain +0.1000", "me")
+    if concluded:
+        made.round.put("concluded", {"outcome": "promoted", "reason": "gain +0.1000", "version": "2", "before": "1"})
+    deliver_anew(config)
+    assert start(config, Watch(config)).what == "data refused"
+    first, second = entries(made.paths)
+    assert (first["what"], first["why"], first["version"], first["champion_before"]) == ("promoted", "gain +0.1000", "2", "1")
+    assert (second["what"], second["champion_before"]) == ("data refused", "2")
+    champion = made.champion()
+    assert (champion.version.version, champion.accepted("accuracy")) == ("2", 0.9)
+    assert champion.delivery is not None
+    assert champion.delivery.digest == made.data
+    assert champion.version.tags.get("ray_app.data_digest", made.data) == made.data
+    assert champion.known.train is not None
+    assert start(config, Watch(config)).what == "data refused"
+    assert len(entries(made.paths)) == 2
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_superseded_round_that_made_a_version_still_says_what_data_that_is_of(config: Config, tmp_path: Path, judged: bool) -> None:
+    made = Promoted(config, tmp_path)
+    if judged:
+        made.round.put("judged", made.judged)
+    deliver_anew(config)
+    assert start(config, Watch(config)).what == "data refused"
+    assert [(entry["what"], entry.get("champion_before")) for entry in entries(made.paths)] == [("superseded", None), ("data refused", "1")]
+    assert champion_of(made.client, "m") == "1"
+    promote(made.client, "m", "2", "by hand", "me")
+    assert made.champion().known.train is not None
+    assert rounds.open_rounds(made.paths) == []
+    assert start(config, Watch(config)).what == "data refused"
+    assert [entry["what"] for entry in entries(made.paths)] == ["superseded", "data refused", "data refused"]
+
+
+@pytest.mark.parametrize("which", ["root", "deciding"])
+def test_of_starts_long_ago_no_file_is_left(config: Config, which: str) -> None:
+    paths = RetrainPaths.of(config)
+    lease = RunPaths(getattr(paths, which))
+    for number in range(1, 151):
+        put_json(lease.fence(number), dataclasses.asdict(Record(Holder.here(), 0.0, 0.0, 30.0, released=True)))
+    if which == "root":
+        start(config, Watch(config))
+    else:
+        deciding(paths).release()
+    assert sorted(names(lease.fences)) == [f"{number:04d}.json" for number in range(51, 152)]
+    assert newest_fence(lease) == 151

@@ -1,0 +1,83 @@
+"""A metric that is not a number: JSON has none, and the checkpoint that the verdict names is the result."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ray_app.config.sections import EvaluateSection
+from ray_app.runlog.evaluations import Evaluation, Verdict, best_first, early_stop, put_evaluation, read_evaluations, read_scores
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import put_json, to_json
+from ray_app.watch.terminal import best_line
+
+NAN = math.nan
+
+
+def strict(text: str) -> object:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def evaluated(paths: RunPaths, values: list[float]) -> None:
+    for i, value in enumerate(values):
+        step = 10 * (i + 1)
+        put_evaluation(
+            paths, Evaluation(step, i, f"digest {step}", {"auroc": value, "loss": 1.0}, 5, 0.1, float(step), tables={"f1": [value]})
+        )
+
+
+def planned(last: int) -> list[int]:
+    return list(range(10, last + 1, 10))
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf, {"a": [1, (NAN, 2.0)]}])
+def test_json_has_null_for_what_is_not_finite(tmp_path: Path, value: object) -> None:
+    assert "null" in to_json(value)
+    put_json(tmp_path / "a.json", {"value": value})
+    strict((tmp_path / "a.json").read_text())
+
+
+def test_an_evaluation_reads_back_as_it_was_and_its_file_is_json(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    evaluated(paths, [NAN])
+    strict(paths.evaluation(10).read_text())  # type: ignore[union-attr]
+    [found], [scores] = read_evaluations(paths), read_scores(paths)
+    assert math.isnan(found.metrics["auroc"])
+    assert math.isnan(scores.metrics["auroc"])
+    assert math.isnan(found.tables["f1"][0])
+    assert found.metrics["loss"] == 1.0
+
+
+@pytest.mark.parametrize(("values", "best"), [([NAN, NAN, NAN], [10]), ([NAN, 0.5, NAN], [20]), ([NAN], [10])])
+def test_with_patience_the_checkpoint_of_the_verdict_is_the_best(tmp_path: Path, values: list[float], best: list[int]) -> None:
+    paths, section = RunPaths(tmp_path), EvaluateSection(patience=2)
+    evaluated(paths, values)
+    assert [e.step for e in best_first(paths, section, "auroc", "max", planned)] == best
+    if len(values) == 3 and best == [10]:
+        assert early_stop(paths, section, "auroc", "max", planned) == Verdict(20, 10)
+
+
+def test_without_patience_none_is_the_best(tmp_path: Path) -> None:
+    evaluated(RunPaths(tmp_path), [NAN, NAN])
+    assert best_first(RunPaths(tmp_path), replace(EvaluateSection(), patience=None), "auroc", "max", planned) == []
+
+
+@pytest.mark.parametrize(
+    ("best", "done", "said"),
+    [
+        ({"metric": "auroc", "value": 0.5, "step": 20}, 2, "auroc 0.5000 at step 20"),
+        ({"metric": "auroc", "value": None, "step": 10}, 2, "unknown: auroc is not a number in any of 2 evaluations; step 10, the first"),
+        (None, 2, "unknown: auroc is not a number in any of 2 evaluations; the newest checkpoint is taken"),
+        (None, 0, None),
+    ],
+)
+def test_the_end_says_that_no_checkpoint_is_known_to_be_best(best: object, done: int, said: str | None) -> None:
+    found = best_line({"best": best, "evaluation": {"done": done}}, "auroc")
+    assert found is None if said is None else found is not None and found.startswith(said)

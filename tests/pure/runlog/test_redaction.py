@@ -1,0 +1,210 @@
+"""Secrets: what counts as one, and that nothing that is shown, logged or recorded holds one, however it is quoted."""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+from ray_app.runlog import redaction as module
+from ray_app.runlog.journal import put_event, read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.redaction import guard, is_secret_name, redact, redacted, redacted_yaml
+from ray_app.storage.files import put_atomic
+from ray_app.submit.options import refuse_secrets
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_guarded", set())
+    monkeypatch.setattr(module, "_guarded_runs", set())
+    for name in [name for name in os.environ if is_secret_name(name)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token",
+        "hf_token",
+        "HF_TOKEN",
+        "authToken",
+        "client_secret",
+        "password",
+        "dbPassword",
+        "PASSWD",
+        "api_key",
+        "OPENAI_API_KEY",
+        "apikey",
+        "aws_access_key_id",
+        "AWS_SECRET_ACCESS_KEY",
+        "private_key",
+        "credentials",
+        "GOOGLE_CREDENTIAL",
+        "token_value",
+        "start_session_token",
+        "column_token",
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name)
+    assert redacted({"deep": [{name: "canary"}]}) == {"deep": [{name: "***"}]}
+    assert redacted({name: {"value": "canary", "list": ["canary", 12345]}})[name]["value"] == "***"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["max_tokens", "tokens_per_row", "tokenizer", "key", "seed", "class_path", "passes", "access", "keep_last"],
+        *["token_column", "tokenColumn", "pad_token", "eosToken", "unk_token", "token_type", "password_field", "api_key_column"],
+    ],
+)
+def test_other_names(name: str) -> None:
+    assert not is_secret_name(name)
+    assert redacted({name: "bert-base"}) == {name: "bert-base"}
+
+
+def test_names_of_columns_and_the_tokens_of_a_text_hide_nothing_and_may_be_submitted() -> None:
+    config = Config().replace(task__init_args={"token_column": "text", "pad_token": "[PAD]"})
+    refuse_secrets(config)
+    assert redact("the text [PAD] of a text") == "the text [PAD] of a text"
+    with pytest.raises(ConfigError, match=r"holds a secret \(task\.init_args\.hf_token\)"):
+        refuse_secrets(config.replace(task__init_args={"hf_token": "canary-42"}))
+
+
+def test_numbers_and_switches() -> None:
+    values = {"password": 12345678, "use_token": True, "token_count": 512, "secret": None, "api_key": ""}
+    assert redacted(values) == values | {"password": "***"}
+    guard(values)
+    assert redact("it is 12345678 of 512, True, None") == "it is *** of 512, True, None"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://u:p@ss@h/x?api_token=t&b=1", "s3://***@h/x?api_token=***&b=1"),
+        ("https://host/a@b", "https://host/a@b"),
+        ("sqlite:////x@y/m.db", "sqlite:////x@y/m.db"),
+    ],
+)
+def test_credentials_of_uris(text: str, expected: str) -> None:
+    assert redact(text) == expected
+
+
+def test_the_password_of_a_configured_uri_is_hidden_alone_as_well() -> None:
+    assert guard({"tracking": {"uri": "https://me:long-enough@host/x"}})
+    assert redact("the password long-enough is wrong") == "the password *** is wrong"
+
+
+SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size=8, max_size=40).filter(lambda s: len(s.strip()) >= 8)
+
+
+@given(st.lists(SECRETS, min_size=1, max_size=4), st.text(max_size=20), st.sampled_from(["raw", "json", "ascii", "repr", "url", "html"]))
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_no_secret_is_left_however_it_is_quoted(secrets: list[str], around: str, form: str) -> None:
+    module._guarded.clear()
+    guard({"nested": [{"init_args": {"passwords": secrets}}]})
+    quoted = {
+        "raw": str,
+        "json": lambda s: json.dumps(s, ensure_ascii=False)[1:-1],
+        "ascii": lambda s: json.dumps(s)[1:-1],
+        "repr": lambda s: repr(s)[1:-1],
+        "url": lambda s: quote(s, safe=""),
+        "html": html.escape,
+    }[form]
+    text = around.join(quoted(secret) for secret in secrets)
+    for secret in secrets:
+        assert quoted(secret) not in redact(text)
+
+
+def test_secrets_that_overlap_or_have_lines() -> None:
+    pem = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0\n-----END KEY-----"
+    guard({"a": {"token": "abcdefgh"}, "b": {"token": "efghijkl"}, "private_key": pem})
+    assert redact("<abcdefghijkl>") == "<***>"
+    assert "MIIEvQ" not in redact("line 2 is MIIEvQIBADANBgkqhkiG9w0")
+
+
+def test_environment_variables_count_from_eight_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "canary-environment")
+    monkeypatch.setenv("OTHER_TOKEN", "short")
+    assert redact("canary-environment, short") == "***, short"
+
+
+def test_log_lines_with_their_tracebacks(caplog: pytest.LogCaptureFixture) -> None:
+    guard({"token": "canary-log"})
+    try:
+        raise ValueError("canary-log")
+    except ValueError:
+        logging.getLogger("ray_app.some.module").exception("%s and %d", "canary-log", 5)
+    logging.getLogger("ray_app").warning("100% canary-log")
+    assert "canary" not in caplog.text
+    assert "*** and 5" in caplog.text
+    assert "ValueError: ***" in caplog.text
+    assert "100% ***" in caplog.text
+
+
+def test_events_hide_what_the_runs_own_configuration_keeps_secret(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    put_atomic(paths.config, yaml.safe_dump({"task": {"init_args": {"db": {"password": 'can"ary\n-event'}}}}).encode())
+    put_event(paths, "failed", 1, errors={"0": 'ValueError: can"ary\n-event'}, step=3, token="canary")
+    [event] = read_events(paths)
+    assert event.details == {"errors": {"0": "ValueError: ***"}, "step": 3, "token": "***"}
+
+
+def test_a_configuration_is_shown_without_secrets_and_stays_yaml() -> None:
+    values: dict[str, Any] = {"task": {"init_args": {"token": "it's: canary", "size": 3}}, "run": {"name": "x", "path": "s3://a:b@c/d"}}
+    shown = redacted_yaml(yaml.safe_dump(values))
+    assert yaml.safe_load(shown) == {"task": {"init_args": {"token": "***", "size": 3}}, "run": {"name": "x", "path": "s3://***@c/d"}}
+
+
+def test_variables_may_go_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's telemetry removes one from a thread of its own."""
+    ended = threading.Event()
+
+    def change() -> None:
+        while not ended.is_set():
+            os.environ["_OF_ANOTHER_THREAD"] = "1"
+            os.environ.pop("_OF_ANOTHER_THREAD")
+
+    monkeypatch.setenv("MY_TOKEN", "a-canary-of-mine")
+    thread, switching_s = threading.Thread(target=change), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        assert {redact("it is a-canary-of-mine") for _ in range(1000)} == {"it is ***"}
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(switching_s)
+
+
+def test_a_file_for_its_owner_alone(tmp_path: Path) -> None:
+    put_atomic(tmp_path / "a", b"x", mode=0o600)
+    put_atomic(tmp_path / "b", b"x")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "b").stat().st_mode) & 0o600 == 0o600
+
+
+@pytest.mark.rest
+def test_every_module_that_logs_hides_secrets() -> None:
+    """Whatever part of the application a process imports, its log lines are redacted: those that log import what installs it."""
+    root = Path(module.__file__).parents[2]
+    files = [f for f in sorted((root / "ray_app").rglob("*.py")) if "logger = logging" in f.read_text()]
+    names = [".".join(f.relative_to(root).with_suffix("").parts) for f in files]
+    code = f"import importlib, logging\nfor n in {names}:\n importlib.import_module(n)\nassert logging.getLogRecordFactory().hides_secrets"
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

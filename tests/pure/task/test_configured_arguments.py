@@ -1,0 +1,137 @@
+"""Arguments of a configured loss that would be replaced are honoured or refused; probabilities go by the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.ops import sigmoid_focal_loss
+
+from ray_app.errors import ConfigError
+from ray_app.task.base import Batch, Losses
+from ray_app.task.configured_arguments import loss_of_rows
+from ray_app.task.metrics import combine, score
+from ray_app.task.module import ModuleTask
+from ray_app.train.state.parameters import contiguous
+
+ROWS = 30
+KL = "torch.nn.KLDivLoss"
+
+
+def task_of(loss: dict[str, Any], **init_args: Any) -> ModuleTask:
+    task = ModuleTask({"class_path": "torch.nn.Identity"}, ["x"], "y", loss, **init_args)
+    task.kinds = {"x": "array", "y": "array"}
+    return task
+
+
+@pytest.mark.parametrize(("reduction", "over"), [({}, ROWS * 4), ({"reduction": "mean"}, ROWS * 4), ({"reduction": "batchmean"}, ROWS)])
+def test_the_reduction_of_a_divergence_is_torchs(reduction: dict[str, Any], over: int) -> None:
+    outputs, target = torch.randn(ROWS, 4).log_softmax(1), torch.rand(ROWS, 4).softmax(1)
+    found = Losses.of(loss_of_rows({"class_path": KL, "init_args": reduction}, outputs, target))
+    weight = found.weights.sum() if found.weights is not None else torch.tensor(float(ROWS))
+    assert float(found.values.sum() / weight) == pytest.approx(float(nn.KLDivLoss(**reduction)(outputs, target)), rel=1e-5)
+    assert float(weight) == over
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ({"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "sum"}}, "reduction 'sum'; it must be one of mean, none. A step's"),
+        ({"class_path": KL, "init_args": {"reduction": "sum"}}, "reduction 'sum'; it must be one of mean, none, batchmean"),
+        (
+            {"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "batchmean"}},
+            "reduction 'batchmean'; it must be one of mean, none.",
+        ),
+        ({"class_path": "torch.nn.MSELoss", "init_args": {"size_average": False}}, "has size_average, which torch replaces by reduction"),
+    ],
+)
+def test_a_reduction_that_a_step_cannot_have_is_refused(loss: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        task_of(loss)
+    assert said in str(found.value)
+
+
+def test_a_function_that_is_a_loss_is_called_with_outputs_and_target() -> None:
+    outputs, target = torch.randn(ROWS), torch.randint(0, 2, (ROWS,)).float()
+    spec = {"class_path": "torchvision.ops.sigmoid_focal_loss", "init_args": {"alpha": 0.5, "gamma": 1.0}}
+    found = loss_of_rows(spec, outputs, target)
+    torch.testing.assert_close(found, sigmoid_focal_loss(outputs, target, 0.5, 1.0))
+
+
+class Margin(nn.Module):
+    """A loss of one's own that takes logits, of which nothing says so."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (1 - outputs * (2 * target - 1)).relu()
+
+
+BINARY = "torchmetrics.classification.Binary"
+SEVERAL = {"num_classes": 3}
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "kind", "more"),
+    [
+        ("torch.nn.BCEWithLogitsLoss", (ROWS,), "Binary", {}),
+        ("torch.nn.BCEWithLogitsLoss", (ROWS, 1), "Binary", {}),
+        ("torch.nn.BCEWithLogitsLoss", (ROWS, 1, 3, 2), "Binary", {}),
+        ("torch.nn.SoftMarginLoss", (ROWS,), "Binary", {}),
+        ("torchvision.ops.sigmoid_focal_loss", (ROWS,), "Binary", {}),
+        ("torch.nn.functional.binary_cross_entropy_with_logits", (ROWS,), "Binary", {}),
+        ("tests.pure.task.test_configured_arguments.Margin", (ROWS,), "Binary", {"activation": "sigmoid"}),
+        ("torch.nn.MultiLabelSoftMarginLoss", (ROWS, 3), "Multilabel", {}),
+        ("torch.nn.BCEWithLogitsLoss", (ROWS, 3), "Multilabel", {}),
+        ("torch.nn.CrossEntropyLoss", (ROWS, 3), "Multiclass", {}),
+        ("torch.nn.CrossEntropyLoss", (ROWS, 3, 2, 2), "Multiclass", {}),
+        ("torch.nn.NLLLoss", (ROWS, 3), "Multiclass", {}),
+        ("torch.nn.MultiMarginLoss", (ROWS, 3), "Multiclass", {}),
+    ],
+)
+@pytest.mark.parametrize("scale", [0.02, 3.0])
+def test_metrics_get_probabilities_whatever_the_batch(
+    loss: str, shape: tuple[int, ...], kind: str, more: dict[str, Any], scale: float
+) -> None:
+    """Small scores are all between 0 and 1, where torchmetrics takes them for probabilities; of large ones some rows' are."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(shape, generator=generator) * scale + 0.45
+    if loss.endswith("NLLLoss"):
+        scores = scores.log_softmax(1)
+    count = {"Binary": {}, "Multilabel": {"num_labels": 3}, "Multiclass": SEVERAL}[kind]
+    metrics = {name: {"class_path": f"torchmetrics.classification.{kind}{name}", "init_args": count} for name in ("Accuracy", "AUROC")}
+    task = task_of({"class_path": loss}, metrics=metrics, best_metric="Accuracy", **more)
+    if kind == "Multiclass":
+        target, probabilities = torch.randint(0, 3, (ROWS, *shape[2:]), generator=generator), scores.softmax(1)
+    else:
+        target = torch.randint(0, 2, (ROWS, *shape[2:]) if shape[1:2] == (1,) else shape, generator=generator)
+        probabilities = scores.sigmoid().reshape(target.shape)
+    expected = {name: float(made(probabilities, target)) for name, made in task.metrics().items()}
+    arrays = {"x": scores.numpy(), "y": target.numpy()}
+    for size in (ROWS, 7, 1):
+        found = combine(task, score(task, nn.Identity(), arrays, size, torch.device("cpu"))).values
+        assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_other_metrics_than_of_classes_get_the_outputs_as_they_are() -> None:
+    metrics = {"mse": {"class_path": "torchmetrics.MeanSquaredError"}}
+    task = task_of({"class_path": "torch.nn.BCEWithLogitsLoss"}, metrics=metrics)
+    batch: Batch = {"x": torch.tensor([5.0, -5.0]), "y": torch.tensor([5.0, -5.0])}
+    collection = task.metrics()
+    task.update(collection, batch["x"], batch)
+    assert float(collection["mse"].compute()) == 0
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task.init_args.activation is 'relu'; it must be one of sigmoid, softmax, none"):
+        task_of({"class_path": "torch.nn.BCEWithLogitsLoss"}, activation="relu")
+
+
+def test_a_parameter_made_by_expand_is_refused_with_its_name() -> None:
+    model = nn.Linear(3, 2)
+    model.bias = nn.Parameter(torch.zeros(1).expand(2))
+    with pytest.raises(ConfigError, match=r"Values of the parameter bias, of shape \(2,\), share their memory \(expand\)"):
+        contiguous(model)

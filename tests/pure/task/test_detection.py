@@ -1,0 +1,250 @@
+"""Object detection: images of any size, boxes that go through their transforms, mean average precision, lists of predictions."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ray_app.data.arrays import lists_of, ragged_lists
+from ray_app.errors import ConfigError, DataError
+from ray_app.plan.manifest import ColumnFacts, DataFacts
+from ray_app.predict.actor import _not_finite, part_file
+from ray_app.task.base import Losses, WithoutTargets
+from ray_app.task.detection import ObjectDetection
+from ray_app.task.metrics import combine, resampled, score
+from ray_app.task.ragged import Ragged, joined, to_batch
+from tests.support.pictures import encoded
+
+V2 = "torchvision.transforms.v2."
+CROPS = [
+    {"class_path": V2 + "RandomCrop", "init_args": {"size": [20, 24]}},
+    {"class_path": V2 + "RandomHorizontalFlip"},
+    {"class_path": V2 + "Resize", "init_args": {"size": [40, 48], "interpolation": 0}},
+]
+FACTS = {"image": ColumnFacts("bytes"), "boxes": ColumnFacts("list"), "labels": ColumnFacts("list")}
+SPEC = {"class_path": "tests.pure.task.test_detection.Seeing", "init_args": {"num_classes": 3}}
+CPU = torch.device("cpu")
+
+
+class Seeing(nn.Module):
+    """Finds red things (class 1) and green ones (2), one of each, without a mistake; in training it says what it was given."""
+
+    def __init__(self, num_classes: int = 3, blind: bool = False) -> None:
+        super().__init__()
+        self.blind, self.weight = blind, nn.Parameter(torch.ones(()))
+        self.given: list[tuple[list[Tensor], list[dict[str, Tensor]]]] = []
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        if self.training:
+            assert targets is not None
+            self.given.append((images, targets))
+            return {"loss_a": self.weight * len(images), "loss_b": self.weight * 0.5}
+        return [self.found_in(image) for image in images]
+
+    def found_in(self, image: Tensor) -> dict[str, Tensor]:
+        boxes, labels = [], []
+        for label in (1, 2):
+            there = (image[label - 1] == 1).nonzero()
+            if len(there) and not (self.blind and label == 2):
+                (top, left), (bottom, right) = there.amin(0), there.amax(0) + 1
+                boxes.append([left, top, right, bottom])
+                labels.append(label)
+        return {
+            "boxes": torch.tensor(boxes).float().reshape(-1, 4),
+            "labels": torch.tensor(labels).long(),
+            "scores": torch.ones(len(labels)),
+        }
+
+
+def rows_of(*images: tuple[int, int, list[list[int]]]) -> dict[str, Any]:
+    """Images of so many rows and columns with the boxes of a red, a green and other things on black."""
+    rows: dict[str, Any] = {"image": [], "boxes": [], "labels": []}
+    for height, width, boxes in images:
+        pixels = np.zeros((height, width, 3), np.uint8)
+        for label, (left, top, right, bottom) in enumerate(boxes, 1):
+            pixels[top:bottom, left:right, label - 1] = 255
+        rows["image"].append(encoded(Image.fromarray(pixels)))
+        rows["boxes"].append(np.array(boxes).reshape(-1, 4))
+        rows["labels"].append(np.arange(1, len(boxes) + 1))
+    files = np.empty(len(images), object)
+    files[:] = rows["image"]
+    return {"image": files, "boxes": Ragged.of(rows["boxes"], np.float32, row_shape=(4,)), "labels": Ragged.of(rows["labels"], np.int64)}
+
+
+ROWS = rows_of((30, 40, [[3, 5, 9, 20], [20, 8, 33, 12]]), (50, 25, []), (33, 31, [[0, 0, 31, 33]]))
+
+
+def task_of(**arguments: Any) -> ObjectDetection:
+    return ObjectDetection(SPEC, **arguments).prepare(DataFacts("data", 3, FACTS))
+
+
+def test_a_detector_gets_images_of_their_own_size_and_their_boxes() -> None:
+    task, model = task_of(), Seeing()
+    losses = task.training_loss(model, to_batch(task.decode(ROWS)))
+    [(images, targets)] = model.given
+    assert [tuple(image.shape) for image in images] == [(3, 30, 40), (3, 50, 25), (3, 33, 31)]
+    for image, target, row in zip(images, targets, range(3), strict=True):
+        with Image.open(io.BytesIO(ROWS["image"][row])) as file:
+            assert np.array_equal((image * 255).byte().permute(1, 2, 0).numpy(), np.array(file))
+        assert target["boxes"].tolist() == ROWS["boxes"].row(row).tolist()
+        assert target["labels"].tolist() == ROWS["labels"].row(row).tolist()
+    assert isinstance(losses, Losses)
+    assert losses.values.tolist() == [3.5] * 3, "the sum of the means, for each row"
+    assert {name: values.tolist() for name, values in losses.metrics.items()} == {"loss_a": [3.0] * 3, "loss_b": [0.5] * 3}
+
+
+def test_boxes_go_through_the_transforms_of_their_images() -> None:
+    """After crop, flip and enlargement the detector that sees only pixels finds just what the boxes say."""
+    task, model = task_of(transforms=CROPS), Seeing().eval()
+    left_out, kept = 0, 0
+    for epoch in range(12):
+        keys = np.arange(3) + 10 * epoch
+        found = task.decode_training(ROWS, keys)
+        assert found["size"].tolist() == [[40, 48]] * 3
+        batch = to_batch(found)
+        for row, image in enumerate(batch["image"].view(3, 3, 40, 48).float() / 255):
+            seen = model.found_in(image)
+            assert seen["boxes"].tolist() == found["boxes"].row(row).tolist(), (epoch, row)
+            assert seen["labels"].tolist() == found["labels"].row(row).tolist()
+            kept += len(seen["labels"])
+            left_out += len(ROWS["labels"].row(row)) - len(seen["labels"])
+        others = task.decode_training({name: values[np.array([1, 0])] for name, values in ROWS.items()}, keys[[1, 0]])
+        assert np.array_equal(others["image"].row(1), found["image"].row(0)), "a row is cropped by its key alone"
+    assert left_out > 3
+    assert kept > 12
+
+
+def test_another_epoch_is_another_crop() -> None:
+    task = task_of(transforms=CROPS)
+    assert len({task.decode_training(ROWS, np.full(3, key))["image"].row(0).tobytes() for key in range(5)}) == 5
+
+
+def scored(model: nn.Module, size: int, chunk_rows: int | None = None) -> Any:
+    task = task_of()
+    return task, list(score(task, model, task.decode(ROWS), size, CPU, chunk_rows=chunk_rows))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_perfect_detector_has_a_precision_of_one(size: int) -> None:
+    task, chunks = scored(Seeing(), size)
+    labels = [labels.tolist() for chunk in chunks for labels in chunk.states["map"]["detection_labels"]]
+    assert labels == [[1, 2], [], [1]], "what an output is padded with is nothing that was found"
+    found = combine(task, chunks)
+    assert found.values == {"map": 1.0, "map_50": 1.0, "map_75": 1.0, "mar_100": 1.0}, "and no loss, which a detector does not say"
+
+
+def test_a_class_that_is_never_found_counts() -> None:
+    assert combine(*scored(Seeing(blind=True), 2)).values["map"] == 0.5
+
+
+def test_precision_is_resampled_by_rows() -> None:
+    task, chunks = scored(Seeing(blind=True), 1)
+    counts = np.array([[1, 1, 1], [0, 0, 2], [2, 1, 0]])
+    assert resampled(task, chunks, "map", counts).tolist() == [0.5, 1.0, 0.5]
+
+
+def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
+    task, model = task_of(), Seeing().eval()
+    found = [task.predictions(task.forward(model, to_batch(task.decode(ROWS), slice(low, low + 2)))) for low in (0, 2)]
+    whole = {name: joined([one[name] for one in found]) for name in found[0]}
+    table = pq.read_table(pa.BufferReader(part_file(pa.table({"position": [0, 1, 2]}), whole, "made from")))
+    assert table.column("boxes").to_pylist() == [ROWS["boxes"].row(i).tolist() for i in range(3)]
+    assert table.column("labels").to_pylist() == [[1, 2], [], [1]]
+    assert table.column("scores").to_pylist() == [[1.0, 1.0], [], [1.0]]
+    assert lists_of(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], "the last of the rows"
+    again = ragged_lists(table.column("boxes"))
+    assert again is not None
+    assert np.array_equal(again.values, ROWS["boxes"].values)
+
+
+@pytest.mark.parametrize(("place", "row"), [(0, 0), (1, 0), (2, 2), (3, None)])
+def test_a_number_that_is_not_finite_is_found_in_its_row(place: int, row: int | None) -> None:
+    values = np.array([1, 2, 3], np.float32)
+    values[place:] = np.nan
+    assert _not_finite(Ragged(values, np.array([0, 2, 2, 3]))) == row
+
+    assert _not_finite(values[:, None]) == (place if place < 3 else None)
+
+
+def test_where_nothing_is_found_all_is_finite() -> None:
+    assert _not_finite(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
+
+
+def test_rows_without_any_object_are_read() -> None:
+    empty = lists_of(Ragged.of([[], []], np.float32, row_shape=(4,)))
+    of_lists = pa.chunked_array([pa.array([[], []], pa.list_(pa.list_(pa.float32())))])
+    for column in (pa.chunked_array([empty]), of_lists):
+        boxes = ragged_lists(column)
+        assert boxes is not None
+        rows = ROWS | {"image": ROWS["image"][:2], "boxes": boxes, "labels": Ragged.of([[], []], np.int64)}
+        assert task_of().decode(rows)["boxes"].row_shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"boxes": [[5, 5, 3, 9]]}, "the box [5.0, 5.0, 3.0, 9.0] is none in an image 40 wide and 30 high"),
+        ({"boxes": [[5, 5, 45, 9]]}, "the box [5.0, 5.0, 45.0, 9.0] is none"),
+        ({"boxes": [[5, 5, np.nan, 9]]}, "is none in an image"),
+        ({"labels": [0]}, "there is a label 0; labels go from 1, since 0 is the background, to num_classes - 1"),
+        ({"labels": [3]}, "there is a label 3"),
+        ({"labels": [1, 2]}, "there are 1 boxes and 2 labels"),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused_with_words(changed: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"boxes": [[1, 2, 3, 4]], "labels": [1]} | changed
+    rows = {
+        "image": ROWS["image"][:1],
+        "boxes": Ragged.of([given["boxes"]], np.float32, row_shape=(4,)),
+        "labels": Ragged.of([given["labels"]], np.int64),
+    }
+    with pytest.raises(ValueError) as found:  # noqa: PT011 - the words are looked at
+        task_of().decode(rows)
+    assert said in str(found.value)
+
+
+def test_transforms_to_fractions_are_refused() -> None:
+    task = task_of(transforms=[{"class_path": V2 + "ConvertImageDtype"}])
+    with pytest.raises(ValueError, match="make images of fractions"):
+        task.decode_training(ROWS, np.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"boxes": ColumnFacts("array", "<f4", (4,))}, "Column 'boxes' of data holds array <f4; the detector needs list"),
+        ({"image": ColumnFacts("array", "<f4", (8, 8))}, "holds arrays that are no images"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(facts: dict[str, ColumnFacts], said: str) -> None:
+    with pytest.raises(DataError) as found:
+        ObjectDetection(SPEC).prepare(DataFacts("data", 3, FACTS | facts))
+    assert said in str(found.value)
+
+
+def test_what_is_no_detector_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"makes a dict; it must make an nn.Module"):
+        ObjectDetection({"class_path": "builtins.dict"}).build_model()
+
+
+def test_a_prediction_needs_no_boxes() -> None:
+    task = task_of()
+    without = WithoutTargets(task)
+    assert without.columns == ["image"]
+    found = without({"image": ROWS["image"]})
+    assert task.forward(Seeing().eval(), to_batch(found))["found"].tolist() == [2, 0, 1]
+
+
+def test_grey_images_have_three_channels() -> None:
+    grey: npt.NDArray = np.arange(24, dtype=np.uint8).reshape(1, 4, 6)
+    found = task_of().decode({"image": grey, "boxes": np.zeros(1, np.int64), "labels": np.zeros(1, np.int64)})
+    assert np.array_equal(found["image"].row(0).reshape(3, 4, 6), np.stack([grey[0]] * 3))

@@ -1,0 +1,177 @@
+"""What a process computes on and with which kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_app.cluster.resources import cluster
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+from ray_app.task import device as environment
+from ray_app.task.device import gpu_of, pin
+from tests.support.places import ROOT
+
+
+@pytest.mark.parametrize(
+    ("ids", "visible", "index"),
+    [
+        ([3], "3", 0),  # it sees what it has
+        ([3], "0,1,2,3", 3),  # and that of the other workers of its node
+        ([2], "2,3", 0),
+        (["3"], "2,3", 1),  # a worker that came later, as Ray writes it elsewhere
+        ([3], None, 3),  # Ray leaves alone what it sees
+        ([0], "", 0),
+        ([2, 3], "0,1,2,3", 2),  # the first of two
+        (["GPU-b2"], "GPU-a1,GPU-b2", 1),
+        ([], None, 0),  # not Ray's
+    ],
+)
+def test_a_worker_computes_on_the_gpu_that_ray_gave_it(ids: list[int | str], visible: str | None, index: int) -> None:
+    assert gpu_of(ids, visible) == torch.device("cuda", index)
+
+
+def test_ray_client_is_refused() -> None:
+    config = Config().replace(run__ray_address="ray://head:10001")
+    with pytest.raises(ConfigError, match=r"Ray Client.*ray-app submit"), cluster(config):
+        pass
+
+
+@pytest.mark.parametrize(("deterministic", "refuses", "mode"), [(True, True, 2), (True, False, 1), (False, True, 0)])
+def test_kernels_are_asked_for_refused_or_warned_of(deterministic: bool, refuses: bool, mode: int) -> None:
+    torch.set_deterministic_debug_mode("default")
+    pin(1, deterministic, refuses)
+    assert torch.get_deterministic_debug_mode() == mode
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "message"),
+    [
+        ("set CUBLAS_WORKSPACE_CONFIG=:4096:8 before", ConfigError, "Restart the kernel and set CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        ("CUDA error: out of memory", RuntimeError, "out of memory"),
+    ],
+)
+def test_a_process_whose_gpu_cannot_be_deterministic_any_more_is_refused(
+    monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception], message: str
+) -> None:
+    """PyTorch looks at the variable once, at the first product of matrices: what is set later does not count."""
+
+    def refuse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(said)
+
+    environment._try_product(torch.device("cpu"))
+    monkeypatch.setattr(torch, "mm", refuse)
+    with pytest.raises(kind, match=message):
+        environment._try_product(torch.device("cpu"))
+
+
+_NEWER = """
+import torch
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.cudnn.rnn.fp32_precision = "ieee"
+try:
+    print(torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
+except RuntimeError:
+    print("refused")
+from ray_app.task.device import _ROUNDING
+print({name: kernels.fp32_precision for name, kernels in _ROUNDING.items()})
+"""
+
+
+def test_how_products_are_rounded_is_known_by_whichever_name_it_was_said() -> None:
+    """Who has used the newer of PyTorch's names is refused the older ones."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _NEWER], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    refused, found = done.stdout.splitlines()
+    assert refused == "refused"
+    assert found == "{'matmul': 'tf32', 'convolution': 'tf32', 'recurrent': 'ieee'}"
+
+
+def _raise(*arguments: object) -> None:
+    raise AttributeError(arguments)
+
+
+class _Driver:
+    """Stands for libcuda.so.1.
+
+    Args:
+        version: What `cuDriverGetVersion` says, such as 13020; None: it fails.
+    """
+
+    def __init__(self, version: int | None) -> None:
+        self._version = version
+
+    def cuDriverGetVersion(self, where: Any) -> int:
+        if self._version is None:
+            return 999
+        where._obj.value = self._version
+        return 0
+
+
+@pytest.mark.parametrize(("version", "expected"), [(13020, "13.2"), (12090, "12.9"), (None, "unknown")])
+def test_the_driver_itself_says_which_cuda_it_supports(monkeypatch: pytest.MonkeyPatch, version: int | None, expected: str) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": _Driver(version)}[name])
+    assert environment.driver_version() == expected
+
+
+def test_a_driver_that_is_not_there_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert environment.driver_version() == "unknown"
+
+
+def test_a_gpu_is_described_without_private_functions_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: _Driver(13020))
+    described = environment.describe(torch.device("cuda", 0))
+    assert (described["device"], described["cuda"]) == ("cuda NVIDIA H100", f"{torch.version.cuda}, driver for 13.2")
+    assert set(described) == {"torch", "device", "cpu_capability", "threads", "cuda", "cudnn", "nccl", "tf32"}
+    assert "unknown" not in described.values()
+
+
+def test_the_description_of_a_gpu_does_not_raise_whatever_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((torch.cuda, "get_device_name"), (torch.backends.cudnn, "version"), (torch.cuda.nccl, "version")):
+        monkeypatch.setattr(owner, name, _raise)
+    described = environment.describe(torch.device("cuda", 0))
+    assert (described["device"], described["cudnn"], described["nccl"]) == ("cuda unknown", "unknown", "unknown")
+
+
+def test_a_device_is_made_current_where_it_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        environment.use_device(device)
+    assert current == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("compilers", "variable", "header", "missing"),
+    [
+        (("gcc",), None, True, None),
+        (("clang",), None, True, None),
+        ((), "/opt/cc", True, None),
+        ((), None, True, "train.compile needs a C compiler such as gcc on every node"),
+        (("gcc",), None, False, "train.compile needs the header Python.h of Python"),
+    ],
+)
+def test_what_triton_compiles_with_is_looked_for_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compilers: tuple[str, ...], variable: str | None, header: bool, missing: str | None
+) -> None:
+    (tmp_path / "Python.h").write_text("") if header else None
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False) if variable is None else monkeypatch.setenv("CC", variable)
+    if missing is None:
+        environment.need_compiler(torch.device("cuda", 0))
+        return
+    with pytest.raises(ConfigError, match=missing):
+        environment.need_compiler(torch.device("cuda", 0))

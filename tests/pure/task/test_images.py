@@ -1,0 +1,261 @@
+"""Encoded images: the pixels of every kind of file, what is refused with which reason, and how EXIF orientation turns them."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from ray_app.task.detection import ObjectDetection
+from ray_app.task.image import ImageClassification
+from ray_app.task.images import mask_of, pixels_of
+from ray_app.task.module import ModuleTask
+from ray_app.task.ragged import Ragged
+from tests.support.encoded_images import encode, every_kind, png, png_chunk, png_chunks, smooth
+
+PHOTO = Image.fromarray(smooth(33, 41))
+STILL = [name for name in every_kind() if not name.startswith(("animated", "bmp", "tiff", "png of 16"))]
+
+
+def reference(encoded: bytes) -> Any:
+    """The pixels as Pillow decodes them, turned by its own function."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB")).transpose(2, 0, 1)
+
+
+def with_exif(exif: bytes, kind: str = "jpeg", image: Image.Image = PHOTO) -> bytes:
+    return encode(image, kind, exif=exif, **({"lossless": True} if kind == "webp" else {}))
+
+
+def orientation(number: Any) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = number
+    return exif.tobytes()
+
+
+@pytest.mark.parametrize("kind", STILL)
+def test_pixels_are_those_of_another_decoder(kind: str) -> None:
+    np.testing.assert_array_equal(pixels_of(every_kind()[kind]), reference(every_kind()[kind]))
+
+
+@pytest.mark.parametrize("subsampling", [0, 1, 2, "4:1:1"])
+@pytest.mark.parametrize("size", [(1, 1), (8, 8), (37, 53)])
+def test_jpeg_pixels_do_not_depend_on_the_decoder(subsampling: Any, size: tuple[int, int]) -> None:
+    encoded = encode(Image.fromarray(smooth(*size)), "jpeg", subsampling=subsampling)
+    np.testing.assert_array_equal(pixels_of(encoded), reference(encoded))
+
+
+def test_sampling_factors_without_a_name_are_decoded() -> None:
+    encoded = bytearray(encode(PHOTO, "jpeg", subsampling=0))
+    components = encoded.index(b"\xff\xc0") + 10
+    for component, factors in enumerate((0x22, 0x21, 0x12)):
+        encoded[components + 1 + 3 * component] = factors
+    np.testing.assert_array_equal(pixels_of(bytes(encoded)), reference(bytes(encoded)))
+
+
+def test_a_phone_s_jpeg_with_a_second_picture_is_its_first_one() -> None:
+    encoded = encode(PHOTO, "mpo", save_all=True, append_images=[PHOTO.rotate(180)], exif=orientation(3))
+    assert Image.open(io.BytesIO(encoded)).format == "MPO"
+    np.testing.assert_array_equal(pixels_of(encoded), reference(encoded))
+    with pytest.raises(ValueError, match="no mask"):
+        mask_of(encode(PHOTO.convert("L"), "mpo", save_all=True, append_images=[PHOTO.convert("L")]))
+
+
+def test_images_of_16_bits_keep_their_brightness() -> None:
+    grey = np.array([[0, 255, 256, 257], [300, 1000, 32768, 65535]] * 2, np.uint16)
+    [got] = ImageClassification(size=4, num_classes=1).decode({"image": [encode(Image.fromarray(grey), "png")], "label": [0]})["image"]
+    np.testing.assert_array_equal(got, np.broadcast_to(grey // 256, (3, 4, 4)))
+
+
+@pytest.mark.parametrize("kind", ["gif", "webp"])
+def test_an_animated_image_has_all_its_frames(kind: str) -> None:
+    frames = pixels_of(every_kind()[f"animated {kind}"])
+    assert frames.shape == (3, 3, 12, 10)
+    with Image.open(io.BytesIO(every_kind()[f"animated {kind}"])) as image:
+        image.seek(2)
+        np.testing.assert_array_equal(frames[2], np.asarray(image.convert("RGB")).transpose(2, 0, 1))
+    with pytest.raises(ValueError, match="the image has 3 frames; a classifier takes still images"):
+        ImageClassification(size=4, num_classes=1).decode({"image": [every_kind()[f"animated {kind}"]], "label": [0]})
+
+
+def test_an_animated_png_is_its_still_image() -> None:
+    np.testing.assert_array_equal(pixels_of(every_kind()["animated png"]), smooth(12, 10).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in every_kind() if not kind.startswith(("bmp", "tiff"))])
+def test_an_image_that_is_cut_off_is_refused(kind: str) -> None:
+    encoded = every_kind()[kind]
+    # What a PNG file has at last is a checksum of nothing.
+    for size in {len(encoded) * part // 20 for part in range(1, 20)} | {len(encoded) - (5 if "png" in kind else 1)}:
+        with pytest.raises(ValueError, match=r"\w"):
+            pixels_of(encoded[:size])
+
+
+def test_damaged_jpeg_data_is_refused_although_there_are_pixels() -> None:
+    encoded = bytearray(encode(PHOTO, "jpeg", quality=95))
+    middle = (encoded.index(b"\xff\xda") + len(encoded)) // 2
+    encoded[middle : middle + 60] = b"\xff\x00" * 30
+    with pytest.raises(ValueError, match="Corrupt JPEG data"):
+        pixels_of(bytes(encoded))
+
+
+def test_oddities_of_jpeg_that_spoil_no_pixel_are_allowed() -> None:
+    encoded = encode(PHOTO, "jpeg")
+    surplus, version = encoded[:-2] + bytes(200) + encoded[-2:], bytearray(encoded)
+    at = encoded.index(b"JFIF\0") + 5
+    version[at : at + 2] = b"\0\0"
+    for odd in (surplus, bytes(version), encoded + b"behind the end"):
+        np.testing.assert_array_equal(pixels_of(odd), reference(encoded))
+
+
+@pytest.mark.parametrize(("marker", "bits", "reason"), [(0xC0, 12, "header is damaged"), (0xC3, 8, "Unsupported|broken data stream")])
+def test_kinds_of_jpeg_that_are_not_decoded_are_refused(marker: int, bits: int, reason: str) -> None:
+    encoded = bytearray(encode(PHOTO, "jpeg"))
+    frame = encoded.index(b"\xff\xc0")
+    encoded[frame + 1], encoded[frame + 4] = marker, bits
+    with pytest.raises(ValueError, match=reason):
+        pixels_of(bytes(encoded))
+
+
+@pytest.mark.parametrize("interlaced", [0, 1])
+@pytest.mark.parametrize("decode", [pixels_of, mask_of])
+def test_a_png_with_too_few_rows_is_refused(interlaced: int, decode: Any) -> None:
+    rows = bytes(79) if interlaced else b"".join(b"\0" + bytes(range(1, 9)) for _ in range(8))
+    header = (8, 8, 8, 0, 0, 0, interlaced)
+    for missing in (1, 9, 30, 60):
+        with pytest.raises(ValueError, match=r"its image data ends \d+ bytes too early|file is truncated"):
+            decode(png(header, zlib.compress(rows[:-missing])))
+    assert decode(png(header, zlib.compress(bytes(len(rows))))).sum() == 0, "all black, and whole"
+
+
+def test_a_colour_that_the_palette_of_a_png_lacks_is_refused() -> None:
+    data, palette = zlib.compress(bytes([0, 0, 1, 0, 2, 3])), png_chunk(b"PLTE", bytes(9))
+    encoded = png((2, 2, 8, 3, 0, 0, 0), data, palette)
+    with pytest.raises(ValueError, match="a pixel has the colour 3 of a palette of 3 colours"):
+        pixels_of(encoded)
+    assert mask_of(encoded).tolist() == [[0, 1], [2, 3]], "of a mask the indices are the classes, whatever their colours"
+
+
+def test_a_wrong_checksum_of_image_data_is_refused() -> None:
+    encoded = encode(PHOTO, "png")
+    chunks = [png_chunk(kind, body, 7 if kind == b"IDAT" else None) for kind, body in png_chunks(encoded)]
+    with pytest.raises(ValueError, match=r"checksum in b'IDAT'"):
+        pixels_of(encoded[:8] + b"".join(chunks))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "it is a Git LFS pointer, not the file itself"),
+        (b"<!DOCTYPE html>\n<html><title>404</title></html>", "it is a web page"),
+        (b"\n<HTML>", "it is a web page"),
+        (encode(PHOTO, "bmp"), "it is a BMP image"),
+        (encode(PHOTO, "tiff"), "it is a TIFF image"),
+        (encode(PHOTO, "tiff", big_tiff=True), "it is a TIFF image"),
+        (encode(PHOTO, "avif"), "it is an AVIF image"),
+        (b"%PDF-1.7", "it is a PDF document"),
+        (b"hello, world", r"it is no image: it begins with b'hello, w'"),
+    ],
+)
+def test_what_is_no_image_is_named(content: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        pixels_of(content)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_an_image_is_turned_as_its_exif_orientation_says(kind: str, number: int) -> None:
+    encoded = with_exif(orientation(number), kind)
+    np.testing.assert_array_equal(pixels_of(encoded), reference(encoded))
+    assert pixels_of(encoded).stride() == pixels_of(encode(Image.fromarray(reference(encoded).transpose(1, 2, 0)), "png")).stride()
+    np.testing.assert_array_equal(pixels_of(encoded, exif_orientation=False), pixels_of(with_exif(b"", kind)))
+
+
+def test_an_orientation_behind_the_image_data_of_a_png_counts() -> None:
+    chunks = png_chunks(with_exif(orientation(8), "png"))
+    [exif] = [body for kind, body in chunks if kind == b"eXIf"]
+    last = [(kind, body) for kind, body in chunks if kind != b"eXIf"]
+    last.insert(-1, (b"eXIf", exif))
+    encoded = b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in last)
+    assert pixels_of(encoded).shape == (3, 41, 33)
+
+
+@pytest.mark.parametrize(
+    "exif", [orientation(0), orientation(9), orientation(65535), b"Exif\0\0junk", b"Exif\0\0II*\0\xff\xff\xff\x7f", b"Exif\0\0"]
+)
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_exif_data_that_makes_no_sense_turns_nothing(kind: str, exif: bytes) -> None:
+    np.testing.assert_array_equal(pixels_of(with_exif(exif, kind)), pixels_of(with_exif(b"", kind)))
+
+
+def test_every_task_turns_images_masks_and_boxes_together() -> None:
+    """A photo as a phone stores it, turned by 90 degrees, with a box and a mask that were drawn on it upright."""
+    upright = np.zeros((60, 40, 3), np.uint8)
+    upright[5:25, 10:20] = 255
+    stored = encode(Image.fromarray(upright).rotate(90, expand=True), "png", exif=orientation(6))
+    mask = encode(Image.fromarray(upright[..., 0]), "png")
+    module = ModuleTask({"class_path": "torch.nn.Identity"}, ["image"], "mask", {"class_path": "torch.nn.CrossEntropyLoss"})
+    module.kinds = {"image": "image", "mask": "mask"}
+    decoded = module.decode({"image": [stored], "mask": [mask]})
+    np.testing.assert_array_equal(np.asarray(decoded["image"])[0], upright.transpose(2, 0, 1))
+    np.testing.assert_array_equal(np.asarray(decoded["mask"])[0], upright[..., 0])
+    boxes = {
+        "boxes": Ragged.of([np.array([[10, 5, 20, 25]], np.float32)], np.float32, row_shape=(4,)),
+        "labels": Ragged.of([np.array([1])], np.int64),
+    }
+    detection = ObjectDetection({"class_path": "torch.nn.Identity"})
+    found = detection.decode({"image": [stored], **boxes})
+    left, top, right, bottom = boxes["boxes"].row(0)[0].astype(int)
+    image = found["image"].row(0).reshape(3, *np.asarray(found["size"])[0])
+    assert image[:, top:bottom, left:right].min() == 255
+    classifier = ImageClassification(size=40, num_classes=1)
+    [pixels] = classifier.decode({"image": [stored], "label": [0]})["image"]
+    np.testing.assert_array_equal(pixels, upright[10:50].transpose(2, 0, 1))
+
+
+def test_a_mask_with_an_orientation_is_turned_as_its_image() -> None:
+    numbers = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    encoded = encode(Image.fromarray(numbers), "png", exif=orientation(6))
+    assert mask_of(encoded).tolist() == np.rot90(numbers, -1).tolist()
+    assert mask_of(encoded, exif_orientation=False).tolist() == numbers.tolist()
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "palette"])
+def test_the_values_of_a_turned_mask_become_their_classes(kind: str) -> None:
+    values = np.array([[0, 7, 200], [200, 7, 0]])
+    if kind == "palette":
+        image = Image.fromarray(values.astype(np.uint8)).convert("L")
+        image.putpalette(list(range(256)) * 3)
+    else:
+        values = values * 300
+        image = Image.fromarray(values.astype(np.uint16))
+    classes = dict(zip(sorted({*values.ravel().tolist()}), (2, 0, 1), strict=True))
+    options: dict[str, Any] = {"mask_values": classes}
+    module = ModuleTask({"class_path": "torch.nn.Identity"}, ["image"], "mask", {"class_path": "torch.nn.CrossEntropyLoss"}, **options)
+    module.kinds = {"image": "image", "mask": "mask"}
+    photo = encode(Image.fromarray(np.zeros((2, 3, 3), np.uint8)), "png", exif=orientation(6))
+    decoded = module.decode({"image": [photo], "mask": [encode(image, "png", exif=orientation(6))]})
+    assert np.asarray(decoded["mask"]).tolist() == [[[1, 2], [0, 0], [2, 1]]]
+    assert np.asarray(decoded["mask"]).dtype == np.uint8
+    assert np.asarray(decoded["image"]).shape == (1, 3, 3, 2)
+
+
+def test_tasks_can_be_told_to_leave_images_as_they_are_stored() -> None:
+    stored = with_exif(orientation(6), "png")
+    off: dict[str, Any] = {"exif_orientation": False}
+    module = ModuleTask({"class_path": "torch.nn.Identity"}, ["image"], "image", {"class_path": "torch.nn.MSELoss"}, **off)
+    module.kinds = {"image": "image"}
+    detection = ObjectDetection({"class_path": "torch.nn.Identity"}, **off)
+    none = np.zeros(1, np.int64)
+    assert np.asarray(module.decode({"image": [stored]})["image"]).shape == (1, 3, 33, 41)
+    assert np.asarray(detection.decode({"image": [stored], "boxes": none, "labels": none})["size"]).tolist() == [[33, 41]]
+    pixels = {
+        on: ImageClassification(size=33, num_classes=1, exif_orientation=on).decode({"image": [stored], "label": [0]})
+        for on in (True, False)
+    }
+    assert not np.array_equal(pixels[True]["image"], pixels[False]["image"])

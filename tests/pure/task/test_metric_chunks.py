@@ -1,0 +1,126 @@
+"""Counts of classes while kernels must be deterministic: the same numbers, without a table of every row and bin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ray_app.errors import TaskError
+from ray_app.task.base import Batch
+from ray_app.task.device import use_deterministic_algorithms
+from ray_app.task.image import ImageClassification
+from ray_app.task.metrics import MOST_MISTAKES, combine, score
+from ray_app.task.ragged import Ragged
+
+CLASSES, ROWS = 200, 64
+CPU = torch.device("cpu")
+
+
+class Largest(TorchDispatchMode):
+    """Notes how large the largest tensor is that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, made.nbytes if isinstance(made, torch.Tensor) else 0)
+        return made
+
+
+class Given(ImageClassification):
+    """Scores are in the data."""
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return batch["image"]
+
+
+def scored() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    arrays = {"image": random.standard_normal((ROWS, CLASSES)).astype(np.float32), "label": random.integers(0, CLASSES, ROWS)}
+    arrays["image"][np.arange(ROWS // 2), arrays["label"][: ROWS // 2]] += 9
+    task = Given()
+    task.num_classes, task.classes = CLASSES, [str(c) for c in range(CLASSES)]
+    task.picture = lambda batch, row: b""  # type: ignore[method-assign]
+    found = combine(task, score(task, nn.Identity(), arrays, 32, CPU))
+    return {**found.values, **found.tables}
+
+
+def test_counts_are_the_same_and_need_no_table_of_rows_and_bins() -> None:
+    free = scored()
+    use_deterministic_algorithms(True)
+    with Largest() as largest:
+        assert scored() == free
+    assert 0.4 < free["accuracy"] < 0.7
+    assert largest.bytes == 8 * CLASSES**2, "each forward's rows times as much"
+
+
+def test_the_parts_of_several_evaluators_are_all_rows_once() -> None:
+    random = np.random.default_rng(0)
+    arrays = {"image": random.standard_normal((ROWS, 3)).astype(np.float32), "label": random.integers(0, 3, ROWS)}
+    task = Given()
+    task.num_classes, task.classes = 3, ["a", "b", "c"]
+    task.picture = lambda batch, row: b""  # type: ignore[method-assign]
+    whole = list(score(task, nn.Identity(), arrays, 8, CPU, chunk_rows=10))
+    assert [(chunk.low, chunk.rows) for chunk in whole] == [(low, min(10, ROWS - low)) for low in range(0, ROWS, 10)]
+    parts = [chunk for part in range(3) for chunk in score(task, nn.Identity(), arrays, 8, CPU, part, 3, chunk_rows=10)]
+    assert sorted(chunk.low for chunk in parts) == [chunk.low for chunk in whole]
+    expected, together = combine(task, whole), combine(task, parts)
+    assert (together.values, together.tables) == (expected.values, expected.tables)
+
+
+def test_an_error_in_a_metric_names_the_rows_of_the_chunk() -> None:
+    class Failing(Given):
+        def loss(self, outputs: Any, batch: Batch) -> Any:
+            raise ValueError("no loss")
+
+    arrays = {"image": np.zeros((13, 3), np.float32), "label": np.zeros(13, np.int64)}
+    task = Failing()
+    task.num_classes, task.classes = 3, ["a", "b", "c"]
+    with pytest.raises(TaskError, match="evaluating rows 10 to 12"):
+        list(score(task, nn.Identity(), arrays, 4, CPU, part=1, parts=2, chunk_rows=10))
+
+
+def test_the_worst_mistakes_of_all_chunks_are_kept_the_surest_first() -> None:
+    rows = 4 * MOST_MISTAKES
+    scores = np.zeros((rows, 2), np.float32)
+    scores[:, 1] = (np.random.default_rng(1).permutation(rows) + 1) / rows
+    task = Given()
+    task.num_classes, task.classes = 2, ["right", "wrong"]
+    pictures: list[int] = []
+    task.picture = lambda batch, row: pictures.append(row) or b"picture"  # type: ignore[method-assign, func-returns-value]
+    arrays = {"image": scores, "label": np.zeros(rows, np.int64)}
+    mistakes = combine(task, score(task, nn.Identity(), arrays, 4, CPU, chunk_rows=4)).mistakes
+    assert [m.row for m in mistakes] == np.argsort(-scores[:, 1])[:MOST_MISTAKES].tolist()
+    assert all(m.image == b"picture" for m in mistakes)
+    assert len(pictures) < rows
+
+
+@pytest.mark.parametrize("rows", [10, 1000, 20_000])
+def test_a_chunk_is_some_whole_forward_passes(rows: int) -> None:
+    arrays = {"image": np.zeros((rows, 3), np.float32), "label": np.zeros(rows, np.int64)}
+    task = Given()
+    task.num_classes, task.classes = 3, ["a", "b", "c"]
+    sizes = [chunk.rows for chunk in score(task, nn.Identity(), arrays, 8, CPU)]
+    assert sum(sizes) == rows
+    assert all(size % 8 == 0 for size in sizes[:-1])
+    assert len(sizes) <= 100, "an update of a metric costs much more than a row"
+
+
+def test_a_chunk_of_rows_of_different_length_is_one_forward_pass() -> None:
+    class Words(Given):
+        def forward(self, model: nn.Module, batch: Batch) -> Any:
+            assert batch["image"].shape[1] == int(batch["image_lengths"].max()), "padded to the longest row of the pass"
+            return torch.zeros(len(batch["label"]), 3)
+
+    rows = 1000
+    words = Ragged.of([np.ones(1 + row % 7) for row in range(rows)], np.float32)
+    task = Words()
+    task.num_classes, task.classes = 3, ["a", "b", "c"]
+    task.picture = lambda batch, row: b""  # type: ignore[method-assign]
+    chunks = list(score(task, nn.Identity(), {"image": words, "label": np.zeros(rows, np.int64)}, 3, CPU))
+    assert {chunk.rows for chunk in chunks[:-1]} == {3}

@@ -1,0 +1,249 @@
+"""Tasks that a configuration describes alone: what works without a word, and what is refused before the start with words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+
+from ray_app import load_config
+from ray_app.errors import ConfigError, DataError
+from ray_app.preflight.prepare import prepare
+from ray_app.task.fields import of_kind, plain
+from ray_app.task.ragged import Ragged
+from ray_app.train.job import Job
+from tests.support.pictures import table_data
+
+TASKS, UNTYPED = "ray_app.task.", "tests.support.untyped_models."
+MSE = {"class_path": "torch.nn.MSELoss"}
+NET = {"class_path": UNTYPED + "Numbers", "init_args": {"width": 3}}
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return table_data(tmp_path_factory.mktemp("configured") / "numbers", {"x": random.random(64), "y": random.random(64)})
+
+
+def module(**init_args: Any) -> dict[str, Any]:
+    given = {"model": NET, "inputs": ["x"], "target": "y", "loss": MSE} | init_args
+    return {"class_path": TASKS + "module.ModuleTask", "init_args": given}
+
+
+def lightning(**init_args: Any) -> dict[str, Any]:
+    given = {"module": {**NET, "class_path": UNTYPED + "Stepping"}, "batch": ["x", "y"], "target": "y"} | init_args
+    return {"class_path": TASKS + "lightning.LightningTask", "init_args": given}
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        module(),
+        module(model={**NET, "class_path": UNTYPED + "numbers"}),
+        module(loss={"class_path": UNTYPED + "Scaled", "init_args": {"scale": 2.0}}),
+        lightning(),
+        {"class_path": UNTYPED + "Untyped", "init_args": {"width": 3}},
+    ],
+    ids=["class", "function", "loss", "lightning", "task"],
+)
+def test_arguments_need_no_type_hints(task: dict[str, Any], numbers: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(yaml.safe_dump({"task": task, "data": numbers, "run": {"storage_path": str(tmp_path / "runs")}}))
+    prepare(load_config(file))
+
+
+TM = "torchmetrics."
+MEASURED: dict[str, Any] = {
+    "error": {"class_path": TM + "MeanAbsoluteError"},
+    "r2": {"class_path": TM + "R2Score"},
+    "pairs": {"class_path": TM + "MetricCollection", "init_args": {"metrics": {"mae": {"class_path": TM + "MeanAbsoluteError"}}}},
+}
+
+
+def prepared(task: dict[str, Any], data: dict[str, Any], tmp_path: Path, **fields: Any) -> Job:
+    named = {f"data__{name}": value for name, value in data.items()}
+    return prepare(load_config(task=task, run__storage_path=str(tmp_path / "runs"), **named, **fields)).job
+
+
+def refused(task: dict[str, Any], data: dict[str, Any], tmp_path: Path, **fields: Any) -> str:
+    with pytest.raises((ConfigError, DataError)) as found:
+        prepared(task, data, tmp_path, **fields)
+    assert not (tmp_path / "runs").exists()
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [({}, ("loss", "min")), ({"best_metric": "r2"}, ("r2", "max")), ({"best_metric": "error"}, ("error", "min"))],
+)
+def test_the_metric_says_whether_more_is_better(
+    metric: dict[str, str], mode: tuple[str, str], numbers: dict[str, Any], tmp_path: Path
+) -> None:
+    job = prepared(module(metrics=MEASURED, **metric), numbers, tmp_path)
+    assert (job.best_metric, job.best_mode) == mode
+    best = {"evaluate__metric": mode[0]} if metric else {}
+    again = prepared(module(metrics=MEASURED, best_metric="r2"), numbers, tmp_path, **best)
+    assert (again.best_metric, again.best_mode) == (mode if metric else ("r2", "max"))
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "said"),
+    [
+        (module(best_mode="maximum"), {}, "ModuleTask got best_mode = 'maximum'; it must be "),
+        (
+            module(best_metric="acc", best_mode="max"),
+            {},
+            "best_metric of ModuleTask is 'acc'; the task's metrics of one number are error, ",
+        ),
+        (module(best_metric="acc"), {}, "task.init_args.best_metric is 'acc', and nothing says whether less or more of it is better. The"),
+        (module(best_metric="mae"), {}, "The metrics are loss, error, pairs, r2. Set task.init_args.best_mode to min or max."),
+        (module(), {"evaluate__metric": "mae"}, "evaluate.metric is 'mae', and nothing says whether less or more of it is better."),
+        (module(), {"evaluate__metric": "acc", "evaluate__mode": "max"}, "evaluate.metric is 'acc'; the task's metrics of one number are"),
+        (lightning(best_metric="accuracy"), {}, "best_metric is 'accuracy', and nothing says whether less or more of it is better. Set"),
+    ],
+)
+def test_what_decides_must_be_there_and_have_a_direction(
+    task: dict[str, Any], fields: dict[str, Any], said: str, numbers: dict[str, Any], tmp_path: Path
+) -> None:
+    if task["class_path"].endswith("ModuleTask"):
+        task = {**task, "init_args": {**task["init_args"], "metrics": MEASURED}}
+    assert said in refused(task, numbers, tmp_path, **fields)
+
+
+BCE = {"class_path": "torch.nn.BCEWithLogitsLoss"}
+BINARY = {"class_path": TM + "classification.BinaryAccuracy"}
+TAGGED = {"class_path": TM + "classification.MultilabelAccuracy", "init_args": {"num_labels": 3}}
+
+
+def outputs(count: int) -> dict[str, Any]:
+    return {"class_path": UNTYPED + "Numbers", "init_args": {"width": 3, "outputs": count}}
+
+
+def bert(**config: Any) -> dict[str, Any]:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    known = {"vocab_size": 200, "num_labels": 4} | config
+    return {
+        "class_path": "transformers.BertForSequenceClassification",
+        "init_args": {"config": {"class_path": "transformers.BertConfig", "init_args": small | known}},
+    }
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Columns of classes, tags and texts; the greatest numbers are not in the first row."""
+    random, rows = np.random.default_rng(0), 64
+    tags = random.integers(0, 2, (rows, 3))
+    columns = {
+        "x": random.random(rows),
+        "binary": random.integers(0, 2, rows),
+        "label": np.arange(rows) * 4 // rows,
+        "tags": pa.array(tags.tolist(), pa.list_(pa.int64(), 3)),
+        "wished": pa.array((tags > 0).tolist(), pa.list_(pa.bool_(), 3)),
+        "point": pa.array(random.random((rows, 2)).tolist(), pa.list_(pa.float64(), 2)),
+        "tokens": pa.array([list(range(1, 2 + n % 40)) for n in range(rows - 1)] + [[199]], pa.list_(pa.int32())),
+    }
+    return table_data(tmp_path_factory.mktemp("configured") / "classes", columns)
+
+
+TEXTS: dict[str, Any] = {
+    "inputs": {"input_ids": "tokens", "attention_mask": "tokens.mask"},
+    "target": "label",
+    "output": "logits",
+    "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
+}
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        module(target="binary", loss=BCE, metrics={"accuracy": BINARY}, best_metric="accuracy"),
+        module(target="binary", loss={**BCE, "init_args": {"pos_weight": [2]}}),
+        module(model=outputs(3), target="tags", loss=BCE, metrics={"accuracy": TAGGED}),
+        module(model=outputs(3), target="wished", loss={**BCE, "init_args": {"pos_weight": [1, 2, 3]}}),
+        module(model=outputs(2), target="point"),
+        module(model={"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 1}}, inputs=["point"], target="x"),
+        module(model=outputs(4), target="label", loss={**TEXTS["loss"], "init_args": {"weight": [1, 2, 3, 4]}}),
+        module(model=bert(), **TEXTS),
+    ],
+)
+def test_binary_and_multi_label_classes_and_lists_of_one_size(task: dict[str, Any], classes: dict[str, Any], tmp_path: Path) -> None:
+    settings = vars(prepared(task, classes, tmp_path).task)
+    assert json.loads(json.dumps(settings)) == settings, "a package could not keep them"
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (
+            module(model=outputs(2), target="label", loss=TEXTS["loss"]),
+            "Column 'label' has values from 0 to 3, and with 3 there is no loss: IndexError: Target 3 is out of bounds. Let the model have",
+        ),
+        (module(model=bert(num_labels=2), **TEXTS), "Column 'label' has values from 0 to 3, and with 3 there is no loss"),
+        (
+            module(model=bert(vocab_size=100), **TEXTS),
+            "Column 'tokens' has values up to 199, and the model has no embedding for 199: IndexError: index out of range in self. Its"
+            " embeddings have 2, 100, 512 rows. Set the model's vocab_size",
+        ),
+        (module(model=bert(), **TEXTS, pad_with=300), "values up to 199 and is padded with 300, and the model has no embedding for 300"),
+        (
+            module(model=bert(max_position_embeddings=8), **TEXTS),
+            "Rows of 40 numbers in 'tokens' cannot be trained on, rows of one can. Models know only so many positions",
+        ),
+        (module(model=outputs(2), target="x"), "outputs are of shape (rows, 2), the target of (rows); torch.nn.MSELoss compares each with"),
+    ],
+)
+def test_what_a_model_lacks_for_the_data_is_refused(task: dict[str, Any], said: str, classes: dict[str, Any], tmp_path: Path) -> None:
+    assert said in refused(task, classes, tmp_path)
+
+
+def test_rows_that_are_cut_need_fewer_positions(classes: dict[str, Any], tmp_path: Path) -> None:
+    prepared(module(model=bert(max_position_embeddings=8), **TEXTS, max_length=8), classes, tmp_path)
+
+
+def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> None:
+    with pytest.raises(ConfigError) as found:
+        load_config(task={"class_path": UNTYPED + "Untyped"}, data__path="data")
+    assert str(found.value) == (
+        f"The configuration is refused: {UNTYPED}Untyped needs width, which is not given; write it below task.init_args."
+    )
+    null = load_config(task=module(model={**NET, "init_args": {"width": None}}), data__path="data")
+    assert null.task.init_args["model"]["init_args"] == {"width": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (np.int16, np.int64),
+        (np.uint8, np.int64),
+        (np.uint32, np.int64),
+        (np.bool_, np.int64),
+        (np.int32, np.int32),
+        (np.int64, np.int64),
+        (np.float64, np.float32),
+        (np.float32, np.float32),
+        (np.float16, np.float32),
+    ],
+)
+def test_numbers_in_lists_are_of_types_that_layers_take(kind: Any, wanted: Any) -> None:
+    lists = of_kind(Ragged.of([[1, 0], [1]], kind), "list")
+    assert isinstance(lists, Ragged)
+    assert lists.values.dtype == wanted
+    assert lists.values.tolist() == [1, 0, 1]
+    with pytest.raises(ValueError, match="a list holds no numbers"):
+        of_kind([[1], [2]], "list")
+
+
+@pytest.mark.parametrize("decode", [lambda values: of_kind(values, "list" if isinstance(values, Ragged) else "integer"), plain])
+def test_integers_that_int64_does_not_hold_are_refused(decode: Any) -> None:
+    for great in (2**63, 2**64 - 1):
+        for values in (np.array([1, great], np.uint64), Ragged.of([[1], [great]], np.uint64)):
+            with pytest.raises(ValueError, match=f"{great} is above"):
+                decode(values)
+    for values in (np.array([1, 2**63 - 1], np.uint64), Ragged.of([[1], [2**63 - 1]], np.uint64)):
+        found = decode(values)
+        assert (found.values if isinstance(found, Ragged) else found).tolist() == [1, 2**63 - 1]

@@ -1,0 +1,207 @@
+"""A value for each token of a list: what is compared, and predicted, has nothing of what rows are padded with."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ray_app.data.arrays import spec_like, to_column
+from ray_app.data.dataset import open_dataset
+from ray_app.data.local_readers import load_all
+from ray_app.data.probes import probe
+from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.driver.result import Result
+from ray_app.errors import DataError
+from ray_app.predict.actor import PredictActor, part_file
+from ray_app.task.base import Losses, WithoutTargets, summed
+from ray_app.task.metrics import combine, score
+from ray_app.task.module import ModuleTask
+from ray_app.task.ragged import Arrays, Ragged, joined, to_batch
+from ray_app.task.whole_batches import BatchTask
+from tests.support.pictures import table_data
+
+CROSS_ENTROPY = {"class_path": "torch.nn.CrossEntropyLoss"}
+TOKENS = [[4, 1, 5], [7], [], [3, 3, 9, 8, 2], [6, 2]]
+
+
+class OfToken(nn.Module):
+    """Scores of each token that depend on it alone, shape (rows, tokens, outputs), (rows, outputs, tokens), or without an axis of one."""
+
+    def __init__(self, outputs: int = 3, last: bool = True) -> None:
+        super().__init__()
+        self.scores, self.last = (
+            nn.Embedding.from_pretrained(torch.randn(100, outputs, generator=torch.Generator().manual_seed(outputs))),
+            last,
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The scores."""
+        scores: Tensor = self.scores(tokens)
+        return scores if self.last else scores.movedim(2, 1)
+
+
+def tagging(classes_last: bool = True, kind: str = "list", **init_args: Any) -> ModuleTask:
+    given = {"model": {"class_path": f"{__name__}.OfToken"}, "inputs": ["tokens"], "target": "tags", "loss": CROSS_ENTROPY} | init_args
+    task = ModuleTask(**given, classes_last=classes_last)
+    task.kinds = {"tokens": "list", "tags": kind}
+    return task
+
+
+def lists(rows: list[list[int]]) -> Ragged:
+    return Ragged.of(rows, np.int64)
+
+
+def of(values: Any) -> list[Any]:
+    assert isinstance(values, Ragged)
+    return [values.row(i).tolist() for i in range(len(values))]
+
+
+WITHOUT_TAGS: Arrays = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("task", "model", "name"),
+    [
+        (tagging(), OfToken(), "predicted_index"),
+        (tagging(pad_to=4), OfToken(), "predicted_index"),
+        (tagging(False), OfToken(3, last=False), "predicted"),
+        (tagging(False), OfToken(1), "predicted"),
+    ],
+)
+def test_predictions_of_tokens_are_as_long_as_their_rows(task: ModuleTask, model: OfToken, name: str, size: int) -> None:
+    rows = task.decode({"tokens": lists(TOKENS), "tags": np.zeros(5, np.int64)})
+    batches = [to_batch(rows, slice(low, low + size)) for low in range(0, 5, size)]
+    found = joined([task.predicted(task.forward(model, batch), batch)[name] for batch in batches])
+    scores = [[model.scores.weight[token] for token in row] for row in TOKENS]
+    wanted: list[Any] = [[int(each.argmax()) for each in row] for row in scores]
+    if name == "predicted":
+        wanted = [[each.tolist() if len(each) > 1 else each.item() for each in row] for row in scores]
+    assert of(found) == wanted
+
+
+def test_a_part_has_a_list_of_the_length_of_each_row_whatever_the_batches() -> None:
+    task = tagging()
+    actor = PredictActor.__new__(PredictActor)
+    actor._device, actor._predict = torch.device("cpu"), lambda batch: task.forward(OfToken(), batch)
+    fields = {name: spec_like(values) for name, values in WITHOUT_TAGS.items()}
+    columns = {name: to_column(name, values)[1] for name, values in WITHOUT_TAGS.items()}
+    parts = []
+    for size in (1, 2, 5):
+        actor._job = SimpleNamespace(fields=fields, batch_size=size, model=SimpleNamespace(task=task))  # type: ignore[assignment]
+        parts.append(part_file(pa.table({"position": range(5)}), actor._outputs(pa.table(columns), 0), "x"))
+    assert parts[0] == parts[1] == parts[2]
+    read = pq.read_table(pa.BufferReader(parts[0]))["predicted_index"].to_pylist()
+    assert [len(row) for row in read] == [len(row) for row in TOKENS]
+
+
+def test_a_result_predicts_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Result, "load_model", lambda self, which: OfToken())
+    job = SimpleNamespace(config=SimpleNamespace(evaluate=SimpleNamespace(batch_size=2)))
+    monkeypatch.setattr(Result, "_job", job)
+    found = Result(Path("run"), {}, tagging()).predict({"tokens": lists(TOKENS)})
+    assert [len(row) for row in of(found["predicted_index"])] == [len(row) for row in TOKENS]
+
+
+class Halved(OfToken):
+    """Gives a score of every second token."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The scores."""
+        return super().forward(tokens)[:, ::2]
+
+
+def test_what_goes_along_with_no_list_is_not_predicted() -> None:
+    batch = to_batch(WITHOUT_TAGS)
+    with pytest.raises(DataError, match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along"):
+        tagging().predicted(tagging().forward(Halved(), batch), batch)
+
+
+CLASSIFICATION = "torchmetrics.classification"
+ACCURACY = {"class_path": f"{CLASSIFICATION}.MulticlassAccuracy", "init_args": {"num_classes": 3, "average": "micro"}}
+
+
+def test_a_chunk_of_empty_rows_alone_is_evaluated() -> None:
+    task, rows = tagging(metrics={"accuracy": ACCURACY}), [[4, 1, 5], [7], [], []]
+    tags = [[int(OfToken().scores.weight[token].argmax()) for token in row] for row in rows]
+    arrays = task.decode({"tokens": lists(rows), "tags": lists(tags)})
+    found = combine(task, score(task, OfToken(), arrays, 2, torch.device("cpu")))
+    assert found.values["accuracy"] == 1
+    assert found.values == combine(task, score(task, OfToken(), arrays, 4, torch.device("cpu"))).values
+
+
+@pytest.mark.parametrize("rows", [[[4]], [[4], [7]], [[4], []], [[4, 1], [7]]])
+@pytest.mark.parametrize(("outputs", "loss"), [(3, CROSS_ENTROPY), (1, {"class_path": "torch.nn.MSELoss"})])
+def test_a_micro_batch_of_one_token_for_each_row_is_compared_as_longer_ones_are(rows: Any, outputs: int, loss: Any) -> None:
+    task, model = tagging(False, loss=loss), OfToken(outputs, last=outputs == 1)
+    tags = [[token % 3 for token in row] for row in rows]
+    batch = to_batch(task.decode({"tokens": lists(rows), "tags": lists(tags)}))
+    found = summed(task, Losses.of(task.loss(task.forward(model, batch), batch)))
+    scores, target = model.scores.weight[[*chain(*rows)]], torch.tensor([*chain(*tags)])
+    wanted = nn.CrossEntropyLoss()(scores, target) if outputs == 3 else nn.MSELoss()(scores[:, 0], target.float())
+    assert found.loss / found.weight == pytest.approx(wanted.item())
+
+
+def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
+    tokens = [[1 + n % 9] * (1 + n % 16) for n in range(64)]
+    wrong = [[0] * (len(row) + (n == 37)) for n, row in enumerate(tokens)]
+    data = {"tokens": pa.array(tokens, pa.list_(pa.int32())), "tags": pa.array(wrong, pa.list_(pa.int64()))}
+    dataset = open_dataset(table_data(tmp_path / "tagged", data)["path"])
+    for task, said in (
+        (tagging(max_length=2), r"row group 2, row 5: 7 numbers in 'tags', 6 in 'tokens'; there must be one for each of these"),
+        (tagging(max_length=2, inputs={"tokens": "tokens", "labels": "tags"}), None),
+        (tagging(False), None),
+    ):
+        prepared = task.prepare(dataset.facts)
+        fields = probe(dataset, prepared.columns(), prepared.decode)
+        source = RowSource(Reader(dataset.root, prepared.columns(), prepared.decode, fields), dataset.manifest, 64)
+        with nullcontext() if said is None else pytest.raises(DataError, match=said):
+            load_all(fetch_here, source)
+    unread = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
+    assert len(unread["tags"]) == len(TOKENS), "what stands in for tags has other lengths"
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.bool_])
+@pytest.mark.parametrize("labels", [False, True])
+def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, labels: bool) -> None:
+    metric = {"class_path": f"{CLASSIFICATION}.MultilabelAccuracy", "init_args": {"num_labels": 3}} if labels else ACCURACY
+    given = {"loss": {"class_path": "torch.nn.BCEWithLogitsLoss"}} if labels else {}
+    task, model = tagging(not labels, "array", **given, train_accuracy=True, metrics={"accuracy": metric}), OfToken(1 if labels else 3)
+    tokens, tags, found = lists([[4, 1, 5], [7, 2, 2]]), np.array([[0, 1, 1], [1, 0, 1]]), []
+    for some in (tags, tags.astype(kind)):
+        batch, metrics = to_batch(task.decode({"tokens": tokens, "tags": some})), task.metrics()
+        outputs = task.forward(model, batch)
+        task.update(metrics, outputs, batch)
+        found.append((summed(task, Losses.of(task.loss(outputs, batch))), metrics.compute()))
+    assert found[0] == found[1]
+
+
+class Boxed(BatchTask):
+    """Compares lists of lists by itself."""
+
+    def evaluated(self, model: nn.Module, batch: Any) -> Any:
+        """Not called."""
+        raise NotImplementedError
+
+
+def test_a_target_of_lists_of_lists_is_refused(tmp_path: Path) -> None:
+    boxes = [[[0.0, 1.0, 2.0, 3.0]] * (1 + n % 4) for n in range(16)]
+    kinds = {"boxes": pa.list_(pa.list_(pa.float32())), "fixed": pa.list_(pa.list_(pa.float32(), 4))}
+    columns = {name: pa.array(boxes, kind) for name, kind in kinds.items()}
+    tokens = pa.array([[1] * (1 + n % 4) for n in range(16)], pa.list_(pa.int64()))
+    facts = open_dataset(table_data(tmp_path / "boxes", columns | {"tokens": tokens})["path"]).facts
+    for name in kinds:
+        with pytest.raises(DataError, match=f"target names '{name}', and of .* that holds lists of lists, "):
+            tagging(target=name, loss={"class_path": "torch.nn.MSELoss"}).prepare(facts)
+        assert Boxed({"class_path": "x"}, ["tokens", name], name).prepare(facts).kinds[name] == "list"
+        assert tagging(inputs=[name], target="tokens").prepare(facts).kinds[name] == "list"

@@ -1,0 +1,72 @@
+"""What does not go with a script's own loop or module is refused before the start, with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app import load_config
+from ray_app.errors import ConfigError
+from ray_app.preflight.prepare import prepare
+from tests.support.local_world import write_images
+
+SCRIPTS, MODULES = "tests.support.loop_scripts.", "tests.support.lightning_modules."
+LOOP = {
+    "class_path": "ray_app.task.user_loop.LoopTask",
+    "init_args": {
+        "train": SCRIPTS + "train",
+        "evaluate": SCRIPTS + "measured",
+        "module": {"class_path": SCRIPTS + "net"},
+        "rows": ["image", "label"],
+        "target": "label",
+    },
+}
+LIGHTNING = {
+    "class_path": "ray_app.task.lightning.LightningTask",
+    "init_args": {"module": {"class_path": MODULES + "Good"}, "batch": ["image", "label"], "target": "label"},
+}
+ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
+SCHEDULE = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
+GPU = {"scaling__gpus_per_worker": 1.0}
+OWN = "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("unfit") / "data", [[50, 1], [46]])
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "said"),
+    [
+        (LOOP, {"optimizer": ADAM}, OWN),
+        (LOOP, {"optimizers": {"one": {**ADAM, "parameters": ["*"]}}}, OWN),
+        (
+            LOOP,
+            {"train__compile": True},
+            "train.compile compiles the model that a task is given; compile the model in the script, and leave",
+        ),
+        (LOOP, GPU | {"train__capture": True}, "train.capture needs each step to do the same, and a script may do something else"),
+        (LIGHTNING, GPU | {"train__capture": True, "optimizer": ADAM}, "train.capture needs each step to do the same, and training_step"),
+        (LOOP, {"train__strategy": "central_storage"}, "train.strategy is central_storage, which needs more of a model's than"),
+        (LOOP, {"train__strategy": "fsdp"}, "script's loop leaves it; use ddp or single."),
+        (LOOP, {"schedule": SCHEDULE}, "and the task brings a StepLR with its optimizer; a run has one. Leave schedule out"),
+        (LIGHTNING, {"schedule": SCHEDULE}, "and the task brings a StepLR with its optimizer; a run has one. Leave schedule out"),
+        (
+            LIGHTNING,
+            {"train__strategy": "fsdp", "optimizer": ADAM},
+            "train.strategy is fsdp, which gathers the parameters that are in no unit",
+        ),
+        (LIGHTNING, {"train__strategy": "fsdp"}, "Use ddp, local_sgd, parameter_server or central_storage."),
+        (LIGHTNING, {"train__compile": True, "optimizer": ADAM}, "train.compile compiles calls of the module, and training_step is none"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_the_start(
+    task: dict[str, Any], fields: dict[str, Any], said: str, images: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"data__path": str(images), "data__eval_path": str(images), "run__storage_path": str(tmp_path / "runs")}
+    with pytest.raises(ConfigError) as found:
+        prepare(load_config(task=task, **given, **fields))
+    assert said in str(found.value)

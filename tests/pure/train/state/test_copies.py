@@ -1,0 +1,45 @@
+"""The copies that a snapshot is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ray_app.train.state import transfer
+from ray_app.train.state.transfer import copied
+from tests.support.fake_cuda import DEVICE, Streams
+
+CPU = torch.device("cpu")
+
+
+def test_a_copy_has_memory_of_its_own_or_that_of_another_that_is_alike() -> None:
+    state = {"a": torch.arange(3.0), "b": [torch.arange(6.0).view(2, 3).T, 7], "c": torch.zeros(4)}
+    first = copied(state)
+    state["a"] += 1
+    old: dict[str, Any] = {"a": first["a"], "c": torch.zeros(5)}
+    second = copied(state, old)
+    assert second["a"] is first["a"]
+    assert second["a"].tolist() == [1.0, 2.0, 3.0]
+    assert second["c"] is not old["c"], "another shape"
+    assert (second["b"][0].tolist(), second["b"][1]) == ([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], 7)
+    assert second["b"][0].is_contiguous()
+
+
+def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    monkeypatch.setattr(transfer, "cuda", streams)
+    monkeypatch.setattr(transfer, "views_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values])
+    monkeypatch.setattr(
+        Tensor, "copy_", lambda into, value, non_blocking=False: streams.note(f"copy{'' if non_blocking else ' and wait'}", into)
+    )
+    state = {"a": torch.zeros(3, device=DEVICE), "b": [torch.zeros(2, device=DEVICE)]}
+    old = {"a": torch.zeros(3)}
+    found = copied(state, old)
+    waits = [call for call in streams.calls if "wait" in call]
+    assert waits == streams.calls[-1:], "a copy is handed out that may not be there yet"
+    assert found["a"] is old["a"]
+    assert found["b"][0].device == CPU
+    assert streams.calls == [f"computing: {what}" for what in ("page-locked", "copy", "copy", "wait for all")]

@@ -1,0 +1,251 @@
+"""What outlives a generation of the training loop: checkpoints that are due, snapshots, the time since a loss. One process, real files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_app.checkpoint import store as store_module
+from ray_app.checkpoint.format import Snapshot
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.errors import CheckpointError, PeerLostError, PreemptedError
+from ray_app.reduction.base import World
+from ray_app.runlog.evaluations import Evaluation, Verdict, put_evaluation
+from ray_app.runlog.history import recoveries
+from ray_app.runlog.journal import MetricsReader, StepRecord, put_event, read_events
+from ray_app.storage.files import Location, listing
+from ray_app.train.checkpointing import writer as saver_module
+from ray_app.train.checkpointing.snapshots import SnapshotSender
+from ray_app.train.job import Hooks, Job
+from ray_app.train.loop import train
+from ray_app.train.membership import Alone, Formed, LeavingError, Phase
+from tests.support.local_world import KilledError, TinyImages, cached, make_job, write_images
+
+CPU = torch.device("cpu")
+
+
+class Regrouping(Alone):
+    """One worker whose generations break with every `PeerLostError` of a hook."""
+
+    recovers = True
+
+    def __init__(self) -> None:
+        super().__init__(4, lambda: False)
+        self.generations = 0
+        self.phases: list[Phase] = []
+
+    @contextmanager
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+        del step, lost
+        self.generations += 1
+        yield World(0, 1, 4), Formed(self.generations, 0, 1, "", 0)
+
+    def enter(self, phase: Phase) -> None:
+        self.phases.append(phase)
+
+
+class Memory(SnapshotSender):
+    """Keeps the newest snapshot, as keepers do, in this process."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.kept: tuple[Snapshot, list[StepRecord]] | None = None
+
+    def send(self, take: Callable[[], Snapshot], records: list[StepRecord]) -> None:
+        snapshot = take()
+        model = {name: values.clone() for name, values in snapshot.model.items()}
+        self.kept = Snapshot(**vars(snapshot) | {"model": model}), records
+
+    def newest(self) -> tuple[Snapshot, list[StepRecord]] | None:
+        return self.kept
+
+
+@pytest.fixture
+def new_job(tmp_path: Path) -> Callable[..., Job]:
+    data = write_images(tmp_path / "data", [[50, 1], [45]])
+
+    def make(name: str = "run", **fields: Any) -> Job:
+        (tmp_path / name).mkdir()
+        cadence = {"checkpoint__every_steps": 4, "checkpoint__every_epochs": None, "train__epochs": 1}
+        return make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **(cadence | fields))
+
+    return make
+
+
+class ToldToLeave(Alone):
+    """A new worker that gets a notice while it waits for its first generation."""
+
+    def __init__(self) -> None:
+        super().__init__(4, lambda: False)
+
+    def generation(self, step: int, lost: bool) -> Any:
+        del step, lost
+        raise LeavingError
+
+    def is_leaving(self) -> bool:
+        return True
+
+
+def committed(job: Job) -> list[int]:
+    return [commit.step for commit in CheckpointStore(job.paths).commits()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "central_storage"])
+def test_a_newcomer_that_has_to_leave_before_it_begins_writes_no_checkpoint(new_job: Callable[..., Job], strategy: str) -> None:
+    job = new_job(train__strategy=strategy)
+    with pytest.raises(PreemptedError, match="before it got a state"):
+        train(job, ToldToLeave(), cached, CPU, Hooks())
+    assert listing(job.paths.root) == {}
+
+
+class Outage:
+    """Lists the checkpoints, unless the storage does not answer."""
+
+    def __init__(self) -> None:
+        self.lasts, self.refused = False, 0
+
+    def __call__(self, *args: Any, **options: Any) -> dict[str, Location]:
+        if self.lasts:
+            self.refused += 1
+            raise OSError("503 Slow Down")
+        return listing(*args, **options)
+
+
+@pytest.fixture
+def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
+    outage = Outage()
+    monkeypatch.setattr(store_module, "listing", outage)
+    return outage
+
+
+def test_a_checkpoint_that_was_due_is_made_by_who_goes_on_from_a_snapshot_of_that_step(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All workers are lost behind the last step, before its checkpoint is committed."""
+    undisturbed = new_job("undisturbed")
+    train(undisturbed, Alone(4, lambda: False), cached, CPU, Hooks())
+    job, memory = new_job(checkpoint__snapshot_every_steps=2), Memory()
+    monkeypatch.setattr(saver_module, "_ATTEMPTS", 1)
+
+    def die(commit: Any) -> None:
+        if commit.step == job.total_steps:
+            raise KilledError
+
+    with pytest.raises(CheckpointError):
+        train(job, Alone(4, lambda: False), cached, CPU, Hooks(before_commit=die), memory)
+    assert committed(job) == [4]
+    assert memory.kept is not None
+    assert memory.kept[0].step == job.total_steps == 8
+    train(job, Alone(4, lambda: False), cached, CPU, Hooks(), memory)
+    assert committed(job) == [4, 8]
+    digests = [CheckpointStore(run.paths).commits()[-1].params_digest for run in (job, undisturbed)]
+    assert digests[0] == digests[1]
+
+
+def test_a_generation_forms_while_the_storage_does_not_answer(new_job: Callable[..., Job], outage: Outage) -> None:
+    job, membership = new_job(), Regrouping()
+
+    def after_step(rank: int, step: int) -> None:
+        if (rank, step) == (0, 6) and membership.generations == 1:
+            outage.lasts = True
+            raise PeerLostError("lost")
+        if step == 7:
+            outage.lasts = False
+
+    train(job, membership, cached, CPU, Hooks(after_step=after_step))
+    assert membership.generations == 2
+    assert outage.refused
+    assert committed(job) == [4, 8]
+
+
+def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(new_job: Callable[..., Job], outage: Outage) -> None:
+    job, memory = new_job(checkpoint__snapshot_every_steps=2), Memory()
+
+    def die(rank: int, step: int) -> None:
+        if (rank, step) == (0, 6):
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train(job, Alone(4, lambda: False), cached, CPU, Hooks(after_step=die), memory)
+    outage.lasts = True
+
+    def back(rank: int, step: int) -> None:
+        if (rank, step) == (0, 7):
+            outage.lasts = False
+
+    with pytest.raises(OSError, match="503"):
+        train(job, Alone(4, lambda: False), cached, CPU, Hooks(), Memory())
+    train(job, Alone(4, lambda: False), cached, CPU, Hooks(after_step=back), memory)
+    assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(6, "snapshot")]
+    assert committed(job) == [4, 8]
+
+
+def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some gigabytes it takes a while; a newer one is."""
+    job, memory = new_job(checkpoint__snapshot_every_steps=2, checkpoint__every_steps=3), Memory()
+
+    def die_after(step: int) -> Hooks:
+        def die(rank: int, done: int) -> None:
+            if (rank, done) == (0, step):
+                raise KilledError
+
+        return Hooks(after_step=die)
+
+    read: list[int] = []
+
+    def load(store: CheckpointStore, commit: Commit) -> dict[str, bytes]:
+        read.append(commit.step)
+        return whole(store, commit)
+
+    whole = CheckpointStore.load
+    monkeypatch.setattr(CheckpointStore, "load", load)
+    for step in (5, 7):
+        with pytest.raises(KilledError):
+            train(job, Alone(4, lambda: False), cached, CPU, die_after(step), memory)
+    memory.kept = None if memory.kept is None else (dataclasses.replace(memory.kept[0], step=5), memory.kept[1])
+    train(job, Alone(4, lambda: False), cached, CPU, Hooks(), memory)
+    assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(4, "snapshot"), (6, "checkpoint")]
+    assert read == [6]
+
+
+def test_each_loss_has_a_recovery_of_its_own(new_job: Callable[..., Job]) -> None:
+    """Also when no generation has ended in order between them."""
+    job, lost = new_job(), [3, 6]
+
+    def lose(rank: int, step: int) -> None:
+        if rank == 0 and step in lost:
+            lost.remove(step)
+            raise PeerLostError("lost")
+
+    train(job, Regrouping(), cached, CPU, Hooks(after_step=lose))
+    formed = [event.details["lost_s"] for event in read_events(job.paths, "formed")[1:]]
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    assert reader.records[6].time_s <= formed[1], "it is the time of the first loss"
+    assert formed[0] < reader.records[6].time_s
+    assert len(recoveries(read_events(job.paths), list(reader.records.values()))) == 2
+
+
+def test_who_waits_for_the_storage_says_so(new_job: Callable[..., Job]) -> None:
+    job, membership = new_job(), Regrouping()
+    train(job, membership, cached, CPU, Hooks())
+    waits = [i for i, phase in enumerate(membership.phases) if phase == "saving"]
+    assert len(waits) == 3, "before either checkpoint, and for the last one"
+    assert all(membership.phases[i + 1] != "saving" for i in waits)
+    assert membership.phases[-1] == "done"
+
+
+def test_a_checkpoint_that_could_not_be_written_does_not_keep_training_from_stopping_early(new_job: Callable[..., Job]) -> None:
+    job = new_job(evaluate__patience=1, checkpoint__every_steps=2, data__eval_path="somewhere")
+    for step, value in ((2, 0.9), (6, 0.5)):
+        metrics = {job.best_metric: value}
+        put_evaluation(job.paths, Evaluation(step, epoch=0, params_digest="", metrics=metrics, rows=1, duration_s=0.0, time_s=0.0))
+    assert job.early_stop() is None
+    put_event(job.paths, "write_failed", 1, step=4, attempts=6, reason="503")
+    assert job.early_stop() == Verdict(6, 2)

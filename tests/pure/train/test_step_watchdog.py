@@ -1,0 +1,49 @@
+"""When a generation counts as one that stands still."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_app.runlog.journal import StepRecord
+from ray_app.train.membership import Standstill
+
+
+def record_of(step: int, step_s: float) -> StepRecord:
+    return StepRecord(step, 0, float(step), 0.5, 0.1, 1.0, 1e3 * step_s, 0.0, 1, [4], [0], "1.1")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("step_s", "limit_s"),
+    [(0.1, 60.0), (1.2, 60.0), (2.0, 100.0), (60.0, 3000.0)],
+)
+def test_the_default_limit_is_50_median_steps_and_at_least_a_minute(step_s: float, limit_s: float) -> None:
+    clock = Clock()
+    still = Standstill(None, clock)
+    still.begin(0)
+    assert still.limit_s == 5 * 600, "nothing is known of the steps yet, and the first one of a group takes longer"
+    for step in range(1, 12):
+        still.finished(step, record_of(step, step_s if step < 10 else 1000 * step_s))  # two slow ones do not change the median
+    assert still.limit_s == limit_s
+    clock.now += limit_s - 0.1
+    assert still.times(clock.now) == 0
+    clock.now += 0.2
+    assert [still.times(clock.now), still.times(clock.now)] == [1, 0]
+    clock.now += limit_s + 0.1
+    assert still.times(clock.now) == 2
+    still.begin(11)
+    assert still.limit_s == 5 * limit_s
+
+
+def test_a_limit_that_is_given_is_five_times_as_long_for_the_first_step_of_a_group() -> None:
+    still = Standstill(30.0, Clock())
+    still.begin(4)
+    assert still.limit_s == 150.0
+    still.finished(5, None)
+    assert still.limit_s == 30.0

@@ -1,0 +1,20 @@
+"""The sampler of nodes: names and pauses."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_app.config.checks import check
+from ray_app.config.config import Config
+from ray_app.errors import ConfigError
+from ray_app.watch.node_sampler import _free_name
+
+
+def test_names_of_nodes_that_share_an_address() -> None:
+    assert _free_name("10.0.0.1", set()) == "10.0.0.1"
+    assert _free_name("10.0.0.1", {"10.0.0.1", "10.0.0.1-3"}) == "10.0.0.1-2"
+
+
+def test_the_pause_between_looks_must_be_one() -> None:
+    with pytest.raises(ConfigError, match="system_metrics_s is 0; it must be greater than 0"):
+        check(Config().replace(tracking__system_metrics_s=0))

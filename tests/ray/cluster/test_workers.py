@@ -1,0 +1,283 @@
+"""Workers that are lost: the others go on with the same bits, no finished step is done again, and a new one joins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from ray_app import run_training
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config.config import Config
+from ray_app.drill.faults import Several
+from ray_app.driver.run import Faults
+from ray_app.errors import BudgetSpentError, RepeatedFailureError
+from ray_app.runlog.journal import Event, MetricsReader, read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.train.job import Hooks, Job
+from tests.support.cluster import record_of
+from tests.support.injector import AwaitNewcomer, Drag, Fail, Freeze, Kill, KillAt, KillSaving, Linger, Spare, Stall, WaitFor
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ShortRun = Callable[..., Config]
+
+
+def run_with(config: Config, reference: dict[str, Any], **hooks: Any) -> tuple[dict[str, Any], dict[str, list[Event]]]:
+    """Runs and checks that the result, and the record of every step, are those of the undisturbed run; returns summary and events."""
+    watch = hooks.pop("watch", None)
+    result = run_training(config, faults=Faults(train=Hooks(**hooks)), observe=watch)
+    found: dict[str, list[Event]] = {}
+    for event in read_events(RunPaths(result.path)):
+        found.setdefault(event.kind, []).append(event)
+    assert result.summary["status"] == "finished"
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]
+    assert [c.step for c in CheckpointStore(RunPaths(result.path)).commits() if c.why == "cadence"] == [8, 16, 24, 30]
+    return result.summary, found
+
+
+def sizes(events: dict[str, list[Event]]) -> list[int]:
+    """Workers of every generation."""
+    return [e.details["workers"] for e in events["formed"]]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.guarantee), 1])
+def test_the_others_go_on_and_a_new_worker_joins(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, rank: int) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    kill = Kill(str(tmp_path / "killed"), step=13, rank=rank)
+    run = str(tmp_path / "runs" / "run")
+    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    summary, events = run_with(config, reference, after_step=Several((kill, AwaitNewcomer(run, 14), joined)))
+    assert kill.happened == 1
+    assert sizes(events) == [2, 1, 2]
+    assert summary["redone_steps"] == 0
+    assert summary["world_sizes"][:2] == [[0, 2], [13, 1]]
+    assert summary["world_sizes"][2][1] == 2
+    assert (summary["restarts"]["failures"], len(summary["recovery_s"])) == (1, 1)
+    assert "died" in next(iter(events["failed"][0].details["errors"].values()))
+
+
+def test_a_spare_takes_the_place_of_a_killed_worker(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__spare_workers=1)
+    kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
+    ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
+    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    summary, events = run_with(config, reference, after_step=Several((ready, kill, joined)))
+    assert kill.happened == 1
+    assert [event.details["ready"] for event in events["spares"]][:2] == [1, 0], "it was there before, and joined"
+    assert sizes(events) == [2, 1, 2]
+    assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
+    [replaced] = events["replaced"]
+    assert (replaced.details["before"], replaced.details["after"]) == (1, 2)
+
+
+def test_all_are_killed_and_the_run_goes_on_with_the_spare(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=2, scaling__spare_workers=1, checkpoint__snapshot_every_steps=1)
+    kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
+    ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
+    committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
+    joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
+    summary, events = run_with(config, reference, after_step=Several((ready, committed, kill, joined)))
+    assert kill.happened == 2
+    assert sizes(events) == [2, 1, 2]
+    assert summary["redone_steps"] <= 1
+
+
+def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: Path) -> None:
+    longer = {"train__epochs": 30, "train__max_steps": 500, "checkpoint__every_steps": 250}
+    alone = run_training(short_run(run__name="alone", train__strategy="single", scaling__max_workers=1, **longer))
+    scaling = {"scaling__min_workers": 2, "scaling__max_workers": 2, "scaling__spare_workers": 1, "scaling__replace_slow_s": 1.0}
+    run = tmp_path / "runs" / "run"
+    drag = Drag(str(tmp_path / "slow"), step=20, rank=1)
+    ready = Linger(str(run), "spares", {"ready": 1}, after=5, each_s=60)
+    joined = Linger(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
+    result = run_training(short_run(**scaling, **longer), faults=Faults(train=Hooks(after_step=Several((ready, drag, joined)))))
+    assert result.summary["params_digest"] == alone.summary["params_digest"]
+    paths = RunPaths(run)
+    retired = read_events(paths, "retired")[0]  # on a busy machine the next one may be slow, too
+    slow = int(Path(f"{drag.proof}-1").read_text())
+    assert retired.details["pid"] == slow == next(e.details["pid"] for e in read_events(paths, "slowed"))
+    assert retired.details["reason"].endswith("another takes its place")
+    assert [e.details["workers"] for e in read_events(paths, "formed")][:3] == [2, 1, 2]
+    assert (result.summary["restarts"]["failures"], result.summary["redone_steps"]) == (0, 0)
+
+
+class Deadly:
+    """Ends every process that it comes to."""
+
+    def __call__(self, rank: int, step: int) -> None: ...
+
+    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        return os._exit, (1,)
+
+
+def test_what_kills_workers_before_they_join_spends_the_budget(short_run: ShortRun) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=1, failure__max_failures=1)
+    with pytest.raises(BudgetSpentError, match="failed 2 times"):
+        run_training(config, faults=Faults(train=Hooks(after_step=Deadly())))
+
+
+def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """Those that have the data go on; the worker that joins gets what is decoded again."""
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, data__cache="memory", data__read_task_mb=0.001)
+    kill, run, again = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run"), tmp_path / "again"
+    pids: list[int] = []
+
+    def watch(job: Job) -> None:
+        ours = psutil.Process().children(recursive=True)
+        there = [process.pid for process in ours if "ray::MemoryCache" in process.name() and process.pid not in pids]
+        if not there or not _has_stepped(job):
+            return
+        if not pids:
+            os.kill(there[0], signal.SIGKILL)
+        else:
+            again.touch()
+        pids.extend(there)
+
+    acts = (WaitFor(str(again), 5), kill, AwaitNewcomer(run, 14), Linger(run, "formed", {"workers": 2, "generation": 3}, after=15))
+    summary, events = run_with(config, reference, after_step=Several(acts), watch=watch)
+    assert len(pids) == 2, "the actor died and was there again"
+    assert kill.happened == 1
+    assert sizes(events) == [2, 1, 2]
+    assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
+
+
+def _has_stepped(job: Job) -> bool:
+    reader = MetricsReader(job.paths)
+    reader.poll()
+    return bool(reader.records)
+
+
+def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """One dies while it computes, one in the exchange, and one while the generation after that forms."""
+    config = short_run(scaling__min_workers=1, scaling__max_workers=4)
+    kills = [
+        KillAt(str(tmp_path / "compute"), "compute", rank=3, step=5),
+        KillAt(str(tmp_path / "exchange"), "exchange", rank=0, step=11),
+        KillAt(str(tmp_path / "forming"), "forming", rank=1, step=11),
+    ]
+    summary, events = run_with(config, reference, at=Several(tuple(kills)))
+    assert [kill.happened for kill in kills] == [1, 1, 1]
+    assert sizes(events)[:2] == [4, 3]
+    assert 1 in sizes(events)
+    assert summary["redone_steps"] == 0
+
+
+@pytest.mark.guarantee
+def test_two_at_once(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=3)
+    kills = [Kill(str(tmp_path / f"killed{rank}"), step=13, rank=rank) for rank in (0, 1)]
+    summary, events = run_with(config, reference, after_step=Several(tuple(kills)))
+    assert [kill.happened for kill in kills] == [1, 1]
+    assert summary["redone_steps"] == 0
+    assert sizes(events)[-1] == 1
+
+
+def test_a_new_worker_that_dies_while_it_joins(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    kill, join = Kill(str(tmp_path / "killed"), step=13, rank=1), KillAt(str(tmp_path / "joined"), "forming", rank=1, step=-1)
+    run = str(tmp_path / "runs" / "run")
+    Path(f"{join.proof}-1").touch()  # spares the first start
+
+    acts = (Spare(join.proof), kill, AwaitNewcomer(run, 14), Linger(run, "failed", {"number": 2}, after=15))
+    summary, events = run_with(config, reference, after_step=Several(acts), at=join)
+    assert (kill.happened, join.happened) == (1, 1)
+    assert summary["restarts"]["failures"] == 2
+    assert summary["redone_steps"] == 0
+    assert set(sizes(events)) >= {1, 2}
+
+
+@pytest.mark.parametrize(("every", "most"), [pytest.param(1, 1, marks=pytest.mark.guarantee), (None, 5)])
+def test_the_loss_of_all_workers_redoes_little(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, every: int | None, most: int
+) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, checkpoint__snapshot_every_steps=every)
+    kill = Kill(str(tmp_path / "killed"), step=13)
+    committed = Linger(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
+    summary, events = run_with(config, reference, after_step=Several((committed, kill)))
+    assert kill.happened == 2
+    assert summary["redone_steps"] <= most
+    [resumed] = events["resumed"]
+    assert resumed.details["source"] == ("snapshot" if every else "checkpoint")
+    assert resumed.details["step"] >= 12 if every else resumed.details["step"] == 8
+
+
+@pytest.mark.guarantee
+def test_a_frozen_worker_is_left_behind(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=3, failure__heartbeat_timeout_s=5.0)
+    freeze = Freeze(str(tmp_path / "frozen"), step=13, rank=1)
+    summary, events = run_with(config, reference, after_step=freeze)
+    assert freeze.happened == 1
+    assert sizes(events)[:2] == [3, 2]
+    assert summary["redone_steps"] == 0
+    pid = int(Path(f"{freeze.proof}-1").read_text())
+    if Path(f"/proc/{pid}").exists():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_what_holds_a_step_up_is_ended_and_its_stacks_are_kept(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__step_timeout_s=6.0)
+    stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
+    summary, events = run_with(config, reference, at=stall)
+    assert stall.happened == 1
+    assert summary["redone_steps"] == 0
+    stacks = {e.details["rank"]: e.details for e in events["stacks"]}
+    assert set(stacks) == {0, 1}
+    assert (stacks[0]["doing"], stacks[1]["doing"]) == ("exchange", "data")
+    assert "injector.py" in stacks[1]["stacks"]
+
+
+def test_the_rendezvous_is_killed(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """It comes back without a memory; a worker that dies after that is still survived."""
+    done = tmp_path / "rendezvous-killed"
+
+    def watch(job: Job) -> None:
+        if not done.exists() and read_events(job.paths, "formed"):
+            ray.kill(ray.get_actor(job.rendezvous), no_restart=False)
+            done.touch()
+
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2)
+    kill = Kill(str(tmp_path / "killed"), step=20, rank=0)
+    slow = WaitFor(str(done), step=5)
+    summary, events = run_with(config, reference, after_step=Several((slow, kill)), watch=watch)
+    assert done.exists()
+    assert kill.happened == 1
+    assert summary["redone_steps"] == 0
+    assert sizes(events)[:2] == [2, 1]
+
+
+def test_all_workers_can_be_started_again_as_in_stock_ray_train(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__recovery="restart")
+    kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
+    summary, events = run_with(config, reference, after_step=kill)
+    assert kill.happened == 1
+    assert sizes(events) == [2, 2]
+    assert summary["redone_steps"] == 13 - 8
+
+
+def test_the_same_failure_again_and_again_ends_the_run_early(short_run: ShortRun, tmp_path: Path) -> None:
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__max_failures=-1)
+    with pytest.raises(RepeatedFailureError, match=r"3 times in a row after step 13.*flaky"):
+        run_training(config, faults=Faults(train=Hooks(after_step=Fail(13))))
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["restarts"]["failures"] == 3
+
+
+def test_who_dies_while_it_commits_leaves_the_checkpoint_to_the_next(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=2)
+    kill = KillSaving(str(tmp_path / "killed"), step=16)
+    slow = WaitFor(f"{kill.proof}-0", step=17)
+    summary, events = run_with(config, reference, before_commit=kill, after_step=slow)
+    assert kill.happened == 1
+    assert summary["redone_steps"] == 0
+    assert sizes(events)[:2] == [2, 1]

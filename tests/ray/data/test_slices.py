@@ -1,0 +1,49 @@
+"""Large row groups are read in slices by who fetches, and decoded by tasks of the cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_app.data.arrays import ArraySpec
+from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.ray_tasks import fetch_ray
+from ray_app.data.reader import POSITION, Decode, Reader, whole
+from ray_app.errors import BadRowError
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def decoded(rows: dict[str, Any]) -> dict[str, Any]:
+    return {"a": rows["a"], "pid": np.full(len(rows["a"]), os.getpid())}
+
+
+def picky(rows: dict[str, Any]) -> dict[str, Any]:
+    if 77 in rows["a"]:
+        raise ValueError("77 is not liked")
+    return decoded(rows)
+
+
+def read(dataset: Dataset, decode: Decode, task_rows: int) -> pa.Table:
+    reader = Reader(dataset.root, ["a"], decode, {name: ArraySpec("<i8", ()) for name in ("a", "pid")})
+    return pa.concat_tables(fetch_ray(reader, whole(dataset.manifest, task_rows)))
+
+
+def test_slices_are_decoded_in_tasks_and_come_in_order(tmp_path: Path) -> None:
+    for i, rows in enumerate((500, 3, 300)):
+        pq.write_table(pa.table({"a": np.arange(rows)}), tmp_path / f"{i}.parquet", row_group_size=rows)
+    dataset = open_dataset(str(tmp_path))
+    assert any(span.of for spec in whole(dataset.manifest, 20) for span in spec)
+    table = read(dataset, decoded, 20)
+    columns = {name: np.frombuffer(table[name].combine_chunks().buffers()[1], "<i8") for name in ("a", "pid", POSITION)}
+    assert columns["a"].tolist() == [*range(500), *range(3), *range(300)]
+    assert columns[POSITION].tolist() == list(range(803))
+    assert os.getpid() not in columns["pid"]
+    with pytest.raises(BadRowError, match="77 is not liked"):
+        read(dataset, picky, 20)

@@ -1,0 +1,49 @@
+"""A drill on a cluster that is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app.cli.drill import main
+from ray_app.drill.faults import Kill
+from ray_app.drill.scenario import Disturbance, Ground
+from ray_app.drill.session import SCENARIOS
+from ray_app.driver.run import Faults
+from ray_app.train.job import Hooks
+from tests.support.places import ROOT
+
+
+def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
+    fields = {"config": ROOT / "conf" / "digits.yaml", "data.path": digits / "train", "data.eval_path": digits / "eval", "drill.out": out}
+    return [f"--{name}={value}" for name, value in (fields | {f"drill.{k}": v for k, v in drill.items()}).items()]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_on_a_cluster_that_is_there(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No node is touched, and a fault that does not happen is no success."""
+
+    def quiet(ground: Ground) -> Disturbance:
+        """Nothing happens, because no run gets that far."""
+        never = Kill(ground.proofs, ["killed-0"], step=10**6, ranks=[0])
+        return Disturbance([10**6], ["killed-0"], lambda run: [], Faults(train=Hooks(after_step=never)))
+
+    monkeypatch.setitem(SCENARIOS, "quiet", quiet)
+    assert main([*arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]) == 1
+    assert ray.is_initialized()
+    assert "FAILED: it did not happen: there is no proof 'killed-0'" in capsys.readouterr().out
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    node, quiet_one = certificate["scenarios"]
+    assert (node["outcome"], quiet_one["outcome"]) == ("left out", "failed")
+    assert "did not start" in node["reason"]
+    assert quiet_one["params_digest"] == certificate["undisturbed"]["params_digest"]
+    assert main(arguments(digits, tmp_path / "out", scenarios="quiet", max_steps=20)) == 2
+    assert "holds the certificate of another drill" in capsys.readouterr().err
+    assert main(arguments(digits, tmp_path / "other", scenarios="node,grow", max_steps=20)) == 2
+    assert "No scenario is possible" in capsys.readouterr().err

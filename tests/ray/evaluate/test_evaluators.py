@@ -1,0 +1,142 @@
+"""Evaluators with a life of their own: one that outlives its driver, one that comes later from another job, several side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import run_training
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cli.evaluate import main
+from ray_app.config.config import Config, default_tracking_uri
+from ray_app.runlog.evaluations import evaluated_steps, read_evaluations
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from tests.support.places import ROOT
+from tests.support.waiting import until
+
+DRIVER = """
+import sys
+from ray_app import run_training
+from ray_app.config.config import from_yaml
+from ray_app.driver.run import Faults
+from ray_app.train.job import Hooks
+from tests.support.injector import Gate, WaitFor
+faults = Faults(train=Hooks(after_step=WaitFor(sys.argv[2], step=20)), before_evaluation=Gate(sys.argv[3]))
+run_training(from_yaml(open(sys.argv[1]).read()), faults=faults)
+"""
+
+
+@contextmanager
+def driving(config: Config, folder: Path, go_on: Path, gate: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A driver in a process of its own on the session's cluster; its training waits at step 20, its evaluator before each evaluation."""
+    path = folder / "config.yaml"
+    path.write_text(config.to_yaml())
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(path), str(go_on), str(gate)], cwd=ROOT, env=environment)
+    try:
+        yield driver
+    finally:
+        if driver.poll() is None:
+            driver.kill()
+        driver.wait(30)
+
+
+def has_committed(paths: RunPaths, step: int) -> Callable[[], bool]:
+    return lambda: any(e.details["step"] == step for e in read_events(paths, "checkpointed"))
+
+
+def test_the_evaluator_outlives_its_driver(
+    ray_cluster: None, short_run: Callable[..., Config], digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    config = short_run(data__eval_path=str(digits / "eval"), tracking__enabled=True, tracking__every_steps=1)
+    paths, gate = RunPaths(tmp_path / "runs" / "run"), tmp_path / "gate"
+    with driving(config, tmp_path, tmp_path / "never", gate) as driver:
+        until(has_committed(paths, 16))
+        os.kill(driver.pid, signal.SIGKILL)
+        assert driver.wait(20) == -signal.SIGKILL
+    assert evaluated_steps(paths) == set()
+    assert not paths.summary.exists()
+    gate.touch()
+    until(paths.summary.exists)
+    assert evaluated_steps(paths) == {8, 16}
+    [lost] = read_events(paths, "driver_lost")
+    assert (lost.details["status"], lost.details["step"]) == ("interrupted", 16)
+    client = MlflowClient(default_tracking_uri(config))
+
+    def mlflow_run() -> Any:
+        run_id = json.loads(paths.summary.read_text())["mlflow_run_id"]
+        return client.get_run(run_id) if run_id else None
+
+    until(lambda: (run := mlflow_run()) is not None and run.info.status == "KILLED")
+    history = client.get_metric_history(mlflow_run().info.run_id, "eval_accuracy")
+    assert [(m.step, m.value) for m in history] == [(e.step, e.metrics["accuracy"]) for e in read_evaluations(paths)]
+
+    def is_gone() -> bool:
+        named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        return not [name for name in named if name.startswith("evaluator-run-") and name.endswith(f"-{lost.fence}")]
+
+    until(is_gone)
+
+
+def test_an_evaluator_follows_from_another_job_under_a_name_of_its_own(
+    ray_cluster: None, short_run: Callable[..., Config], digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    config = short_run(tracking__enabled=True, tracking__every_steps=1)
+    paths, go_on = RunPaths(tmp_path / "runs" / "run"), tmp_path / "go-on"
+    arguments = ["--run", str(paths.root), "--name", "fresh", "--data", str(digits / "eval"), "--num_cpus", "0.5"]
+    with driving(config, tmp_path, go_on, tmp_path / "never") as driver:
+        until(has_committed(paths, 16))
+        assert main(arguments) == 0
+        assert evaluated_steps(paths, "fresh") == {8, 16}, "what is committed, of a run that trains"
+        assert driver.poll() is None
+        go_on.touch()
+        assert main([*arguments, "--follow"]) == 0
+        assert driver.wait(60) == 0
+    assert evaluated_steps(paths, "fresh") == {8, 16, 24, 30}
+    assert evaluated_steps(paths) == set()
+    assert "step 30: accuracy" in capsys.readouterr().out
+    run_id = json.loads(paths.summary.read_text())["mlflow_run_id"]
+    found = MlflowClient(default_tracking_uri(config)).get_metric_history(run_id, "eval_fresh_accuracy")
+    assert sorted(m.step for m in found) == [8, 16, 24, 30], "each point once, whoever sent it"
+    assert list(paths.holds.iterdir()) == [], "nothing is held any more"
+
+
+def test_a_run_that_has_ended_is_evaluated_like_by_its_own_evaluator(
+    ray_cluster: None, short_run: Callable[..., Config], digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_training(short_run(data__eval_path=str(digits / "eval")))
+    paths = RunPaths(result.path)
+    own = read_evaluations(paths)
+    for name, more in (("again", []), ("latest", ["--every", "latest"])):
+        assert main(["--run", str(result.path), "--name", name, "--data", str(digits / "eval"), *more]) == 0
+    again = read_evaluations(paths, "again")
+    assert [(e.step, e.metrics, e.tables, e.data_digest) for e in again] == [(e.step, e.metrics, e.tables, e.data_digest) for e in own]
+    assert [e.step for e in read_evaluations(paths, "latest")] == [30]
+    skipped = [e.details["step"] for e in read_events(paths, "evaluation_skipped") if e.details["by"] == "latest"]
+    assert skipped == [8, 16, 24]
+    assert {c.step for c in CheckpointStore(paths).commits()} == {8, 16, 24, 30}
+    capsys.readouterr()
+    for arguments, expected in (
+        (["--run", str(tmp_path / "nothing")], "holds no run"),
+        (["--run", str(result.path), "--data", str(digits / "eval")], "give them a --name"),
+        (["--run", str(result.path), "--name", "a/b"], "use letters"),
+        (["--run", str(result.path), "--num_gpus", "1"], "1 GPU, which no node has"),
+        (["--run", str(result.path), "--name", "new", "--data", str(tmp_path / "nothing")], "nothing"),
+    ):
+        assert main(arguments) == 2
+        assert expected in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""Ingest in tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ray_app.data.parquet_files import KEPT, kept_footers
+from ray_app.errors import DataError
+from ray_app.ingest import shuffle
+from ray_app.ingest.ingest import IngestOptions, ingest, run_on_cluster
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def content(folder: Path) -> dict[str, object]:
+    """Every file; of what is kept of footers all but the times at which the files were written."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: footers(path) if path.name == KEPT else path.read_bytes() for name, path in files.items()}
+
+
+def footers(kept: Path) -> list[dict[str, object]]:
+    found = kept_footers(kept.parent)
+    assert found is not None
+    return found.table.drop_columns("version").to_pylist()
+
+
+def test_a_cluster_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shuffle, "BUCKET_BYTES", 200)
+    (tmp_path / "in").mkdir()
+    for i in range(5):
+        (tmp_path / "in" / f"{i}.csv").write_text("a,y\n" + "".join(f"{j},{'uv'[j % 2]}\n" for j in range(10)))
+    made = []
+    for out, run in (("here", None), ("cluster", run_on_cluster)):
+        options = IngestOptions("csv", str(tmp_path / out), str(tmp_path / "in"), label="y", piece_bytes=1, eval_fraction=0.3)
+        ingest(options, *([run] if run else []))
+        made.append(content(tmp_path / out))
+    assert made[0] == made[1]
+    assert len(made[0]) > 8
+    (tmp_path / "in" / "3.csv").write_text("a,y\n1,u\n2,\n")
+    with pytest.raises(DataError, match="rows without a value"):
+        ingest(IngestOptions("csv", str(tmp_path / "refused"), str(tmp_path / "in"), label="y", piece_bytes=1), run_on_cluster)
+    assert not list(tmp_path.glob("refused*"))
+
+
+def test_what_fails_in_a_task_of_the_cluster_is_our_error() -> None:
+    def process_of_even(number: int) -> int:
+        if number % 2:
+            raise DataError(f"{number} is odd")
+        return os.getpid()
+
+    with pytest.raises(DataError, match="1 is odd"):
+        list(run_on_cluster(process_of_even, range(8)))
+    assert os.getpid() not in list(run_on_cluster(process_of_even, [0, 2]))

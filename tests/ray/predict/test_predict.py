@@ -1,0 +1,220 @@
+"""Batch prediction on real Ray and MLflow: rows in = rows out, in order, what the model says, and the same bytes after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import safetensors.torch
+import torch
+
+from ray_app import load_model
+from ray_app.checkpoint.format import params_digest
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.cli.predict import main
+from ray_app.cli.train import main as train
+from ray_app.data.arrays import from_column, spec_of
+from ray_app.data.dataset import open_dataset
+from ray_app.data.probes import probe
+from ray_app.data.reader import Reader, fetch_here, whole
+from ray_app.driver.model_export import ExportOptions, export_run
+from ray_app.errors import BadRowError
+from ray_app.predict.actor import Model, PredictActor, PredictJob
+from ray_app.predict.predict import parts_of
+from ray_app.task.base import Task
+from ray_app.task.tabular import TabularRegression
+from tests.support.finished_run import CHAMPION, Finished, champion_run, predict_command
+from tests.support.mlflow_server import database
+from tests.support.places import ROOT
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
+    return champion_run(tmp_path_factory.mktemp("storage"), digits)
+
+
+def whole_of(out: Path) -> pa.Table:
+    return pa.concat_tables(pq.read_table(path) for path in sorted(out.glob("part-*.parquet"))).replace_schema_metadata()
+
+
+def state_of(out: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.glob("part-*.parquet")}
+
+
+def images_of(path: Path) -> tuple[list[str], np.ndarray]:
+    table = pq.read_table(path / "part-00000.parquet")
+    pixels = from_column(table.column("image"), spec_of(table.schema.field("image")))  # type: ignore[arg-type]
+    return table.column("row_id").to_pylist(), np.ascontiguousarray(pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2))
+
+
+@pytest.mark.guarantee
+def test_the_champion_predicts_every_row_once_in_order(
+    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(predict_command(run, digits / "eval", out, *CHAMPION, "--predict.workers", "2")) == 0
+    printed = capsys.readouterr().out
+    ids, images = images_of(digits / "eval")
+    found = whole_of(out)
+    assert Counter(found.column("row_id").to_pylist()) == Counter(ids)
+    assert found.column("row_id").to_pylist() == ids
+    assert found.column("position").to_pylist() == list(range(len(ids)))
+    scores = torch.from_numpy(run.predictions(images))
+    sure, index = scores.softmax(-1).max(-1)
+    assert found.column("predicted_index").to_pylist() == index.tolist()
+    assert found.column("predicted").to_pylist() == [str(i) for i in index.tolist()]
+    assert np.allclose(found.column("confidence").to_numpy(), sure.numpy(), rtol=1e-5, atol=0)
+    assert len(set(sure.tolist())) > 10, "the rows are not told apart"
+
+    said = json.loads((out / "predictions.json").read_text())
+    assert (said["rows_in"], said["rows_out"], said["model"]) == (len(ids), len(ids), {"name": "digits", "version": "1"})
+    assert said["params_digest"] == CheckpointStore(run.job.paths).commits()[0].params_digest
+    assert said["counts"] == Counter(found.column("predicted").to_pylist())
+    assert said["means"]["confidence"] == pytest.approx(float(sure.mean()), rel=1e-5)
+    assert [part["rows"] for part in said["parts"]] == [50] * (len(ids) // 50) + [len(ids) % 50]
+    assert f"{len(ids)} in, {len(ids)} out" in printed
+    assert "confidence 0." in printed
+
+    before = state_of(out)
+    (out / "part-00001.parquet").write_bytes(before["part-00001.parquet"][0][:-100])  # cut short
+    page = bytearray(before["part-00003.parquet"][0])
+    page[60] ^= 1  # one bit of the values
+    (out / "part-00003.parquet").write_bytes(page)
+    (out / "part-00005.parquet").unlink()
+    assert main(predict_command(run, digits / "eval", out, *CHAMPION)) == 0
+    after = state_of(out)
+    assert {name: data for name, (data, _) in after.items()} == {name: data for name, (data, _) in before.items()}
+    kept = {name for name in after if after[name][1] == before[name][1]}
+    assert set(after) - kept == {"part-00001.parquet", "part-00003.parquet", "part-00005.parquet"}
+
+
+def test_a_run_predicts_what_has_no_labels_and_an_export_with_the_same_bits_on_a_cluster_and_without(
+    ray_cluster: None, run: Finished, digits: Path, tmp_path: Path
+) -> None:
+    table = pq.read_table(digits / "eval" / "part-00000.parquet")
+    data = tmp_path / "unlabelled"
+    data.mkdir()
+    pq.write_table(table.drop_columns(["label"])[:200], data / "part-a.parquet", row_group_size=33)
+    pq.write_table(table.drop_columns(["label"])[200:], data / "part-b.parquet", row_group_size=120)
+    arguments = ["--predict.run", str(run.job.paths.root), "--predict.columns", "image,row_id"]
+    assert main(predict_command(run, data, tmp_path / "out", *arguments)) == 0
+    exported = export_run(ExportOptions(str(run.job.paths.root), str(tmp_path / "model")))
+    assert main(predict_command(run, digits / "eval", tmp_path / "labelled", "--predict.model", str(tmp_path / "model"))) == 0
+    found, labelled = whole_of(tmp_path / "out"), whole_of(tmp_path / "labelled")
+    assert found.column_names == ["image", "row_id", "position", "predicted", "predicted_index", "confidence"]
+    assert found.column("image").to_pylist() == table.column("image").to_pylist()
+    for name in ("row_id", "position", "predicted", "predicted_index"):
+        assert found.column(name).to_pylist() == labelled.column(name).to_pylist()
+    assert np.allclose(found.column("confidence").to_numpy(), labelled.column("confidence").to_numpy(), rtol=1e-5, atol=0)
+    said = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert said["model"] == {"run": "run", "step": 8, "config_digest": "c" * 64}
+    assert [part["rows"] for part in said["parts"]] == [33] * 5 + [33 + 2, 50, 50, 20, 39]
+    assert json.loads((tmp_path / "labelled" / "predictions.json").read_text())["model"] == {"run": "run", "step": exported["step"]}
+    torch.set_num_threads(1)
+    predictor, images = load_model(tmp_path / "model"), images_of(digits / "eval")[1]
+    scores = [torch.from_numpy(predictor.predict(images[first : first + 50])) for first in range(0, len(images), 50)]
+    sure = torch.cat([part.softmax(-1).max(-1).values for part in scores])
+    assert np.array_equal(labelled.column("confidence").to_numpy(), sure.numpy()), "other bits than the job's"
+
+
+def test_interrupted_and_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
+    gate, out, undisturbed = tmp_path / "gate", tmp_path / "out", tmp_path / "undisturbed"
+    gate.mkdir()
+    uri, task = database(tmp_path / "mlflow.db"), "tests.support.gated_task.GatedPrediction"
+    settings = {"gate": str(gate), "wait_before": 4}
+    run = Finished(tmp_path, digits, uri, task=task, init_args=settings)
+    more = ["--task.class_path", task, *(f"--task.init_args.{name}={value}" for name, value in settings.items())]
+    arguments = predict_command(run, digits / "eval", out, "--predict.run", str(run.job.paths.root), *more)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+    def stopped_by(sent: signal.Signals) -> int:
+        """The exit code of a driver that gets a signal when three parts are there."""
+        driver = subprocess.Popen([sys.executable, "jobs/predict.py", *arguments], cwd=ROOT, env=environment)
+        try:
+            until(lambda: (gate / "reached").exists() or driver.poll() is not None)
+            assert driver.poll() is None
+            until(lambda: len(state_of(out)) == 3)
+        finally:
+            driver.send_signal(sent)
+            driver.wait(60)
+        return driver.returncode
+
+    assert stopped_by(signal.SIGTERM) == 75, "Ray's own handler ended it"
+    shutil.rmtree(out)
+    (gate / "reached").unlink()
+    assert stopped_by(signal.SIGKILL) == -signal.SIGKILL
+    before = state_of(out)
+    assert len(before) == 3, "which ones is up to the read tasks, which end in any order on a busy machine"
+    assert not (out / "predictions.json").exists()
+    (gate / "open").touch()
+    assert main(arguments) == 0
+    assert {name: fact for name, fact in state_of(out).items() if name in before} == before, "finished parts were made again"
+    assert main([str(undisturbed) if argument == str(out) else argument for argument in arguments]) == 0
+    assert {name: data for name, (data, _) in state_of(out).items()} == {name: data for name, (data, _) in state_of(undisturbed).items()}
+    ids, _ = images_of(digits / "eval")
+    assert whole_of(out).column("row_id").to_pylist() == ids
+
+
+def predictor_of(task: Task, data: Path, out: Path) -> tuple[PredictActor, list[pa.Table], Any]:
+    """An actor's code in this process, the tables that it would get, and its model."""
+    dataset = open_dataset(str(data))
+    reader = Reader(dataset.root, task.columns(), task.decode, probe(dataset, task.columns(), task.decode))
+    model = task.build_model().eval()
+    state = dict(model.state_dict())
+    parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(parts_of(dataset.manifest, 4))}
+    made = Model(task, safetensors.torch.save(state), None, params_digest(state))
+    job = PredictJob(made, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu")
+    return PredictActor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
+
+
+def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: None, tmp_path: Path) -> None:
+    features = np.arange(8, dtype=np.float64)
+    for name, values in (("good", features), ("bad", np.where(features == 6, np.nan, features))):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"a": values, "target": features}), tmp_path / name / "part-00000.parquet", row_group_size=4)
+    task = TabularRegression().prepare(open_dataset(str(tmp_path / "good")).facts)
+    predictor, tables, model = predictor_of(task, tmp_path / "good", tmp_path / "out")
+    for table in tables:
+        predictor(table)
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(features.astype(np.float32))[:, None])[:, 0].numpy()
+    assert np.allclose(whole_of(tmp_path / "out").column("predicted").to_numpy(), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(BadRowError, match=r"part-00000\.parquet, row group 1, row 2: column 'a' is NaN or infinite"):
+        predictor_of(task, tmp_path / "bad", tmp_path / "out2")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, None])
+def test_a_row_that_cannot_be_predicted_is_refused(
+    ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float | None
+) -> None:
+    features = [0.5] * 8
+    for name, last in (("good", 0.5), ("bad", value)):
+        (tmp_path / name).mkdir()
+        columns = {"a": [*features[:-1], last], "note": ["x"] * 8}
+        pq.write_table(pa.table({**columns, "target": features}), tmp_path / name / "part-0.parquet", row_group_size=4)
+    storage = ["--run.storage_path", str(tmp_path / "runs"), "--tracking.enabled", "false", "--train.strategy", "single"]
+    task = ["--task.class_path", "ray_app.task.tabular.TabularRegression"]
+    data = ["--data.path", str(tmp_path / "good"), "--data.global_batch_size", "4", "--train.epochs", "1"]
+    assert train([*task, *data, *storage, "--run.name", "run"]) == 0
+    asked = ["--predict.run", str(tmp_path / "runs" / "run"), "--predict.data", str(tmp_path / "bad")]
+    capsys.readouterr()
+    assert main([*task, *data, *storage, *asked, "--predict.out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert "part-0.parquet, row" in said.err
+    assert "column 'a'" in said.err
+    if value is not None:
+        assert "row group 1, row 3" in said.err
+        assert "Columns used: a\nColumns not used: 'note' (text), 'target' (number, not named)\n" in said.out

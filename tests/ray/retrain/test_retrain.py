@@ -1,0 +1,312 @@
+"""Scheduled retraining from day to day on real Ray and MLflow, and the same with a scheduler that is killed in the middle of each stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy, copytree
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from ray_app.cli.retrain import main
+from ray_app.config.config import from_yaml
+from ray_app.data.dataset import open_dataset, sha256
+from ray_app.models.registry import champion_of
+from ray_app.retrain.gate import gate_rows
+from ray_app.retrain.rounds import STAGES, RetrainPaths, digest_of, entries, open_rounds
+from ray_app.storage.files import read_json
+from ray_app.track.mlflow_client import connect
+from tests.support.mlflow_server import database, mlflow_runs
+from tests.support.places import ROOT
+from tests.support.train_command import Ended
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(1800)]
+
+ARGUMENTS = [
+    f"--config={ROOT / 'conf' / 'retrain_digits.yaml'}",
+    "--task.class_path=ray_app.task.tabular.TabularClassification",
+    '--task.init_args={"features": ["image"], "hidden": [32], "scale": 16}',
+    "--optimizer=torch.optim.Adam",
+    "--optimizer.lr=0.01",
+    "--schedule=null",
+    "--train.epochs=8",
+    "--checkpoint.every_epochs=8",
+    "--scaling.max_workers=1",
+    "--scaling.logical_workers=1",
+    "--tracking.system_metrics_s=null",
+    "--retrain.min_metric=0.2",
+    "--retrain.max_recall_drop=1.0",
+    "--retrain.start=champion",
+    "--retrain.data=new_and_sample",
+    "--retrain.old_fraction=0.5",
+]
+
+
+class Days:
+    """A model that is retrained on what is delivered day by day; day 1 has few rows.
+
+    Args:
+        folder: Where data and runs are.
+        digits: The ingested digits.
+    """
+
+    def __init__(self, folder: Path, digits: Path) -> None:
+        self.folder, self.train = folder, folder / "data" / "train"
+        self.train.mkdir(parents=True)
+        copytree(digits / "eval", folder / "data" / "eval")
+        copy(digits / "train" / "dataset.json", self.train)
+        table = pa.concat_tables(pq.read_table(file) for file in sorted((digits / "train").glob("*.parquet")))
+        self.rows = table.take(np.random.default_rng(0).permutation(len(table)))
+        self.deliver("first", 0, 150)
+        database(folder / "runs" / "mlflow.db")
+
+    def deliver(self, name: str, low: int, high: int, change: Callable[[np.ndarray], np.ndarray] = lambda labels: labels) -> None:
+        """Delivers rows [low, high) as a file, with other labels if asked for."""
+        part = self.rows.slice(low, high - low)
+        at = part.column_names.index("label")
+        pq.write_table(
+            part.set_column(at, part.schema.field(at), pa.array(change(part["label"].to_numpy()))), self.train / f"{name}.parquet"
+        )
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of every start."""
+        data = [f"--data.path={self.train}", f"--data.eval_path={self.folder / 'data' / 'eval'}"]
+        return [*ARGUMENTS, *data, f"--run.storage_path={self.folder / 'runs'}"]
+
+    @property
+    def uri(self) -> str:
+        return f"sqlite:///{self.folder / 'runs' / 'mlflow.db'}"
+
+    @property
+    def paths(self) -> RetrainPaths:
+        return RetrainPaths(self.folder / "runs" / "retraining" / "digits")
+
+    @property
+    def judged(self) -> int:
+        """Evaluation rows that the gate judges on."""
+        manifest = open_dataset(str(self.folder / "data" / "eval")).manifest
+        files = [self.folder / "data" / "eval" / path for path in manifest.paths]
+        judges = gate_rows(manifest, {path: sha256(file) for path, file in zip(manifest.paths, files, strict=True)})
+        assert 140 < judges.sum() < 359 - 140
+        return int(judges.sum())
+
+    def serves(self) -> str | None:
+        return champion_of(connect(self.uri), "digits")
+
+    def versions(self) -> list[Any]:
+        return sorted(connect(self.uri).search_model_versions("name = 'digits'"), key=lambda v: int(v.version))
+
+    def what(self) -> list[str]:
+        return [entry["what"] for entry in entries(self.paths)]
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same whatever happened on the way."""
+        versions, digest = self.versions(), "ray_app.params_digest"
+        runs = sorted(path.name for path in (self.folder / "runs").iterdir() if (path / "config.yaml").exists())
+        return {
+            "versions": [(v.version, v.tags[digest], v.tags["ray_app.gate"], v.tags["ray_app.retrain_key"]) for v in versions],
+            "champion": self.serves(),
+            "replaces": versions[-1].tags["ray_app.replaces"],
+            "audit": [(entry["key"], entry["what"], entry["figures"]) for entry in entries(self.paths)],
+            "runs": runs,
+            "tracked": [len(mlflow_runs(self.uri, name)) for name in runs],
+            "open": open_rounds(self.paths),
+            # The keys of rounds have the digest of the package: who edits it while this runs, for minutes, sees that here first.
+            "code": digest_of({str(file): file.read_text() for file in sorted((ROOT / "ray_app").rglob("*.py"))}),
+        }
+
+
+@pytest.fixture
+def start(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Starts the command in this process."""
+
+    def call(days: Days, *more: str) -> Ended:
+        code = main([*days.arguments, *more])
+        shown = capsys.readouterr()
+        return Ended(code, shown.out, shown.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Days, dict[str, Any]]:
+    """Days 1 and 3 without a disturbance, and what came of them."""
+    days = Days(tmp_path_factory.mktemp("undisturbed"), digits)
+    assert main(days.arguments) == 0
+    days.deliver("third", 150, 1400)
+    assert main(days.arguments) == 0
+    return days, days.facts()
+
+
+def test_from_day_to_day(undisturbed: tuple[Days, dict[str, Any]], start: Callable[..., Ended]) -> None:
+    days, facts = undisturbed
+    check_what_day_3_made(days, facts)
+
+    assert "is what champion version 2 was trained on" in start(days).out  # nothing changed
+    assert days.facts() == facts
+
+    days.deliver("fourth", 1400, 1438)
+    dry = start(days, "--retrain.min_new_rows=38", "--retrain.dry_run=true")
+    assert (dry.code, "new data: 38 of 1,438" in dry.out, "sound: 1,438 training rows" in dry.out) == (0, True, True)
+    few = start(days)
+    assert (few.code, "38 new training rows, fewer than 100" in few.out) == (0, True)
+    assert days.facts() == facts
+
+    days.deliver("fourth", 150, 1400, change=lambda labels: (labels + 1) % 10)  # the balance of the classes stays
+    days.deliver("third", 150, 1400, change=lambda labels: (labels + 1) % 10)
+    for _ in range(2):  # the second time without a second entry
+        corrupted = start(days)
+        assert (corrupted.code, days.serves(), len(days.versions())) == (2, "2", 2)
+        assert "labels of the training data: the champion's accuracy on them is 0." in corrupted.out
+        assert days.what() == ["promoted", "promoted", "data refused"]
+    refused = entries(days.paths)[-1]
+    assert refused["validation"]["agreement"]["training"] < 0.3
+    assert refused["validation"]["agreement"]["accepted"] > 0.8
+    told = connect(days.uri).get_registered_model("digits").tags
+    assert refused["why"] in told["ray_app.data_refused"]
+    assert told["ray_app.refused_data_digest"] == refused["inputs"]["data"]
+
+    (days.train / "fourth.parquet").unlink()
+    days.deliver("third", 150, 700)
+    truncated = start(days)
+    assert (truncated.code, days.serves()) == (2, "2")
+    assert "700 rows, 50% of the 1,400 of the champion's; allowed are 70%" in truncated.out
+
+    days.deliver("third", 150, 1400)
+    days.deliver("fourth", 1400, 1438)
+    worse = start(days, "--retrain.min_new_rows=1", "--optimizer.lr=0.0000001")
+    assert (worse.code, days.serves()) == (0, "2"), worse.err
+    assert "so it may be no better" in worse.out
+    gate = entries(days.paths)[-1]
+    assert (gate["what"], gate["version"], gate["figures"]["rows"]) == ("gate refused", "3", days.judged)
+    assert gate["figures"]["low"] <= 0 <= gate["figures"]["high"]
+    assert days.versions()[2].tags["ray_app.gate"] == "gate refused"
+    measured = connect(days.uri).get_run(days.versions()[2].run_id).data.metrics
+    assert (measured["gate_gain"], measured["gate_low"]) == (gate["figures"]["gain"], gate["figures"]["low"])
+    assert "already judged: gate refused" in start(days, "--retrain.min_new_rows=1", "--optimizer.lr=0.0000001").out
+
+    (days.train / "fourth.parquet").unlink()  # what version 2 was made of
+    back = start(days, "--rollback=wrong on customer X")
+    assert (back.code, days.serves()) == (0, "1"), back.err
+    again = start(days)
+    assert (again.code, days.serves(), len(days.versions())) == (0, "1", 3)
+    assert "but the same data, configuration and code were already judged: promoted" in again.out
+    assert start(days, "--rollback=this one too").code == 2
+    assert days.serves() == "1"
+    shown = start(days, "--history").out
+    for text in ("promoted", "data refused", "gate refused", "rolled back", "wrong on customer X"):
+        assert text in shown
+    assert days.what() == ["promoted", "promoted", "data refused", "data refused", "gate refused", "rolled back"]
+
+
+def check_what_day_3_made(days: Days, facts: dict[str, Any]) -> None:
+    """Version 2 began with the parameters of version 1, saw the new rows and half of the old ones, and is better beyond doubt."""
+    first, second = days.versions()
+    assert (facts["champion"], facts["replaces"], facts["tracked"]) == ("2", "1", [1, 1])
+    assert [kind for _, kind, _ in facts["audit"]] == ["promoted", "promoted"]
+    figures = facts["audit"][1][2]
+    assert (figures["metric"], figures["rows"]) == ("accuracy", days.judged)
+    assert figures["champion"] + 0.1 < figures["challenger"] > 0.9
+    assert 0 < figures["low"] < figures["gain"] < figures["high"]
+    assert second.tags["ray_app.promoted_because"].startswith("retraining: accuracy 0.9")
+    assert second.tags["ray_app.trained_because"].startswith("new data: 1,250 of 1,400 training rows")
+    config = from_yaml((days.folder / "runs" / second.tags["ray_app.run_name"] / "config.yaml").read_text())
+    assert config.train.init_digest == first.tags["ray_app.params_digest"]
+    chose = [open_dataset(str(place)).manifest.num_rows for place in (config.data.eval_path, days.folder / "data" / "eval")]
+    assert chose[0] + figures["rows"] == chose[1]
+    rows = open_dataset(config.data.path).manifest.num_rows
+    assert 1250 + 40 < rows < 1250 + 110
+
+
+STARTS = """
+import json, os, signal, sys
+from pathlib import Path
+import mlflow, ray, torch
+from ray_app.errors import RunHeldError
+from ray_app.driver.parsing import parse_more
+from ray_app.retrain.retraining import EXIT_CODES, retrain
+from ray_app.retrain.options import RetrainSection
+
+address, root, starts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+
+def child(arguments, stage):
+    ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": root}})
+    def at(reached):
+        if reached == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+    config, sections = parse_more(arguments, {"retrain": RetrainSection}, "retrain.py")
+    try:
+        code = EXIT_CODES[retrain(config, sections["retrain"], at=at).what]
+    except RunHeldError as error:
+        print(error)
+        code = 75
+    ray.shutdown()
+    return code
+
+ended = []
+for group in starts:
+    pids = []
+    for one in group:
+        pids.append(os.fork())
+        if not pids[-1]:
+            code = 99
+            try:
+                code = child(*one)
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+    ended.append([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+    if set(ended[-1]) - {0, 75, -signal.SIGKILL}:
+        break
+print(json.dumps(ended))
+"""
+
+
+def schedule(folder: Path, starts: list[list[tuple[list[str], str | None]]]) -> list[list[int]]:
+    """Starts schedulers on the test's cluster, those of one group at once, each in a process of its own; returns their exit codes.
+
+    A start is its arguments and the stage in the middle of which it kills itself.
+    """
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", STARTS, address, str(ROOT), json.dumps(starts)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = json.loads(done.stdout.splitlines()[-1])
+    assert len(ended) == len(starts), done.stdout + done.stderr
+    return ended
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param(["training", "registered", "judged", "concluded", "recorded"], id="that changes something elsewhere"),
+        pytest.param(["decided", "validated", "training", *STAGES[2:]], id="of all"),
+    ],
+)
+def test_a_scheduler_killed_in_the_middle_of_each_stage_changes_nothing(
+    undisturbed: tuple[Days, dict[str, Any]], digits: Path, tmp_path: Path, stages: list[str]
+) -> None:
+    """The stages left to the slow case change nothing but their own record, whose writing is tested without Ray."""
+    days = Days(tmp_path, digits)
+    [both] = schedule(tmp_path, [[(days.arguments, None)] * 2])
+    assert sorted(both) == [0, 75]  # two at once, one retraining
+    assert (days.serves(), len(days.versions()), days.what()) == ("1", 1, ["promoted"])
+
+    days.deliver("third", 150, 1400)
+    ended = schedule(tmp_path, [*([(days.arguments, stage)] for stage in stages), [(days.arguments, None)]])
+    assert ended == [[-signal.SIGKILL]] * len(stages) + [[0]]
+    assert days.facts() == undisturbed[1]
+    run = days.folder / "runs" / days.versions()[1].tags["ray_app.run_name"]
+    assert read_json(run / "summary.json")["status"] == "finished"

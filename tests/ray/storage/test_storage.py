@@ -1,0 +1,130 @@
+"""Whole runs on S3, and two drivers of one run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import run_training
+from ray_app.checkpoint.format import params_digest
+from ray_app.config.config import Config
+from ray_app.driver.run import Faults
+from ray_app.errors import LeaseLostError, NonFiniteError, RunHeldError
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.lease import Holder, Record
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import listing, names, put_atomic, put_json, read_json
+from ray_app.storage.object_stores import S3Path
+from ray_app.train.job import Hooks, Job
+from tests.support.injector import Break
+from tests.support.mlflow_server import database
+from tests.support.places import ROOT
+from tests.support.s3_server import S3Server
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ShortRun = Callable[..., Config]
+
+
+@pytest.mark.guarantee
+def test_a_run_on_s3_is_the_same(
+    short_run: ShortRun, reference: dict[str, Any], digits: Path, s3_folder: S3Path, s3_server: S3Server, tmp_path: Path
+) -> None:
+    """With its data there, an end, a damaged newest checkpoint, other workers afterwards, an evaluator, and a server that fails."""
+    for name, file in listing(digits).items():
+        put_atomic(s3_folder / "digits" / name, file.read_bytes())
+    config = short_run(
+        run__storage_path=str(s3_folder),
+        data__path=str(s3_folder / "digits" / "train"),
+        data__eval_path=str(s3_folder / "digits" / "eval"),
+        tracking__enabled=True,
+        tracking__uri=database(tmp_path / "mlflow.db"),
+        scaling__min_workers=2,
+        scaling__max_workers=2,
+    )
+    stop = Break(str(tmp_path / "stopped"), step=20)
+    with pytest.raises(NonFiniteError, match="injected"):
+        run_training(config, faults=Faults(train=Hooks(after_step=stop)))
+    paths = RunPaths(s3_folder / "run")
+    assert stop.happened == 2
+    assert read_json(paths.summary)["status"] == "failed"
+    place = paths.checkpoint(16, 1) / "model.safetensors"
+    data = bytearray(place.read_bytes())
+    data[-1] ^= 1
+    place.put(bytes(data), if_absent=False)
+    s3_server.fail("(PUT|POST|GET) .*/checkpoints/", times=2)
+    result = run_training(config.replace(scaling__min_workers=1, scaling__max_workers=3))
+    summary = result.summary
+    assert summary == read_json(paths.summary)
+    assert summary["status"] == "finished"
+    assert summary["params_digest"] == reference["params_digest"]
+    assert summary["checkpoints"]["fallbacks"] == 1
+    [fallback] = read_events(paths, "fallback")
+    assert fallback.details["checkpoint"] == "step-00000016-0001"
+    assert "differs" in fallback.details["reason"]
+    assert summary["restarts"]["driver"] == 1
+    assert [e.details["step"] for e in read_events(paths, "resumed")] == [8]
+    assert Counter(e.step for e in result.evaluations()) == Counter([8, 16, 24, 30])
+    assert params_digest(dict(result.load_model("newest").state_dict())) == reference["params_digest"]
+    assert len(result.metrics()) == 30
+    assert summary["mlflow_run_id"] == read_json(paths.tracking)["run_id"]
+    assert sorted(names(paths.root)) == [
+        "code.json",
+        "config.yaml",
+        "data.json",
+        "manifest.json",
+        "report.html",
+        "schema.json",
+        "summary.json",
+        "tracking.json",
+    ]
+
+
+@pytest.mark.guarantee
+def test_a_second_driver_is_refused(short_run: ShortRun, tmp_path: Path) -> None:
+    """It says so with exit code 2 before it writes anything, while the first is left alone."""
+    config = short_run(train__max_steps=2)
+    refusals: list[subprocess.CompletedProcess[str]] = []
+    told = threading.Event()
+
+    def start_another(job: Job) -> None:
+        if not told.is_set():
+            told.set()
+            (tmp_path / "config.yaml").write_text(config.to_yaml())
+            command = [sys.executable, str(ROOT / "jobs" / "train.py"), "--config", str(tmp_path / "config.yaml")]
+            here = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+            refusals.append(subprocess.run(command, env=here, capture_output=True, text=True, check=False, timeout=300))
+            with pytest.raises(RunHeldError):
+                run_training(config)
+
+    assert run_training(config, observe=start_another).status == "finished"
+    [refused] = refusals
+    assert refused.returncode == 2, refused.stderr
+    assert "RunHeldError: The run 'run' is being written by process" in refused.stderr
+    assert names(tmp_path / "runs" / "run" / "fences") == ["0001.json"]
+    assert run_training(config).status == "finished", "a released run can be started again"
+
+
+def test_a_driver_that_lost_its_lease_ends_and_writes_nothing(short_run: ShortRun, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "runs" / "run")
+
+    def take_over(job: Job) -> None:
+        if read_events(paths, "checkpointed") and not paths.fence(2).exists():
+            put_json(paths.fence(2), asdict(Record(Holder("node-7", "another", 1, 1), 0.0, 0.0, 30.0)))
+
+    config = short_run(train__epochs=40, train__max_steps=None, checkpoint__every_steps=8)
+    with pytest.raises(LeaseLostError, match=r"taken over by its start number 2 .* on node-7"):
+        run_training(config, observe=take_over)
+    assert not paths.summary.exists()
+    kinds: list[Any] = [e.kind for e in read_events(paths)]
+    assert "gave_up" not in kinds
+    assert "finished" not in kinds

@@ -1,0 +1,194 @@
+"""Real runs while the MLflow server is frozen, killed, broken, silent or absent: no step waits, and each point arrives once, in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app import run_training
+from ray_app.cli.track import main as replay
+from ray_app.config.config import Config
+from ray_app.driver import run as run_module
+from ray_app.driver.run import Faults
+from ray_app.runlog.evaluations import read_evaluations
+from ray_app.runlog.journal import MetricsReader, StepRecord
+from ray_app.runlog.node_metrics import read_looks
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import read_json
+from ray_app.train.job import Hooks, Job
+from tests.support.injector import Gates
+from tests.support.mlflow_server import ERROR_500, Server, Stub, history, mlflow_runs
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+STEPS, PHASE = 60, 10
+_REQUEST_S = 6.0
+"""How long a call to MLflow waits for an answer; a step takes some ten milliseconds, also if the machine has other things to do."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_REQUEST_S:g}")
+
+
+def records_of(paths: RunPaths) -> dict[int, StepRecord]:
+    reader = MetricsReader(paths)
+    reader.poll()
+    return dict(sorted(reader.records.items()))
+
+
+def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
+    """MLflow has each point of the run's own record exactly once, with its time, in order."""
+    [run] = mlflow_runs(uri, paths.name)
+    assert run.info.status == status
+    run_id, records = run.info.run_id, records_of(paths)
+    for metric in ("loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"):
+        assert [(step, at) for step, at, _ in history(uri, run_id, metric)] == [(n, int(r.time_s * 1e3)) for n, r in records.items()]
+    assert [value for _, _, value in history(uri, run_id, "step_ms")] == [r.step_ms for r in records.values()]
+    evaluations = read_evaluations(paths)
+    got = history(uri, run_id, "eval_accuracy") if evaluations else []
+    assert got == [(e.step, int(e.time_s * 1e3), e.metrics["accuracy"]) for e in evaluations]
+    looks = list(read_looks(paths, "").values())
+    for node in {name for look in looks for name in look.nodes}:
+        expected = [(look.step, int(look.time_s * 1e3), look.nodes[node]["memory_gb"]) for look in looks if node in look.nodes]
+        assert history(uri, run_id, f"system/{node}/memory_gb") == expected
+    sent = {name for name in run.data.metrics if not name.startswith(("eval_", "system/"))}
+    assert sent - {"imbalance"} == {"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"}
+    known = [(n, r.imbalance) for n, r in records.items() if r.imbalance is not None]
+    assert [(step, value) for step, _, value in history(uri, run_id, "imbalance")] == known
+    return run
+
+
+class Trouble:
+    """What happens to the server between the phases, told by the driver's own look at the run."""
+
+    def __init__(self, folder: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+        self.folder, self.server, self.caplog = folder, server, caplog
+        self.next = 1
+        self.stub: Stub | None = None
+        self.asked: list[int] = []
+        self.troubles = 0
+
+    def __call__(self, job: Job) -> None:
+        if self.next * PHASE in records_of(job.paths) and self.next * PHASE < STEPS:
+            getattr(self, f"after_{self.next}")(job)
+            (self.folder / str(self.next * PHASE)).touch()
+            self.next += 1
+
+    def after_1(self, job: Job) -> None:
+        until(lambda: (read_json(job.paths.tracking) or {}).get("sent_step") == PHASE)
+        self.server.freeze()
+
+    def after_2(self, job: Job) -> None:
+        until(lambda: "training goes on" in self.caplog.text)
+        self.server.thaw()
+        until(lambda: read_json(job.paths.tracking)["sent_step"] == 2 * PHASE)
+        self.troubles = self.caplog.text.count("training goes on")  # more than one where the machine is too busy to answer in time
+        self.server.kill()
+
+    def after_3(self, job: Job) -> None:
+        until(lambda: self.caplog.text.count("training goes on") > self.troubles)
+        self.stub = Stub(self.server.port, ERROR_500)
+
+    def after_4(self, job: Job) -> None:
+        self.replace_stub(None)
+
+    def after_5(self, job: Job) -> None:
+        self.replace_stub(False)
+        assert read_json(job.paths.tracking)["sent_step"] == 2 * PHASE
+        self.server.start()
+
+    def replace_stub(self, answer: bytes | bool | None) -> None:
+        stub = self.stub
+        assert stub is not None
+        until(lambda: stub.asked > 0)
+        self.asked.append(stub.asked)
+        stub.close()
+        self.stub = None if answer is False else Stub(self.server.port, answer)  # type: ignore[arg-type]
+
+
+@pytest.mark.guarantee
+def test_no_step_waits_and_nothing_is_lost_or_doubled(
+    short_run: Callable[..., Config], digits: Path, tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = short_run(
+        tracking__enabled=True,
+        tracking__uri=server.uri,
+        tracking__every_steps=1,
+        tracking__system_metrics_s=0.5,
+        train__epochs=3,
+        train__max_steps=STEPS,
+        data__eval_path=str(digits / "eval"),
+    )
+    trouble = Trouble(tmp_path, server, caplog)
+    summary = run_training(config, faults=Faults(train=Hooks(after_step=Gates(str(tmp_path), PHASE, STEPS))), observe=trouble).summary
+    assert trouble.next * PHASE == STEPS
+    assert len(trouble.asked) == 2
+    paths = RunPaths(tmp_path / "runs" / "run")
+    run = assert_all_sent(paths, server.uri)
+    assert summary["mlflow_run_id"] == run.info.run_id
+    free = [r.step_ms for n, r in records_of(paths).items() if n > 1 and n % PHASE != 1]  # those after a gate have waited for the test
+    assert max(free) < 1e3 * _REQUEST_S, "a step waited for a call to MLflow"
+    check_inputs(run, config)
+
+
+def check_inputs(run: Any, config: Config) -> None:
+    found = {next(t.value for t in i.tags if t.key == "mlflow.data.context"): i.dataset for i in run.inputs.dataset_inputs}
+    assert found.keys() == {"training", "evaluation"}
+    whole = run.data.tags["ray_app.manifest_digest"]
+    assert found["training"].digest == whole[:36]
+    assert f'"manifest_digest": "{whole}"' in found["training"].profile
+    assert '"num_rows": 1438' in found["training"].profile
+    assert '"num_rows": 359' in found["evaluation"].profile
+    assert config.data.path in found["training"].source
+
+
+def test_absent_to_the_end_and_replayed(
+    short_run: Callable[..., Config],
+    tmp_path: Path,
+    server: Server,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_module, "_TRACKING_END_S", 0.5)
+    absent = Server(tmp_path)
+    fields = {"tracking__enabled": True, "tracking__every_steps": 1, "tracking__system_metrics_s": 0.5, "run__name": "absent"}
+    result = run_training(short_run(**fields, tracking__uri=absent.uri, tracking__experiment="first"))
+    assert result.status == "finished"
+    assert result.summary["mlflow_run_id"] is None
+    [command] = re.findall(r"ray-app track --replay (\S+)", caplog.text)
+    assert command == str(tmp_path / "runs" / "absent")
+
+    assert replay(["--replay", command]) == 1
+    assert f"MLflow at {absent.uri} did not take everything" in capsys.readouterr().err
+    assert replay(["--replay", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+    paths = RunPaths(tmp_path / "runs" / "absent")
+    points = 30 + len(read_looks(paths, ""))
+    assert replay(["--replay", command, "--uri", server.uri, "--experiment", "second"]) == 0
+    assert f"Sent {points} points, 0 of them evaluations" in capsys.readouterr().out
+    run = assert_all_sent(paths, server.uri)
+    assert read_json(paths.summary)["mlflow_run_id"] == run.info.run_id
+    assert replay(["--replay", command]) == 0, "it goes to where it went last"
+    assert "Sent 0 points" in capsys.readouterr().out
+    assert_all_sent(paths, server.uri)
+    assert read_json(paths.summary)["restarts"]["driver"] == 0
+    from mlflow.tracking import MlflowClient
+
+    assert MlflowClient(server.uri).get_experiment(run.info.experiment_id).name == "second"
+    assert {a.path for a in MlflowClient(server.uri).list_artifacts(run.info.run_id)} >= {"config.yaml", "summary.json"}

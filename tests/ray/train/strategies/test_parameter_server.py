@@ -1,0 +1,145 @@
+"""Parameter servers on a real Ray cluster: convergence, lost workers, lost servers, other numbers of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import load_config, run_training
+from ray_app.checkpoint.format import params_digest
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config.config import Config
+from ray_app.drill.faults import Several
+from ray_app.driver.run import Faults
+from ray_app.errors import NonFiniteError
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.train.job import Hooks, Job
+from tests.support.cluster import record_of
+from tests.support.injector import Break, Kill, Stall, WaitFor
+from tests.support.places import ROOT
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ShortRun = Callable[..., Config]
+SERVERS: dict[str, Any] = {
+    "train__strategy": "parameter_server",
+    "train__servers": 2,
+    "train__server_cpus": 0.5,
+    "scaling__min_workers": 2,
+    "scaling__max_workers": 2,
+}
+
+
+def rows_of(record: list[tuple[int, float, list[int], list[int]]]) -> list[tuple[int, list[int], list[int]]]:
+    return [(step, rows, hashes) for step, _, rows, hashes in record]
+
+
+def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path: Path) -> None:
+    """A worker is killed on the way, and the run goes on with other numbers of workers and servers."""
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(
+        **SERVERS,
+        train__staleness=2,
+        train__epochs=12,
+        data__path=str(digits / "train"),
+        data__eval_path=str(digits / "eval"),
+        run__storage_path=str(tmp_path),
+        tracking__enabled=False,
+        run__name="run",
+    )
+    stop, kill = Break(str(tmp_path / "stopped"), step=160, rank=0), Kill(str(tmp_path / "killed"), step=60, rank=1)
+    with pytest.raises(NonFiniteError, match="injected"):
+        run_training(config, faults=Faults(train=Hooks(after_step=Several((kill, stop)))))
+    assert (kill.happened, stop.happened) == (1, 1)
+    result = run_training(config.replace(train__servers=1, scaling__max_workers=3))
+    assert [e.details["step"] for e in read_events(RunPaths(result.path), "resumed")] == [115]
+    assert result.summary["metrics"]["accuracy"] >= 0.97
+    assert result.summary["rows"] == 12 * 1438
+    [best] = [c for c in CheckpointStore(RunPaths(result.path)).commits() if c.step == result.summary["best"]["step"]]
+    assert params_digest(dict(result.load_model().state_dict())) == best.params_digest
+
+
+def test_a_killed_worker_and_a_resume_on_others(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """Synchronous, so even the bits are those of the undisturbed run of another strategy."""
+    stop, kill = Break(str(tmp_path / "stopped"), step=20, rank=0), Kill(str(tmp_path / "killed"), step=13, rank=1)
+    with pytest.raises(NonFiniteError, match="injected"):
+        run_training(short_run(**SERVERS), faults=Faults(train=Hooks(after_step=Several((kill, stop)))))
+    assert (kill.happened, stop.happened) == (1, 1)
+    paths = RunPaths(tmp_path / "runs" / "run")
+    assert len(read_events(paths, "resumed")) == 0, "a lost worker took the others back"
+    summary = run_training(short_run(**SERVERS | {"train__servers": 1, "scaling__max_workers": 3})).summary
+    assert [e.details["step"] for e in read_events(paths, "resumed")] == [16]
+    assert summary["params_digest"] == reference["params_digest"]
+    assert record_of(paths.root) == reference["record"]
+
+
+def killing(actor: str, proof: Path, sent: int = signal.SIGKILL) -> Callable[[Job], None]:
+    """Kills or stops the process of an actor once there is a checkpoint; the proof holds its pid."""
+
+    def watch(job: Job) -> None:
+        if proof.exists() or not read_events(job.paths, "checkpointed"):
+            return
+        handle = ray.get_actor(actor.format(f"{job.paths.unique_name}-{job.fence}"))
+        pid = ray.get(handle.__ray_call__.remote(lambda self: os.getpid()))
+        os.kill(pid, sent)
+        proof.write_text(str(pid))
+
+    return watch
+
+
+def is_gone(proof: Path) -> bool:
+    return not Path(f"/proc/{proof.read_text()}").exists()
+
+
+@pytest.mark.guarantee
+def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    config, watch = short_run(**SERVERS, train__staleness=2), killing("server-{}-1", killed)
+    result = run_training(config, faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12))), observe=watch)
+    assert is_gone(killed)
+    [lost] = read_events(RunPaths(result.path), "server_lost")
+    assert lost.details["back_to"] in (8, 16)
+    assert result.summary["status"] == "finished"
+    assert result.summary["restarts"]["failures"] == 0
+    assert rows_of(record_of(result.path)) == rows_of(reference["record"])
+
+
+def test_a_server_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    """It hangs when a step's gradients are all there, since each logical worker has a worker: the coordinator waits for it first."""
+    stopped = tmp_path / "stopped"
+    fields = SERVERS | {"scaling__min_workers": 4, "scaling__max_workers": 4, "failure__step_timeout_s": 10.0}
+    config, watch = short_run(**fields), killing("server-{}-0", stopped, signal.SIGSTOP)
+    result = run_training(config, faults=Faults(train=Hooks(after_step=WaitFor(str(stopped), step=12))), observe=watch)
+    assert is_gone(stopped), "it still hangs"
+    assert [e.details["back_to"] for e in read_events(RunPaths(result.path), "server_lost")] == [8]
+    assert result.summary["restarts"]["failures"] == 0, "workers were ended in its stead"
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]
+
+
+def test_a_killed_coordinator_goes_on_from_the_newest_checkpoint(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    watch = killing("parameters-{}", killed)
+    result = run_training(short_run(**SERVERS), faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12))), observe=watch)
+    assert is_gone(killed)
+    [resumed] = read_events(RunPaths(result.path), "resumed")
+    assert resumed.details["step"] == 8
+    assert result.summary["restarts"]["failures"] == 0, "the workers noticed nothing"
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]
+
+
+def test_a_worker_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+    stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
+    result = run_training(short_run(**SERVERS, failure__step_timeout_s=6.0), faults=Faults(train=Hooks(at=stall)))
+    assert (stall.happened, stall.gone) == (1, True)
+    stacks = [e.details["stacks"] for e in read_events(RunPaths(result.path), "stacks") if e.details["doing"] == "data"]
+    assert any("injector.py" in stack for stack in stacks)
+    assert result.summary["redone_steps"] == 0
+    assert result.summary["params_digest"] == reference["params_digest"]
+    assert record_of(result.path) == reference["record"]

@@ -1,0 +1,107 @@
+"""Strategies end to end on real Ray: the same command, the same task, another `train.strategy`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app import load_config, run_training
+from ray_app.config.config import Config
+from ray_app.driver.finalize import newest_commit
+from ray_app.driver.run import Faults
+from ray_app.driver.single import train_here
+from ray_app.preflight.prepare import claim, prepare
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.train.job import Hooks
+from ray_app.train.membership import Alone
+from tests.support.cluster import record_of
+from tests.support.injector import Kill
+from tests.support.places import ROOT
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@dataclass
+class Seen:
+    """A hook in the calling process: where the steps happen, and Ctrl-C after one of them."""
+
+    interrupt_after: int | None = None
+
+    def __post_init__(self) -> None:
+        self.pids: set[int] = set()
+
+    def __call__(self, rank: int, step: int) -> None:
+        self.pids.add(os.getpid())
+        if step == self.interrupt_after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_single_trains_in_the_calling_process_and_gives_the_same_bits(
+    short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
+) -> None:
+    config = short_run(train__strategy="single", data__cache="memory", scaling__min_workers=1, scaling__max_workers=1)
+    stopping, seen = Seen(interrupt_after=11), Seen()
+    first = run_training(config, faults=Faults(train=Hooks(after_step=stopping)))
+    assert (first.status, first.summary["steps"]) == ("interrupted", 12), "the flag travels with the next step"
+    handler = signal.getsignal(signal.SIGINT)
+    second = run_training(config.replace(data__cache="none"), faults=Faults(train=Hooks(after_step=seen)))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert second.status == "finished"
+    assert stopping.pids == seen.pids == {os.getpid()}
+    assert second.summary["params_digest"] == reference["params_digest"]
+    assert record_of(tmp_path / "runs" / "run") == reference["record"]
+
+
+def test_a_run_of_workers_is_continued_in_the_calling_process(short_run: Callable[..., Config], reference: dict[str, Any]) -> None:
+    config = short_run(scaling__min_workers=1, scaling__max_workers=1)
+    stopping = Seen(interrupt_after=5)
+    assert run_training(config.replace(train__strategy="single"), faults=Faults(train=Hooks(after_step=stopping))).status == "interrupted"
+    assert run_training(config).summary["params_digest"] == reference["params_digest"]
+
+
+def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Config], tmp_path: Path) -> None:
+    """The others go back to the last average, also behind windows that they left, and take over its logical workers; the bits are those of
+    a run in one process."""
+    fields: dict[str, Any] = {"train__strategy": "local_sgd", "train__local_steps": 4, "scaling__min_workers": 2, "scaling__max_workers": 2}
+    fields |= {"data__cache": "none", "data__shuffle_window_rows": 16}
+    alone = claim(prepare(short_run(run__name="undisturbed", **fields)), 1).job
+    assert 12 // alone.plan.steps_per_window < 13 // alone.plan.steps_per_window
+    train_here(alone, Alone(4, lambda: False), Hooks())
+    undisturbed = newest_commit(alone)
+    kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
+    result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
+    assert (kill.happened, kill.gone) == (1, True)
+    events = read_events(RunPaths(result.path), "formed", "failed", "resumed")
+    assert [(e.details["workers"], e.details["step"]) for e in events if e.kind == "formed"][:2] == [(2, 0), (1, 12)]
+    resumed = [e.details["step"] for e in events if e.kind == "resumed"]
+    assert set(resumed) <= {30}, "nobody went on from a checkpoint, but a replacement that came after the last step"
+    [failed] = [e for e in events if e.kind == "failed"]
+    assert "died" in next(iter(failed.details["errors"].values()))
+    assert result.summary["redone_steps"] in (1, 2), "those of the round"
+    assert undisturbed is not None
+    assert result.summary["params_digest"] == undisturbed.params_digest
+    assert record_of(result.path) == record_of(tmp_path / "runs" / "undisturbed")
+
+
+@pytest.mark.parametrize("strategy", [{"train__strategy": "local_sgd", "train__local_steps": 23}])
+def test_the_digits_are_learned_although_a_worker_dies(digits: Path, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(
+        data__path=str(digits / "train"),
+        data__eval_path=str(digits / "eval"),
+        run__storage_path=str(tmp_path),
+        run__name="learned",
+        tracking__enabled=False,
+        **strategy,
+    )
+    kill = Kill(str(tmp_path / "killed"), step=310, rank=1)
+    result = run_training(config, faults=Faults(train=Hooks(after_step=kill)))
+    assert kill.happened == 1
+    assert result.summary["metrics"]["accuracy"] >= 0.97
+    assert result.summary["rows"] == 30 * 1438

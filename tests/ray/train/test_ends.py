@@ -1,0 +1,78 @@
+"""What a run waits for has an end: a coordinator that does not answer, and whatever it waits for when it is asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from ray_app import run_training
+from ray_app.config.config import Config
+from ray_app.data.ray_tasks import anchor_here
+from ray_app.runlog.journal import read_events
+from ray_app.runlog.paths import RunPaths
+from ray_app.train.job import Job
+
+ShortRun = Callable[..., Config]
+
+
+@pytest.fixture
+def frozen_coordinator(ray_cluster: None) -> Iterator[None]:
+    """Ray's autoscaling coordinator, which neither answers nor dies."""
+    anchor_here()
+    actor = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.usefixtures("frozen_coordinator")
+def test_a_run_starts_and_ends_without_an_answer_of_the_autoscaling_coordinator(short_run: ShortRun) -> None:
+    result = run_training(short_run(data__cache="memory"))
+    assert result.status == "finished"
+    assert result.summary["steps"] == 30
+
+
+def interrupt_when(happens: Callable[[Job], Any]) -> Callable[[Job], None]:
+    """Sends this process a SIGTERM, once."""
+    sent: list[int] = []
+
+    def observe(job: Job) -> None:
+        if not sent and happens(job):
+            sent.append(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return observe
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_sigterm_ends_a_run_that_waits_for_data(short_run: ShortRun, tmp_path: Path) -> None:
+    task = {"task__class_path": "tests.support.stuck_task.Stuck", "task__init_args": {"folder": str(tmp_path), "calls": 2}}
+    config = short_run(**task, data__cache="none", data__read_task_mb=0.01)
+    result = run_training(config, observe=interrupt_when(lambda _: (tmp_path / "stuck").exists()))
+    assert result.status == "interrupted"
+    [event] = read_events(RunPaths(result.path), "workers_given_up")
+    assert event.details["reason"] == "a worker has waited for data for 15 s"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_sigterm_ends_a_run_that_waits_for_capacity(short_run: ShortRun) -> None:
+    taken = [ray.remote(num_cpus=1)(Taken).remote() for _ in range(8)]
+    ray.get([each.ready.remote() for each in taken])
+    result = run_training(short_run(data__cache="memory"), observe=interrupt_when(lambda _: True))
+    assert (result.status, result.summary["steps"]) == ("interrupted", 0)
+    for each in taken:
+        ray.kill(each)
+
+
+class Taken:
+    """A CPU that is taken."""
+
+    def ready(self) -> None:
+        """It is."""
