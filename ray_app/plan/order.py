@@ -121,7 +121,7 @@ class Plan:
         keep_last: Whether an epoch ends with smaller steps (True) or drops the rows that do not fill one (False).
         shard: What a stream is made of, see the module.
         classes: The class of every row, if rows are to be repeated so that all classes are used equally often; not with `file`.
-        by_length: The field by whose lengths the rows of a window are put into micro-batches, see `plan/lengths.py`: by whoever has read
+        by_length: The field by whose lengths the rows of a window are put into micro-batches, see `plan/order.py`: by whoever has read
             them, so that nothing here says which of the window's rows a step has.
     """
 

@@ -1,6 +1,6 @@
 """A world of workers around the real `Rendezvous`, with a clock and a network of its own, in which random things happen.
 
-The workers act as `train/loop.py` and `cluster/rendezvous/membership.py` do, the controller as `cluster/control/elastic.py`; time goes on
+The workers act as `train/loop.py` and `cluster/rendezvous/client.py` do, the controller as `cluster/controller/controller.py`; time goes on
 in ticks. What must hold always: a number of a generation is given once; no generation begins behind what a reachable worker has, but one
 that is over and cannot hear it; nobody leaves with a step that nobody else has and that is not saved; no generation steps after a later one
 has; everything ends. A schedule is its seed: the same seed gives the same story.

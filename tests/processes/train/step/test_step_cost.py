@@ -1,7 +1,7 @@
 """What a step costs in calls and operators, which no noise of a machine hides: who makes it dearer has to change the numbers here.
 
 They are of Python 3.11 and the pinned torch. A change that needs more says in its message what for; one that needs less lowers them.
-Eighteen calls of a step on several workers, two on one, are for who holds the others up, see `train/step/pace.py`, and two ask whether
+Eighteen calls of a step on several workers, two on one, are for who holds the others up, see `train/stragglers.py`, and two ask whether
 parameters are to be compared; six are for losses that stay on the device until all logical workers have been given to it, see
 `test_host_syncs.py`. What a thread does beside backward, which sends all buckets but the last, is not counted.
 """
