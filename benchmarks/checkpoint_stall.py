@@ -37,7 +37,7 @@ from ray_app.config.config import Config
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import MetricsReader, StepRecord, read_events
 from ray_app.train.job import Job
-from ray_app.train.membership import Flags, Formed, Phase
+from ray_app.train.membership import Flags, GenerationInfo, Phase
 
 BATCH, PERIOD, PAIRS = 64, 20, 4
 FIRST = PERIOD + PERIOD // 2
@@ -53,10 +53,10 @@ class Alone:
     recovers = False
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         del step, lost
-        yield World(0, 1, 1), Formed(1, 0, 1, "", 0)
+        yield World(0, 1, 1), GenerationInfo(1, 0, 1, "", 0)
 
     def flags(self) -> Flags:
         """See `Membership.flags`."""

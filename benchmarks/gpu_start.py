@@ -22,7 +22,7 @@ from ray_app.reduction.base import collective
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.task import device as environment
 from ray_app.train.job import Hooks
-from ray_app.train.membership import Alone, Formed
+from ray_app.train.membership import SingleProcessMembership, GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 from tests.support.library_names import LIBRARIES, missing, names
 from tests.support.local_world import DieAfter, KilledError
@@ -55,9 +55,9 @@ def started(bench: Bench) -> Found:
     for hooks in (Hooks(), Hooks(after_step=DieAfter(1))):
         job = bench.job(network(bench), bench.few, logical_workers=L, batch=bench.sizes.digest_batch, **fields)
         try:
-            train_here(job, Alone(L, lambda: False), hooks)
+            train_here(job, SingleProcessMembership(L, lambda: False), hooks)
         except KilledError:
-            train_here(job, Alone(L, lambda: False), Hooks())
+            train_here(job, SingleProcessMembership(L, lambda: False), Hooks())
         digests.append(CheckpointStore(job.paths).commits()[-1].params_digest)
         losses.append([each.metrics["loss"] for each in read_evaluations(job.paths)])
     said = f"{digests[0][:12]}, resumed {digests[1][:12]}; losses of evaluations {shown(losses[0])}, {shown(losses[1])}"
@@ -95,7 +95,7 @@ def opened_twice(rank: int, store: Path, port: int, device: str, variables: dict
     for number in (1, 2):
         group = ProcessGroup()
         with collective():
-            group.open(Formed(number, rank, 1, HERE, port), place, "auto")
+            group.open(GenerationInfo(number, rank, 1, HERE, port), place, "auto")
         _exchange(group, place)
         if number == 1:
             group.abort()

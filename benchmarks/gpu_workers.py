@@ -24,7 +24,7 @@ from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from ray_app.train.membership import Alone, Formed
+from ray_app.train.membership import SingleProcessMembership, GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import Outcome, Pool, Trained, make_job, result_of
 
@@ -111,7 +111,7 @@ class Bench:
         return result_of(job)
 
 
-class Group(Alone):
+class Group(SingleProcessMembership):
     """The membership of one of several plain processes: the application's process group, formed once.
 
     Args:
@@ -126,10 +126,10 @@ class Group(Alone):
         self._world, self._port, self._device, self._backend = world, port, device, backend
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         del step, lost
-        formed = Formed(1, self._world.rank, self._world.size, HERE, self._port)
+        formed = GenerationInfo(1, self._world.rank, self._world.size, HERE, self._port)
         if self._world.size == 1:
             yield self._world, formed
             return

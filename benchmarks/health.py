@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import Sample, Stopwatch, alternate, ingest_rows, report
-from ray_app.drill.faults import Proofs
+from ray_app.drill.faults import Evidence
 from ray_app.drill.memory_faults import Flip, What
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import read_events
@@ -97,7 +97,7 @@ class Bench:
         """Four workers, one of which takes `times` as long; returns the run's paths."""
         task = {"class_path": "benchmarks.health.Sleeping", "init_args__times": times}
         scaling: dict[str, Any] = {"scaling__min_workers": 4, "scaling__max_workers": 4, "scaling__cpus_per_worker": 0.25}
-        more: dict[str, Any] = {"scaling__logical_workers": logical_workers, "scaling__balance": balance, "train__max_steps": steps}
+        more: dict[str, Any] = {"scaling__logical_workers": logical_workers, "scaling__load_balancing": balance, "train__max_steps": steps}
         return self.run(task, data__global_batch_size=32, **scaling, **more)
 
     def resnet(self, rate: float) -> Sample:
@@ -106,7 +106,7 @@ class Bench:
         task: dict[str, Any] = {"class_path": "ray_app.task.image.ImageClassification", "init_args__model": "resnet18"}
         two: dict[str, Any] = {"scaling__min_workers": 2, "scaling__max_workers": 2, "data__global_batch_size": 64}
         faults = Faults(train=Hooks(after_step=watch))
-        paths = self.run(task, faults, "large", train__max_steps=COST_STEPS, failure__replay_rate=rate, **two)
+        paths = self.run(task, faults, "large", train__max_steps=COST_STEPS, failure__sdc_check_rate=rate, **two)
         if rate:
             print(f"  {read_steps(paths).replayed / 2 / COST_STEPS:.3f} of all shares were computed twice", file=sys.stderr)
         return watch.sample(2)
@@ -148,12 +148,12 @@ def flips(bench: Bench) -> None:
         "scaling__cpus_per_worker": 0.5,
         "scaling__logical_workers": 6,
     }
-    few = three | {"data__global_batch_size": 24, "failure__replay_rate": 1.0}
+    few = three | {"data__global_batch_size": 24, "failure__sdc_check_rate": 1.0}
     kinds: tuple[What, ...] = ("gradient", "activation", "parameter")
     found = 0
     for number, what in enumerate(kinds):
         with tempfile.TemporaryDirectory() as proofs:
-            flip = Flip(Proofs(proofs), "flip", what, number, 4)
+            flip = Flip(Evidence(proofs), "flip", what, number, 4)
             paths = bench.run(task, Faults(train=Hooks(after_step=flip, built=flip.built)), train__max_steps=12, **few)
             found += [event.details["rank"] for event in read_events(paths, "lied")] == [number] and flip.proofs.has("flip")
     print(f"flipped bits in {', '.join(kinds)}: {found} of {len(kinds)} found")

@@ -1,4 +1,4 @@
-"""How soon a lost worker is replaced, and a run whose workers are all lost steps again: with `scaling.spare_workers` and without.
+"""How soon a lost worker is replaced, and a run whose workers are all lost steps again: with `scaling.standby_workers` and without.
 
 python benchmarks/newcomers.py              # needs a quiet machine; 3 rounds, about 4 minutes
 
@@ -74,7 +74,7 @@ def side(kind: str, spares: int) -> None:
         run__name="run",
         scaling__min_workers=1,
         scaling__max_workers=2,
-        scaling__spare_workers=spares,
+        scaling__standby_workers=spares,
         train__epochs=1000,
         checkpoint__snapshot_every_steps=1,
         tracking__enabled=False,

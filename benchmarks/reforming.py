@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ray_app.train.membership import Formed
+from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import KilledError, Pool
 
@@ -59,10 +59,10 @@ def ours(rank: int, store: Path, size: int, port: int) -> float:
     """A group of ours, then one without the last rank."""
     del store
     first, second = ProcessGroup(), ProcessGroup()
-    first.open(Formed(1, rank, size, HERE, port), torch.device("cpu"), "gloo")
+    first.open(GenerationInfo(1, rank, size, HERE, port), torch.device("cpu"), "gloo")
     since_s = exchange_until_lost(rank, size)
     first.close(True)
-    second.open(Formed(2, rank, size - 1, HERE, port), torch.device("cpu"), "gloo")
+    second.open(GenerationInfo(2, rank, size - 1, HERE, port), torch.device("cpu"), "gloo")
     try:
         return first_exchange(since_s, size - 1)
     finally:

@@ -43,9 +43,9 @@ from ray_app.runlog.journal import FLUSH_S, MOST_SMALL, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import _Columns
 from ray_app.storage.files import names
-from ray_app.train.membership import Beat
+from ray_app.train.membership import Heartbeat
 from ray_app.train.step import step_stats
-from ray_app.train.step.step_stats import Row, Table
+from ray_app.train.step.step_stats import ReplicaStats, StepStats
 
 SIZES = (10, 100, 1000, 3000, 10_000)
 EACH, LOOKS_PER_S = 8, 5
@@ -74,7 +74,7 @@ class Meeting:
         self.rendezvous = Rendezvous(5.0, None, lambda: self.now_s)
         asyncio.run(self.rendezvous.expect(workers))
         hosts = [f"10.0.{node // 250}.{node % 250}" for node in range(-(-workers // EACH))]
-        self.beats = [Beat(f"{i:032x}", f"{i // EACH:056x}", hosts[i // EACH], 40000, i) for i in range(workers)]
+        self.beats = [Heartbeat(f"{i:032x}", f"{i // EACH:056x}", hosts[i // EACH], 40000, i) for i in range(workers)]
 
     def pass_on(self, line: bytes) -> bytes:
         """A sign of life arrives and is answered."""
@@ -110,14 +110,14 @@ class Meeting:
         assert not self.rendezvous._lost
         return spent / seconds, (self.messages - before[0]) / seconds, (self.bytes - before[1]) / seconds
 
-    def _next(self, tick: int) -> Beat:
+    def _next(self, tick: int) -> Heartbeat:
         self.beats.append(beat := changed(self.beats.pop(0), step=tick // LOOKS_PER_S))
         return beat
 
 
-def changed(beat: Beat, **fields: Any) -> Beat:
+def changed(beat: Heartbeat, **fields: Any) -> Heartbeat:
     """A sign of life with other fields."""
-    return Beat(**{**vars(beat), **fields})
+    return Heartbeat(**{**vars(beat), **fields})
 
 
 def planned(workers: int) -> dict[str, float]:
@@ -147,8 +147,8 @@ def planned(workers: int) -> dict[str, float]:
 def tabled(workers: int) -> dict[str, float]:
     """The table of a step, of which the network brings the others' rows."""
     world = World(0, workers, workers)
-    rows = [Row(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, 0.1, 0.0, 0.0, 0.1, {"accuracy": 16.0}) for v in range(workers)]
-    step, sent = Table(world), dict[int, torch.Tensor]()
+    rows = [ReplicaStats(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, 0.1, 0.0, 0.0, 0.1, {"accuracy": 16.0}) for v in range(workers)]
+    step, sent = StepStats(world), dict[int, torch.Tensor]()
     with patch.multiple(step_stats, gather=lambda value, world: [value], summed=lambda mine, world: sent.setdefault(0, mine)):
         step.exchange(rows)  # all rows once: what the network brings from then on
         took = cpu_s(lambda: step.exchange(rows[:1]), max(3, 3000 // workers))

@@ -13,14 +13,14 @@ import psutil
 import ray
 
 from ray_app.cluster.rendezvous.server import orders_of, packed, start_rendezvous
-from ray_app.train.membership import Beat, Orders
+from ray_app.train.membership import Heartbeat, HeartbeatReply
 
 SECONDS, CALLS, TICK_S = 10.0, 1000, 0.05
 
 
 class _Called:
-    async def beat(self, beat: Beat) -> Orders:
-        return Orders(beat.generation)
+    async def beat(self, beat: Heartbeat) -> HeartbeatReply:
+        return HeartbeatReply(beat.generation)
 
 
 def _cpu_s(actor: Any) -> Any:
@@ -34,7 +34,7 @@ async def _beating(workers: int, address: tuple[str, int], secret: str, cpu_s: A
     began = cpu_s()
 
     def beat(i: int, **fields: Any) -> bytes:
-        return packed(Beat(f"{i:032x}", f"{i // 8:056x}", f"10.0.0.{i // 8}", 40000, i, **fields))
+        return packed(Heartbeat(f"{i:032x}", f"{i // 8:056x}", f"10.0.0.{i // 8}", 40000, i, **fields))
 
     async def work(i: int) -> None:
         nonlocal period_s
@@ -75,7 +75,7 @@ def as_actor(workers: int) -> dict[str, float]:
         ray.get(actor.expect.remote(workers))
         found = asyncio.run(_beating(workers, address, secret, _cpu_s(actor)))
         called: Any = ray.remote(_Called).options(num_cpus=0, max_concurrency=1000).remote()
-        cpu_s, beat = _cpu_s(called), Beat("w", "n", "10.0.0.1", 40000)
+        cpu_s, beat = _cpu_s(called), Heartbeat("w", "n", "10.0.0.1", 40000)
         ray.get([called.beat.remote(beat) for _ in range(100)])
         began = cpu_s()
         for _ in range(CALLS // 100):

@@ -190,7 +190,7 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, ConfigError | DataError) and not isinstance(error, StorageError)
 
 
-def own_error(error: BaseException) -> BaseException:
+def unwrap_app_error(error: BaseException) -> BaseException:
     """The application's error inside whatever wrapped it on its way (Ray tasks, Ray Train, exception chains), or the error itself."""
     seen: list[BaseException] = []
     todo = [error]

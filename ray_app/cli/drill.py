@@ -22,7 +22,7 @@ from ray_app.drill.cluster import Nodes, local_nodes
 from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.driver.parsing import parse_more
 from ray_app.driver.signals import ending_at_sigterm
-from ray_app.errors import ConfigError, is_refusal, own_error
+from ray_app.errors import ConfigError, is_refusal, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, location
@@ -101,7 +101,7 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
         "run__name": "undisturbed",
         "run__storage_path": str(_out(config, section)),
         "scaling__logical_workers": config.logical_workers,
-        "scaling__resize_check_s": min(config.scaling.resize_check_s, _RESIZE_S),
+        "scaling__resize_interval_s": min(config.scaling.resize_interval_s, _RESIZE_S),
         "train__max_steps": min(section.max_steps, config.train.max_steps or section.max_steps),
         "failure__max_failures": -1,
         "failure__max_preemptions": -1,
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int
         print("Interrupted; the certificate says how far the drill came.", file=sys.stderr)
         return 1
     except Exception as error:
-        error = own_error(error)  # type: ignore[assignment]
+        error = unwrap_app_error(error)  # type: ignore[assignment]
         refused = not started and is_refusal(error)
         print(redact(f"{'' if refused else 'The drill ended early: '}{type(error).__name__}: {error}"), file=sys.stderr)
         return 2 if refused else 1

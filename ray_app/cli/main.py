@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from ray_app.driver.signals import ending_at_sigterm
-from ray_app.errors import is_refusal, own_error
+from ray_app.errors import is_refusal, unwrap_app_error
 from ray_app.process import without_gc
 from ray_app.runlog.output import make_standard_streams_safe
 from ray_app.runlog.redaction import redact
@@ -134,7 +134,7 @@ def exit_code(work: Callable[[], object], failed: str) -> int:
         print("Interrupted; it can be started again.", file=sys.stderr)
         return 75
     except Exception as error:
-        found = own_error(error)
+        found = unwrap_app_error(error)
         refused = is_refusal(found)
         print(redact(f"{'' if refused else failed + ': '}{type(found).__name__}: {found}"), file=sys.stderr)
         return 2 if refused else 1

@@ -11,7 +11,7 @@ from rich.table import Table
 from ray_app.config.config import Config
 from ray_app.driver.parsing import parse_more
 from ray_app.driver.signals import ending_at_sigterm
-from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, own_error
+from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.retrain.champion import roll_back
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
@@ -83,6 +83,6 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> i
         if is_refusal(error):
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
             return 2
-        found = own_error(error)
+        found = unwrap_app_error(error)
         print(redact(f"The retraining failed, starting again goes on: {type(found).__name__}: {found}"), file=sys.stderr)
         return 1

@@ -8,7 +8,7 @@ import psutil
 from rich.console import Console
 
 from ray_app.driver.parsing import parse
-from ray_app.driver.run import opened
+from ray_app.driver.run import open_run
 from ray_app.driver.signals import ending_at_sigterm
 from ray_app.errors import is_refusal
 from ray_app.runlog.redaction import redact
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
     try:
         with ending_at_sigterm():
             config = parse(arguments, prog)
-            with opened(config, console, since_s=psutil.Process().create_time()) as run:
+            with open_run(config, console, since_s=psutil.Process().create_time()) as run:
                 started = True
                 result = run.go()
     except KeyboardInterrupt:

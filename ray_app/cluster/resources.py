@@ -117,7 +117,9 @@ def _start(config: Config) -> None:
     with variables(PYTHONPATH=os.pathsep.join(search_path())), uninterrupted():  # of a `runtime_env` Ray starts no processes in advance
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.spare_workers))),
+            num_cpus=max(
+                os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.standby_workers))
+            ),
             include_dashboard=False,
             logging_level=logging.WARNING,
             log_to_driver=False,

@@ -19,8 +19,8 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.controller.backend import Control, FailureBudget, OwnGroupConfig, take_over
-from ray_app.cluster.rendezvous.client import RayMembership
+from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, OwnGroupConfig, take_over
+from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.config.config import Config
 from ray_app.data.local_readers import by_threads
 from ray_app.data.memory_cache import from_memory_cache
@@ -28,13 +28,13 @@ from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch
 from ray_app.data.windows import CachedWindows, Windows
-from ray_app.errors import PreemptedError, own_error
+from ray_app.errors import PreemptedError, unwrap_app_error
 from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory
 from ray_app.runlog.output import copied_output
 from ray_app.runlog.redaction import guard
 from ray_app.task.device import gpu_of
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
@@ -48,7 +48,7 @@ _ASK_S = 1.0
 
 
 @dataclass(frozen=True)
-class Start:
+class WorkerArgs:
     """What is passed to every worker.
 
     Args:
@@ -70,7 +70,7 @@ class Start:
     parameters: Parameters | None = None
 
 
-def fit(start: Start, max_workers: int, reserved_cpus: float, given_up: threading.Event) -> None:
+def fit(start: WorkerArgs, max_workers: int, reserved_cpus: float, given_up: threading.Event) -> None:
     """Trains on the connected cluster; blocks until the run ends.
 
     Args:
@@ -84,7 +84,7 @@ def fit(start: Start, max_workers: int, reserved_cpus: float, given_up: threadin
     """
     job = start.job
     in_place = _recovers_in_place(job.config)
-    control = Control(job.run_root, job.fence, job.config, start.rendezvous, reserved_cpus, in_place)
+    control = ControllerContext(job.run_root, job.fence, job.config, start.rendezvous, reserved_cpus, in_place)
     scaling = job.config.scaling
     resources = {"CPU": scaling.cpus_per_worker, "GPU": scaling.gpus_per_worker}
     run_config = RunConfig(
@@ -103,7 +103,7 @@ def fit(start: Start, max_workers: int, reserved_cpus: float, given_up: threadin
         from ray_app.cluster.controller.controller import ElasticTrainer
         from ray_app.cluster.controller.scaling_policy import StoppedWaitingError
 
-        sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.most_workers + scaling.spare_workers), **options)
+        sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.most_workers + scaling.standby_workers), **options)
         prepare = ray.put(functools.partial(_prepare, arguments))
         options = {"train_loop_config": arguments, "scaling_config": sizes, "run_config": run_config}
         trainer = ElasticTrainer(control, prepare, given_up, _work, **options)
@@ -111,12 +111,12 @@ def fit(start: Start, max_workers: int, reserved_cpus: float, given_up: threadin
         try:
             trainer.fit()
         except TrainingFailedError as error:
-            if not isinstance(own_error(error), StoppedWaitingError):
+            if not isinstance(unwrap_app_error(error), StoppedWaitingError):
                 raise
         return
     elastic = max_workers > scaling.min_workers
     if elastic:
-        options["elastic_resize_monitor_interval_s"] = scaling.resize_check_s
+        options["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
     sizes = ScalingConfig(num_workers=(scaling.min_workers, max_workers) if elastic else max_workers, **options)
     backend = OwnGroupConfig()
     stock = DataParallelTrainer(_work, train_loop_config=arguments, backend_config=backend, scaling_config=sizes, run_config=run_config)
@@ -139,7 +139,7 @@ def _recovers_in_place(config: Config) -> bool:
 def _prepare(arguments: dict[str, Any]) -> None:
     """What a worker does before it joins: imports the user's code, which comes with the job, and opens its device."""
     try:
-        start: Start = ray.get(arguments["start"])
+        start: WorkerArgs = ray.get(arguments["start"])
         torch.zeros(1, device=_gpu() if start.job.config.scaling.gpus_per_worker else "cpu")
     except Exception as error:  # it happens again where it is told: when it trains
         logger.warning("Preparing to train failed: %r", error)
@@ -155,18 +155,18 @@ def _work(arguments: dict[str, Any]) -> None:
     """Runs in every worker."""
     keep_freed_memory()
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    start: Start = ray.get(arguments["start"])
+    start: WorkerArgs = ray.get(arguments["start"])
     job = start.job
     guard(job.config.to_dict())
     device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     recovers = _recovers_in_place(job.config)
     backend = job.config.train.backend
-    membership = RayMembership(start.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers)
+    membership = RendezvousClient(start.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers)
     over = False
     try:
         load = (lambda: from_memory_cache(start.evaluation).arrays) if start.evaluation is not None else None
         printed = copied_output(job.paths, job.fence, membership.who, lambda: membership.place)
-        with printed, own_code(lambda: "a worker"):  # whatever else is raised
+        with printed, user_code(lambda: "a worker"):  # whatever else is raised
             if start.parameters is not None:
                 _ask_for_units(start, membership, device)
             else:
@@ -176,7 +176,7 @@ def _work(arguments: dict[str, Any]) -> None:
         membership.close(over)
 
 
-def _ask_for_units(start: Start, membership: RayMembership, device: torch.device) -> None:
+def _ask_for_units(start: WorkerArgs, membership: RendezvousClient, device: torch.device) -> None:
     """The work of a worker with parameter servers, until the run ends or this worker has to leave its node.
 
     Raises:
@@ -199,7 +199,7 @@ def _ask_for_units(start: Start, membership: RayMembership, device: torch.device
         worker.close()
 
 
-def _open_windows(start: Start) -> OpenWindows:
+def _open_windows(start: WorkerArgs) -> OpenWindows:
     @functools.cache
     def cached() -> CachedWindows:
         return CachedWindows(from_memory_cache(start.memory_cache))

@@ -26,7 +26,7 @@ def check_optimizers(config: Config) -> list[str]:
     problems: list[str] = []
     if config.optimizer.class_path == OWN_OPTIMIZER and config.train.strategy not in ("ddp", "single", "central_storage"):
         problems.append(
-            f"The task makes the optimizer (configure_optimizers, or Task.own_optimizer), and train.strategy {config.train.strategy} makes"
+            f"The task makes the optimizer (configure_optimizers, or Task.configure_optimizers), and train.strategy {config.train.strategy} makes"
             " several. Name it in optimizer, or use ddp, single or central_storage."
         )
     problems += _check_spec("optimizer", config.optimizer)
@@ -99,7 +99,7 @@ AT_LEAST: dict[str, float] = {
     "scaling.threads_per_worker": 1,
     "scaling.cpus_per_worker": 0,
     "scaling.gpus_per_worker": 0,
-    "scaling.spare_workers": 0,
+    "scaling.standby_workers": 0,
     "data.global_batch_size": 1,
     "data.shuffle_window_rows": 1,
     "data.prefetch_windows": 1,
@@ -120,10 +120,10 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep_last": 2,
     "checkpoint.snapshot_every_steps": 1,
     "checkpoint.keep_best": 0,
-    "failure.compare_every_steps": 1,
+    "failure.compare_params_every_steps": 1,
     "failure.max_failures": -1,
     "failure.max_preemptions": -1,
-    "evaluate.most_waiting": 1,
+    "evaluate.max_pending": 1,
     "evaluate.patience": 1,
     "evaluate.min_delta": 0,
     "evaluate.batch_size": 1,
@@ -134,8 +134,8 @@ AT_LEAST: dict[str, float] = {
     "tracking.every_steps": 1,
 }
 ABOVE_ZERO = (
-    "scaling.resize_check_s",
-    "scaling.replace_slow_s",
+    "scaling.resize_interval_s",
+    "scaling.evict_straggler_after_s",
     "data.read_task_mb",
     "data.cache_gb",
     "train.grad_clip_norm",
@@ -231,25 +231,25 @@ def _check_scaling(config: Config) -> list[str]:
         problems += [
             f"scaling.{name} is {getattr(scaling, name)} with train.strategy {config.train.strategy} and failure.recovery"
             f" {config.failure.recovery}, with which no worker joins others that go on. Leave it out."
-            for name in ("spare_workers", "replace_slow_s")
+            for name in ("standby_workers", "evict_straggler_after_s")
             if getattr(scaling, name)
         ]
-    if scaling.balance == "speed" and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
+    if scaling.load_balancing == "speed" and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
         problems.append(
-            f"scaling.balance is speed with train.strategy {config.train.strategy} and train.reduction {config.train.reduction}; logical"
-            f" workers can move with {' or '.join(BALANCED)} and exact only. Set scaling.balance to none, or choose these."
+            f"scaling.load_balancing is speed with train.strategy {config.train.strategy} and train.reduction {config.train.reduction}; logical"
+            f" workers can move with {' or '.join(BALANCED)} and exact only. Set scaling.load_balancing to none, or choose these."
         )
-    if config.failure.replay_rate and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
+    if config.failure.sdc_check_rate and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
         problems.append(
-            f"failure.replay_rate is {config.failure.replay_rate} with train.strategy {config.train.strategy} and train.reduction"
+            f"failure.sdc_check_rate is {config.failure.sdc_check_rate} with train.strategy {config.train.strategy} and train.reduction"
             f" {config.train.reduction}; shares can be computed again with {' or '.join(BALANCED)} and exact only. Set it to 0, or choose"
             " these."
         )
-    if not 0 <= config.failure.replay_rate <= 1:
-        problems.append(f"failure.replay_rate is {config.failure.replay_rate}; it must be between 0 and 1.")
-    if config.failure.compare_every_steps is not None and config.train.strategy != "ddp":
+    if not 0 <= config.failure.sdc_check_rate <= 1:
+        problems.append(f"failure.sdc_check_rate is {config.failure.sdc_check_rate}; it must be between 0 and 1.")
+    if config.failure.compare_params_every_steps is not None and config.train.strategy != "ddp":
         problems.append(
-            f"failure.compare_every_steps is {config.failure.compare_every_steps} with train.strategy {config.train.strategy}; only with"
+            f"failure.compare_params_every_steps is {config.failure.compare_params_every_steps} with train.strategy {config.train.strategy}; only with"
             " ddp has each worker all parameters. Leave it out, or choose ddp."
         )
     if scaling.most_workers > logical >= 1:
@@ -271,7 +271,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
     **dict.fromkeys(("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)),
     "cpu_offload": ("fsdp",),
-    "second_copy": ("fsdp", "central_storage"),
+    "peer_replica": ("fsdp", "central_storage"),
     "backend": _COPIES,
     "bucket_mb": _COPIES,
     "gradient_compression": ("ddp", "single", "central_storage"),
@@ -357,7 +357,10 @@ def _check_capture(config: Config) -> list[str]:
         (train.strategy not in ("ddp", "single"), f"train.strategy is {train.strategy}: only the steps of ddp and single are captured"),
         (train.compile, "train.compile is set: what is compiled is not captured"),
         (train.reduction != "exact", f"train.reduction is {train.reduction}, whose kernels need not give the same bits twice"),
-        (config.failure.replay_rate > 0, "failure.replay_rate is set: what a graph gets wrong would be held for a fault of the hardware"),
+        (
+            config.failure.sdc_check_rate > 0,
+            "failure.sdc_check_rate is set: what a graph gets wrong would be held for a fault of the hardware",
+        ),
         (config.optimizers is not None, "optimizers are several: what has a gradient would change from step to step"),
     ]
     return [f"train.capture is set, and {why}. Leave it out; the bits are the same without." for holds, why in hindrances if holds]

@@ -70,12 +70,12 @@ class ScalingSection:
         label_selector: Labels of the nodes that workers may run on (`ray start --labels zone=a`), each with a value or one of Ray's
             conditions such as `in(a,b)` and `!a`; not given: any node. Reading goes anywhere, the evaluator and parameter servers where
             selectors of their own say.
-        resize_check_s: Seconds between two looks for more capacity.
-        spare_workers: Processes beside the workers that have imported everything and opened their device, each in a slot that it reserves
+        resize_interval_s: Seconds between two looks for more capacity.
+        standby_workers: Processes beside the workers that have imported everything and opened their device, each in a slot that it reserves
             like a worker; one of them takes the place of a lost worker, or uses new room, at the next step boundary.
-        replace_slow_s: Seconds for which a worker must have kept the others waiting (event `slowed`) to be replaced by another one, on
+        evict_straggler_after_s: Seconds for which a worker must have kept the others waiting (event `slowed`) to be replaced by another one, on
             another node if there is one; where there is no room, it leaves if the rest is faster without it. Not given: it stays.
-        balance: `none`: workers play equally many logical workers. `speed`: logical workers move from workers that take longer to those
+        load_balancing: `none`: workers play equally many logical workers. `speed`: logical workers move from workers that take longer to those
             that are done sooner, with the same bits; needs more logical workers than workers, `train.reduction: exact`, and the strategy
             `ddp` or `central_storage`.
     """
@@ -87,10 +87,10 @@ class ScalingSection:
     cpus_per_worker: float = 1
     gpus_per_worker: float = result(0)
     label_selector: dict[str, str] | None = None
-    resize_check_s: float = 10.0
-    spare_workers: int = 0
-    replace_slow_s: float | None = None
-    balance: Literal["none", "speed"] = "none"
+    resize_interval_s: float = 10.0
+    standby_workers: int = 0
+    evict_straggler_after_s: float | None = None
+    load_balancing: Literal["none", "speed"] = "none"
 
     @property
     def most_workers(self) -> int:
@@ -183,10 +183,10 @@ class FailureSection:
         heartbeat_timeout_s: Seconds without a sign of life after which the others go on without a worker.
         recovery: `in_place`: the others keep their state and go on when a worker is lost, and a new one joins them. `restart`: all
             workers start again from the newest checkpoint, as in stock Ray Train.
-        replay_rate: The part of all shares of logical workers that another worker computes again, before the update, so that hardware that
+        sdc_check_rate: The part of all shares of logical workers that another worker computes again, before the update, so that hardware that
             computes wrongly is found: 0.01 costs about 1 % of the computation. Needs `train.reduction: exact`, the strategy `ddp` or
             `central_storage`, and two workers of one kind.
-        compare_every_steps: After each so many steps the workers compare their parameters; those of the majority go on, or the newest
+        compare_params_every_steps: After each so many steps the workers compare their parameters; those of the majority go on, or the newest
             snapshot or checkpoint. Not given: only after a generation that broke. With the strategy `ddp`.
     """
 
@@ -195,8 +195,8 @@ class FailureSection:
     step_timeout_s: float | None = None
     heartbeat_timeout_s: float = 5.0
     recovery: Literal["in_place", "restart"] = "in_place"
-    replay_rate: float = 0.0
-    compare_every_steps: int | None = None
+    sdc_check_rate: float = 0.0
+    compare_params_every_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,9 @@ class EvaluateSection:
         every: `checkpoint` evaluates every committed checkpoint, `latest` only the newest whenever it is free.
         budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may take on average over time; the evaluator
             pauses in between. 1: no limit.
-        most_waiting: Checkpoints that are kept for an evaluator that lags behind; older ones go, recorded as skipped.
+        max_pending: Checkpoints that are kept for an evaluator that lags behind; older ones go, recorded as skipped.
         patience: Planned checkpoints in a row without an improvement of `metric` after which training stops; the result is then the best
-            checkpoint up to there, and all planned checkpoints are evaluated, whatever `most_waiting` says. Not given: no early stop.
+            checkpoint up to there, and all planned checkpoints are evaluated, whatever `max_pending` says. Not given: no early stop.
         min_delta: What counts as an improvement for `patience`: more than this.
         metric: Metric that says which checkpoint is best; not given: the task's own.
         mode: Whether more (`max`) or less (`min`) of it is better; not given: the task's own.
@@ -228,7 +228,7 @@ class EvaluateSection:
     where: Literal["actor", "workers"] = "actor"
     every: Literal["checkpoint", "latest"] = "checkpoint"
     budget: float = 1.0
-    most_waiting: int = 32
+    max_pending: int = 32
     patience: int | None = result(None)
     min_delta: float = 0.0
     metric: str | None = None
@@ -294,7 +294,7 @@ class TrainSection:
         min_shard_kb: A parameter is split over servers only into parts of at least so many kilobytes.
         staleness: Steps that a logical worker may be ahead of the slowest one, with `parameter_server`. 0: synchronous, the gradients of
             all logical workers are added in one fixed order and applied once. Above, each is applied when it arrives.
-        second_copy: Sends what a worker alone has of the state (its shards with `fsdp`, everything of rank 0 with `central_storage`) to the
+        peer_replica: Sends what a worker alone has of the state (its shards with `fsdp`, everything of rank 0 with `central_storage`) to the
             host memory of the next worker after every step, so that a killed worker makes no step be done again.
         cpu_offload: Keeps the shards of `fsdp` in host memory and makes the updates there; only what computes just now is on the GPU.
         reduction: `exact` adds the gradients of the logical workers in one fixed order: the same bits on any number of workers.
@@ -335,7 +335,7 @@ class TrainSection:
     server_label_selector: dict[str, str] | None = None
     min_shard_kb: int = 256
     staleness: int = result(0)
-    second_copy: bool = False
+    peer_replica: bool = False
     cpu_offload: bool = result(False)
     reduction: Literal["exact", "overlapped"] = result("exact")
     backend: Literal["auto", "nccl", "gloo"] = "auto"

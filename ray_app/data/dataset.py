@@ -26,7 +26,7 @@ from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, list_s
 from ray_app.data.parquet_files import DataFile, Footers, Range, kept_footers, read_footers
 from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, partition_texts, partition_value
-from ray_app.storage.data_files import Place, files_below, find, folders_in, is_folder, opened, place_of, versions
+from ray_app.storage.data_files import Place, files_below, find, folders_in, is_folder, open_data_file, place_of, versions
 from ray_app.storage.files import Location, put_json, read_json
 
 _THREADS = 8
@@ -80,7 +80,7 @@ def _remembered(memory: Location, root: Place) -> dict[str, Any]:
 
 def sha256(file: Place) -> str:
     """SHA-256 of a file."""
-    with opened(file) as stream:
+    with open_data_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ import ray
 from ray_app.data.local_readers import Decoded, load_all
 from ray_app.data.ray_tasks import MAX_DEATHS, died, fetch_ray
 from ray_app.data.reader import Reader, ReadSpec, RowSource, fetch_here
-from ray_app.errors import own_error
+from ray_app.errors import unwrap_app_error
 
 
 def is_small(source: RowSource) -> bool:
@@ -92,7 +92,7 @@ def from_memory_cache(cache: Any) -> Decoded:
         except ray.exceptions.ObjectLostError:  # the actor died after its answer; started again it decodes again
             return _mapped(ray.get(cache.decoded.remote()))
     except ray.exceptions.RayTaskError as error:
-        raise own_error(error) from error
+        raise unwrap_app_error(error) from error
     except ray.exceptions.ActorDiedError as error:
         raise died("while it decoded the data set for data.cache: memory, which may need more memory than there is", error) from error
 

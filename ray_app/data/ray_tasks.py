@@ -27,7 +27,7 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 
 from ray_app.data.reader import AT_ONCE, Reader, ReadSpec, Slices, named
-from ray_app.errors import ProcessDiedError, own_error
+from ray_app.errors import ProcessDiedError, unwrap_app_error
 from ray_app.process import uninterrupted
 
 MAX_DEATHS = 3
@@ -72,7 +72,7 @@ class Deaths:
         """
         lost = loss_in(error)
         if lost is None:
-            raise own_error(error) from error
+            raise unwrap_app_error(error) from error
         self._count += lost == "process"
         if self._count == MAX_DEATHS:
             raise died(self._what(), error) from error
@@ -190,7 +190,7 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
         return
     except Exception as error:
         if loss_in(error) is None:
-            raise own_error(error) from error
+            raise unwrap_app_error(error) from error
         logger.warning(_LOST, type(error).__name__)
     yield from _fetch_in_tasks(reader, specs, done)
 
@@ -238,7 +238,7 @@ def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) ->
             while waiting:
                 yield from _result(*waiting.popleft())
     except Exception as error:
-        raise own_error(error) from error
+        raise unwrap_app_error(error) from error
     finally:
         for left, _ in waiting:
             ray.cancel(left.reference)
@@ -313,7 +313,7 @@ def through(
             if len(asked) == 1:
                 deaths[asked[0]].note(error)
             elif (lost := loss_in(error)) is None:
-                raise own_error(error) from error
+                raise unwrap_app_error(error) from error
             elif lost == "process":
                 single = _MAX_IN_FLIGHT
             logger.warning(_LOST, type(error).__name__)

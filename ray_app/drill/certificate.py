@@ -17,7 +17,7 @@ import ray
 import torch
 from rich.table import Table
 
-from ray_app.drill.scenario import Disturbance, Ended, is_gone
+from ray_app.drill.scenario import Scenario, ScenarioResult, is_gone
 from ray_app.runlog.history import goodput
 from ray_app.runlog.journal import MetricsReader, StepRecord
 from ray_app.runlog.lease import Holder
@@ -53,7 +53,7 @@ def trace_of(paths: RunPaths, summary: dict[str, Any]) -> Trace:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """How a run came to a step.
 
     Args:
@@ -65,7 +65,7 @@ class Start:
     workers: int
 
 
-def start_since(paths: RunPaths, time_s: float) -> Start:
+def start_since(paths: RunPaths, time_s: float) -> RunStart:
     """The first step that a run finished after a moment.
 
     Args:
@@ -74,10 +74,10 @@ def start_since(paths: RunPaths, time_s: float) -> Start:
     """
     records, repeated = _records(paths)
     first = min((r for r in [*records.values(), *repeated] if r.time_s > time_s), key=lambda r: r.time_s)
-    return Start(round(first.time_s - time_s, 3), first.workers)
+    return RunStart(round(first.time_s - time_s, 3), first.workers)
 
 
-def restart(run: Ended, first: Start) -> dict[str, Any]:
+def restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
     """How a run whose driver was killed came back, beside a first start on the same cluster; empty if its driver was not killed.
 
     Args:
@@ -114,7 +114,7 @@ def difference(one: Trace, other: Trace) -> str | None:
     return None if one.digest == other.digest else "its parameters are others, after the same rows and losses"
 
 
-def missing(disturbance: Disturbance, run: Ended) -> list[str]:
+def missing(disturbance: Scenario, run: ScenarioResult) -> list[str]:
     """What speaks against it that the disturbance really happened."""
     if "trouble" in run.proofs:
         return [str(run.proofs["trouble"]["error"])]
@@ -122,7 +122,7 @@ def missing(disturbance: Disturbance, run: Ended) -> list[str]:
     return [f"there is no proof {name!r}" for name in absent] if absent else disturbance.confirm(run)
 
 
-def judge(disturbance: Disturbance, run: Ended, undisturbed: Trace) -> tuple[Outcome, str | None]:
+def judge(disturbance: Scenario, run: ScenarioResult, undisturbed: Trace) -> tuple[Outcome, str | None]:
     """Whether a scenario counts, and why not."""
     if run.summary["status"] != "finished":
         return "failed", f"the run ended as {run.summary['status']}"
@@ -140,7 +140,7 @@ def proof_of(proofs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: proof | ({"process_gone": is_gone(proof)} if proof["process"] != here else {}) for name, proof in real.items()}
 
 
-def measures(disturbance: Disturbance, run: Ended) -> dict[str, Any]:
+def measures(disturbance: Scenario, run: ScenarioResult) -> dict[str, Any]:
     """What the run's summary and record say of the disturbance; waits of the drill's own making are taken out of `goodput`."""
     found, again = _records(run.paths)
     records, repeated = {step: _on_time(r, run.proofs) for step, r in found.items()}, [_on_time(r, run.proofs) for r in again]
@@ -159,7 +159,7 @@ def measures(disturbance: Disturbance, run: Ended) -> dict[str, Any]:
     }
 
 
-def _redone(struck: list[tuple[float, int]], run: Ended) -> int:
+def _redone(struck: list[tuple[float, int]], run: ScenarioResult) -> int:
     """Finished steps that were lost, also those whose record had not reached the storage when they were."""
     lost = 0
     for event in run.events("resumed"):
@@ -179,7 +179,7 @@ def _next_step_s(struck: list[tuple[float, int]], records: dict[int, StepRecord]
     return list(found.values())
 
 
-def _waits(disturbance: Disturbance, proofs: dict[str, dict[str, Any]]) -> dict[int, float]:
+def _waits(disturbance: Scenario, proofs: dict[str, dict[str, Any]]) -> dict[int, float]:
     """Seconds that the drill itself held the run up, by the step after which it did."""
     waits: dict[int, float] = {}
     for name, proof in proofs.items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ray_app.checkpoint.store import Commit
-from ray_app.drill.faults import Proofs
+from ray_app.drill.faults import Evidence
 from ray_app.storage.files import location, put_json
 
 HELD_S = 120.0
@@ -33,7 +33,7 @@ class Freeze:
         seconds: Until it goes on.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     step: int
     rank: int
@@ -61,7 +61,7 @@ class Slow:
         factor: How much longer.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     first: int
     last: int
@@ -94,7 +94,7 @@ class SlowCommit:
         seconds: How much longer.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     step: int
     seconds: float
@@ -117,7 +117,7 @@ class RefusedCommit:
         number: The error's, see `errno`.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     step: int
     seconds: float | None
@@ -146,7 +146,7 @@ class Hold:
         rank: Which rank.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     until: str
     step: int
@@ -159,7 +159,7 @@ class Hold:
 
 
 @dataclass
-class Pace:
+class DelayPlan:
     """Short pauses after steps, so that a worker that starts, which takes seconds, can join before the last step.
 
     Args:
@@ -171,7 +171,7 @@ class Pace:
         least_s: Seconds of all pauses at least.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     first: int
     last: int
     sizes: range

@@ -36,7 +36,7 @@ class DrillStopError(RayAppError):
 
 
 @dataclass(frozen=True)
-class Proofs:
+class Evidence:
     """One file for each thing that happened in a scenario.
 
     Args:
@@ -101,7 +101,7 @@ class Kill:
         ranks: To which ranks.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     names: list[str]
     step: int
     ranks: list[int]
@@ -136,7 +136,7 @@ class KillNewcomer:
         after: Name of the proof of what has happened.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     after: str
     _was_there: bool = False
@@ -152,7 +152,7 @@ class KillNewcomer:
 class KillOnCommit:
     """SIGKILL of the process that writes, or evaluates, the first checkpoint from a step on."""
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     step: int
 
@@ -166,7 +166,7 @@ class KillOnCommit:
 class Stop:
     """An error in every worker after a step, so that the run ends."""
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     step: int
 

@@ -21,9 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor, nn
 
 from ray_app.config.checks import BALANCED
-from ray_app.drill.faults import Proofs, Several
+from ray_app.drill.faults import Evidence, Several
 from ray_app.drill.process_scenarios import died
-from ray_app.drill.scenario import Disturbance, Ended, Ground
+from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 
@@ -44,7 +44,7 @@ class Flip:
         step: After how many finished steps.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     what: What
     rank: int
@@ -83,7 +83,7 @@ class Flip:
         return values + (other - values).detach() if values.requires_grad and not values.is_leaf else other
 
 
-def flip(ground: Ground) -> Disturbance | str:
+def flip(ground: ScenarioContext) -> Scenario | str:
     """A bit of an activation of a worker is another one; all shares are computed twice."""
     train = ground.config.train
     if ground.workers < 2:
@@ -94,11 +94,11 @@ def flip(ground: Ground) -> Disturbance | str:
     bit = Flip(ground.proofs, "flipped", "activation", rank, step)
     hooks = Hooks(after_step=Several((bit, ground.pace(step + 1))), built=bit.built)
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         told = [e.details["rank"] for e in run.events("lied")]
         return [] if told == [rank] else [f"rank {rank} computed wrongly once, found guilty were: {told or 'none'}"]
 
-    return Disturbance([step], ["flipped"], confirm, Faults(train=hooks), changes={"failure__replay_rate": 1.0})
+    return Scenario([step], ["flipped"], confirm, Faults(train=hooks), changes={"failure__sdc_check_rate": 1.0})
 
 
 LIMIT_BYTES = 64 << 20
@@ -211,7 +211,7 @@ class UseUp:
         rank: Which rank.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     step: int
     rank: int
 
@@ -235,7 +235,7 @@ def use_up() -> None:
     raise RuntimeError(f"{len(held) * _PIECE_BYTES} bytes are there in spite of a limit of {LIMIT_BYTES}")
 
 
-def memory(ground: Ground) -> Disturbance | str:
+def memory(ground: ScenarioContext) -> Scenario | str:
     """A worker uses more memory than the kernel lets it have, and is killed by it."""
     if impossible := _impossible(ground):
         return impossible
@@ -250,17 +250,17 @@ def memory(ground: Ground) -> Disturbance | str:
                 with suppress(ray.exceptions.RayError):
                     _on(said["node"], remove, said["group"])
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         said = run.proofs["limited"]
         counted = _on(said["node"], kills, said["group"])
         by_kernel = [] if counted == 1 else [f"the kernel counts {counted} processes that it ended for their memory"]
         return by_kernel + died(["limited"])(run)
 
     hooks = Hooks(after_step=Several((UseUp(proofs, step, ground.rank()), ground.pace(step + 1))))
-    return Disturbance([step], ["limited"], confirm, Faults(train=hooks), around=around)
+    return Scenario([step], ["limited"], confirm, Faults(train=hooks), around=around)
 
 
-def _impossible(ground: Ground) -> str | None:
+def _impossible(ground: ScenarioContext) -> str | None:
     if ground.nodes is not None:
         return why_not()
     try:

@@ -22,8 +22,8 @@ import ray
 import torch.distributed as dist
 
 from ray_app.drill.delays import HELD_S
-from ray_app.drill.faults import Proofs, Several
-from ray_app.drill.scenario import Disturbance, Ended, Ground, is_gone
+from ray_app.drill.faults import Evidence, Several
+from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext, is_gone
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks, Job
 
@@ -102,7 +102,7 @@ class Severed:
         mends: Whether they come back, once others have formed a generation without it.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     step: int
     rank: int
     others: list[int]
@@ -164,7 +164,7 @@ class Severed:
             wire.socket.close()
 
 
-def _without_wires(ground: Ground) -> str | None:
+def _without_wires(ground: ScenarioContext) -> str | None:
     if ground.workers < 2:
         return "one worker has no connection to another"
     if ground.config.train.strategy == "parameter_server":
@@ -174,7 +174,7 @@ def _without_wires(ground: Ground) -> str | None:
     return None
 
 
-def _cut(ground: Ground, others: int, mends: bool, confirm: Callable[[Ended, int], list[str]], **more: Any) -> Disturbance:
+def _cut(ground: ScenarioContext, others: int, mends: bool, confirm: Callable[[ScenarioResult, int], list[str]], **more: Any) -> Scenario:
     step, (rank, *rest) = ground.step(), ground.random.sample(range(ground.workers), ground.workers)
     cut = Severed(ground.proofs, step, rank, rest[:others], rendezvous=mends, mends=mends)
 
@@ -182,20 +182,20 @@ def _cut(ground: Ground, others: int, mends: bool, confirm: Callable[[Ended, int
         if mends and not ground.proofs.has("listening"):
             ground.proofs.put("listening", address=ray.get(ray.get_actor(job.rendezvous).lifeline.remote())[0])
 
-    def lacks(run: Ended) -> list[str]:
+    def lacks(run: ScenarioResult) -> list[str]:
         said, counted = run.proofs["cut"], sum(run.proofs["mended" if mends else "silent"]["thrown_away"])
         few = [] if len(said["connections"]) > said["of_the_rendezvous"] else ["no connection to another worker was cut"]
         few += [] if said["of_the_rendezvous"] or not mends else ["no connection to the rendezvous was cut"]
         return few + ([] if counted else ["nothing was thrown away"]) + confirm(run, step)
 
     hooks = Hooks(after_step=Several((cut, ground.pace(step + 1))), at=cut.forming)
-    return Disturbance([step], confirm=lacks, faults=Faults(train=hooks), observe=observe, **more)
+    return Scenario([step], confirm=lacks, faults=Faults(train=hooks), observe=observe, **more)
 
 
-def partition(ground: Ground) -> Disturbance | str:
+def partition(ground: ScenarioContext) -> Scenario | str:
     """A worker is cut off from all others and the rendezvous, until these have gone on without it."""
 
-    def confirm(run: Ended, step: int) -> list[str]:
+    def confirm(run: ScenarioResult, step: int) -> list[str]:
         without = run.proofs["went_on"]["workers"]
         fewer = [] if without < ground.workers else [f"the others went on as {without} workers"]
         gone, back = is_gone(run.proofs["cut"]), run.sizes[-1] > without
@@ -205,10 +205,10 @@ def partition(ground: Ground) -> Disturbance | str:
     return _without_wires(ground) or _cut(ground, ground.workers, True, confirm, expected=["cut", "went_on", "mended"], changes=fewer)
 
 
-def half_open(ground: Ground) -> Disturbance | str:
+def half_open(ground: ScenarioContext) -> Scenario | str:
     """The connections between two workers neither say anything more nor end."""
 
-    def confirm(run: Ended, step: int) -> list[str]:
+    def confirm(run: ScenarioResult, step: int) -> list[str]:
         stood = [e for e in run.events("stacks") if e.details["step"] == step]
         again = [e for e in run.events("formed") if e.details["step"] == step]
         return ([] if stood else ["the run has no record of a standstill"]) + ([] if again else [f"no generation formed at step {step}"])

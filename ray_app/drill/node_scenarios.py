@@ -12,9 +12,9 @@ from typing import Any
 
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.delays import Hold
-from ray_app.drill.faults import Kill, Proofs, Several
+from ray_app.drill.faults import Kill, Evidence, Several
 from ray_app.drill.process_scenarios import died
-from ray_app.drill.scenario import Disturbance, Ended, Ground, is_gone
+from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext, is_gone
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import MetricsReader
 from ray_app.runlog.lease import Holder
@@ -29,7 +29,7 @@ _SAME_MACHINE = "nodes of this machine would share its GPUs"
 class _OnHold:
     """Does something, once, to the node of the worker that waits for it; called in the driver while the run goes on."""
 
-    proofs: Proofs
+    proofs: Evidence
     act: Callable[[dict[str, Any]], None]
     done: bool = False
 
@@ -44,21 +44,21 @@ class _OnHold:
         self.proofs.put("released", step=held["step"])
 
 
-def _held(ground: Ground, rank: int, sizes: range, act: Callable[[dict[str, Any]], None], **more: Any) -> Disturbance:
+def _held(ground: ScenarioContext, rank: int, sizes: range, act: Callable[[dict[str, Any]], None], **more: Any) -> Scenario:
     """A scenario in which the driver does something to nodes while a rank waits; then one of these numbers of workers is awaited."""
     step = ground.step()
     after = Several((Hold(ground.proofs, "held", "released", step, rank), ground.pace(step + 1, sizes=sizes)))
     faults, observe = Faults(train=Hooks(after_step=after)), _OnHold(ground.proofs, act)
-    return Disturbance([step], faults=faults, observe=observe, changes={"scaling__min_workers": 1}, **more)
+    return Scenario([step], faults=faults, observe=observe, changes={"scaling__min_workers": 1}, **more)
 
 
-def _without_nodes(ground: Ground, least_workers: int) -> str | None:
+def _without_nodes(ground: ScenarioContext, least_workers: int) -> str | None:
     if ground.nodes is None:
         return _SAME_MACHINE if ground.config.scaling.gpus_per_worker else _NO_NODES
     return f"it needs {least_workers} workers, there are {ground.workers}" if ground.workers < least_workers else None
 
 
-def _lose_node(ground: Ground, rank: int, add: bool) -> Disturbance:
+def _lose_node(ground: ScenarioContext, rank: int, add: bool) -> Scenario:
     def act(held: dict[str, Any]) -> None:
         assert ground.nodes is not None
         node, facts = held["node"], {"step": held["step"], "rank": held["rank"]}
@@ -69,7 +69,7 @@ def _lose_node(ground: Ground, rank: int, add: bool) -> Disturbance:
         if add:
             ground.proofs.put("node_added", **facts, node=ground.nodes.add(1)[0])
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         fewer = [] if ground.workers == 1 or min(run.sizes) < ground.workers else ["the number of workers did not fall"]
         return fewer + ([] if is_gone(run.proofs["held"]) else ["the worker's process still lives"])
 
@@ -78,17 +78,17 @@ def _lose_node(ground: Ground, rank: int, add: bool) -> Disturbance:
     return _held(ground, rank, sizes, act, expected=expected, confirm=confirm, held={"held": "node_killed"})
 
 
-def node(ground: Ground) -> Disturbance | str:
+def node(ground: ScenarioContext) -> Scenario | str:
     """A node with a worker, not the one of rank 0, is lost for good."""
     return _without_nodes(ground, 2) or _lose_node(ground, ground.workers - 1, add=False)
 
 
-def node_rank0(ground: Ground) -> Disturbance | str:
+def node_rank0(ground: ScenarioContext) -> Scenario | str:
     """The node of rank 0 is lost, and another one comes."""
     return _without_nodes(ground, 1) or _lose_node(ground, 0, add=True)
 
 
-def grow(ground: Ground) -> Disturbance | str:
+def grow(ground: ScenarioContext) -> Scenario | str:
     """The run starts on one worker, then nodes for all of them are added."""
     impossible = _without_nodes(ground, 2)
     if impossible:
@@ -98,14 +98,14 @@ def grow(ground: Ground) -> Disturbance | str:
         assert ground.nodes is not None
         ground.proofs.put("node_added", step=held["step"], nodes=ground.nodes.add(ground.workers - 1))
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         return [] if run.sizes[0] == 1 < run.sizes[-1] in ground.enough else [f"the numbers of workers were {run.sizes}"]
 
     expected, held = ["held", "node_added"], {"held": "node_added"}
     return _held(ground, 0, ground.enough, act, expected=expected, confirm=confirm, held=held, room=1)
 
 
-def shrink(ground: Ground) -> Disturbance | str:
+def shrink(ground: ScenarioContext) -> Scenario | str:
     """A node is drained, as before a preemption: its worker has to leave it."""
     impossible = _without_nodes(ground, 2)
     if impossible:
@@ -116,7 +116,7 @@ def shrink(ground: Ground) -> Disturbance | str:
         ground.nodes.drain(held["node"], _DRAIN_S)
         ground.proofs.put("drained", step=held["step"], node=held["node"], rank=held["rank"], deadline_s=_DRAIN_S)
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         missing = [] if run.events("preempted") else ["the run has no record of a preemption"]
         fewer = [] if run.sizes[-1] < ground.workers else ["the number of workers did not fall"]
         return missing + fewer + ([] if is_gone(run.proofs["held"]) else ["the worker is still on the node"])
@@ -128,7 +128,7 @@ def shrink(ground: Ground) -> Disturbance | str:
 _STEPS_WITHOUT = 10
 
 
-def head(ground: Ground) -> Disturbance | str:
+def head(ground: ScenarioContext) -> Scenario | str:
     """The head's GCS is killed for a while, its state on disk; once another one is there so many workers are killed that others come."""
     if ground.nodes is None:
         return "the drill takes no head from a cluster that it did not start"
@@ -156,7 +156,7 @@ def head(ground: Ground) -> Disturbance | str:
     victims = ground.random.sample(range(ground.workers), ground.workers - ground.enough.start + 1)
     names = [f"killed-{i}" for i in range(len(victims))]
     kill = Kill(proofs, names, until + 1, victims)
-    return Disturbance(
+    return Scenario(
         [step],
         ["held", "head_killed", "held_again", "head_back", *names],
         lambda run: without_head(run) + died(names)(run),
@@ -167,7 +167,7 @@ def head(ground: Ground) -> Disturbance | str:
     )
 
 
-def without_head(run: Ended) -> list[str]:
+def without_head(run: ScenarioResult) -> list[str]:
     """What speaks against it that steps were finished without a head, and that the next one brought new workers to the same run."""
     killed, back = run.proofs["head_killed"], run.proofs["head_back"]
     missing = [] if Holder(**killed["head"]).is_gone() else ["the head that was killed still lives"]

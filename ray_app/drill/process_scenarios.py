@@ -31,10 +31,10 @@ import ray
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
 from ray_app.drill.delays import Freeze, Hold, RefusedCommit, Slow, SlowCommit
-from ray_app.drill.faults import DrillStopError, Kill, KillAt, KillNewcomer, KillOnCommit, Proofs, Several, Stop, driver_command
-from ray_app.drill.scenario import Disturbance, Ended, Ground, is_gone
+from ray_app.drill.faults import DrillStopError, Kill, KillAt, KillNewcomer, KillOnCommit, Evidence, Several, Stop, driver_command
+from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext, is_gone
 from ray_app.driver.run import Faults
-from ray_app.errors import own_error
+from ray_app.errors import unwrap_app_error
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import MetricsReader
 from ray_app.storage.files import put_atomic
@@ -43,31 +43,31 @@ from ray_app.train.job import Hooks, Job
 _BACK_S = 60.0
 
 
-def died(names: list[str]) -> Callable[[Ended], list[str]]:
+def died(names: list[str]) -> Callable[[ScenarioResult], list[str]]:
     """Confirms that the processes of these proofs have ended, and that the run has recorded a failure."""
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         missing = [f"the process of {name} still lives" for name in names if is_gone(run.proofs[name]) is False]
         return missing if run.events("failed") else [*missing, "the run has no record of a failure"]
 
     return confirm
 
 
-def _killed(ground: Ground, step: int, ranks: list[int], how: Callable[[Kill], Hooks] | None = None) -> Disturbance:
+def _killed(ground: ScenarioContext, step: int, ranks: list[int], how: Callable[[Kill], Hooks] | None = None) -> Scenario:
     names = [f"killed-{i}" for i in range(len(ranks))]
     kill = Kill(ground.proofs, names, step, ranks)
     pace = ground.pace(step + 1)
     hooks = how(kill) if how else Hooks(after_step=kill)
     after = Several((hooks.after_step, pace)) if hooks.after_step else pace
-    return Disturbance([step], names, died(names), Faults(train=Hooks(after_step=after, at=hooks.at)))
+    return Scenario([step], names, died(names), Faults(train=Hooks(after_step=after, at=hooks.at)))
 
 
-def kill(ground: Ground) -> Disturbance | str:
+def kill(ground: ScenarioContext) -> Scenario | str:
     """One worker is killed."""
     return _killed(ground, ground.step(), [ground.rank()])
 
 
-def kill_twice(ground: Ground) -> Disturbance | str:
+def kill_twice(ground: ScenarioContext) -> Scenario | str:
     """A worker is killed, and after another one has joined, one more in the same epoch."""
     low, high = int(0.2 * ground.total_steps), int(0.8 * ground.total_steps)
     starts = range(0, ground.total_steps, ground.steps_per_epoch)
@@ -77,49 +77,49 @@ def kill_twice(ground: Ground) -> Disturbance | str:
     one, other = Kill(ground.proofs, ["killed-0"], first, [ground.rank()]), Kill(ground.proofs, ["killed-1"], last, [0])
     paces = ground.pace(first + 1, last - 1), ground.pace(last + 1)
     hooks = Hooks(after_step=Several((one, other, *paces)))
-    return Disturbance([first, last], ["killed-0", "killed-1"], died(["killed-0", "killed-1"]), Faults(train=hooks))
+    return Scenario([first, last], ["killed-0", "killed-1"], died(["killed-0", "killed-1"]), Faults(train=hooks))
 
 
-def kill_two(ground: Ground) -> Disturbance | str:
+def kill_two(ground: ScenarioContext) -> Scenario | str:
     """Two workers are killed at once."""
     if ground.workers < 3:
         return f"it needs 3 workers so that one goes on, there are {ground.workers}"
     return _killed(ground, ground.step(), ground.random.sample(range(ground.workers), 2))
 
 
-def kill_all(ground: Ground) -> Disturbance | str:
+def kill_all(ground: ScenarioContext) -> Scenario | str:
     """All workers are killed at once."""
     return _killed(ground, ground.step(), list(range(ground.workers)))
 
 
-def kill_exchange(ground: Ground) -> Disturbance | str:
+def kill_exchange(ground: ScenarioContext) -> Scenario | str:
     """A worker is killed as it begins to exchange gradients."""
     if ground.workers < 2:
         return "one worker exchanges nothing"
     return _killed(ground, ground.step(), [ground.rank()], lambda kill: Hooks(at=KillAt("exchange", kill)))
 
 
-def kill_forming(ground: Ground) -> Disturbance | str:
+def kill_forming(ground: ScenarioContext) -> Scenario | str:
     """A worker is killed, and another one as the rest form without it."""
     if ground.workers < 3:
         return f"it needs 3 workers so that one goes on, there are {ground.workers}"
     step, (first, second) = ground.step(), ground.random.sample(range(ground.workers), 2)
     one, other = Kill(ground.proofs, ["killed-0"], step, [first]), Kill(ground.proofs, ["killed-1"], step, [second])
     hooks = Hooks(after_step=Several((one, ground.pace(step + 1))), at=KillAt("forming", other))
-    return Disturbance([step], ["killed-0", "killed-1"], died(["killed-0", "killed-1"]), Faults(train=hooks))
+    return Scenario([step], ["killed-0", "killed-1"], died(["killed-0", "killed-1"]), Faults(train=hooks))
 
 
-def kill_joining(ground: Ground) -> Disturbance | str:
+def kill_joining(ground: ScenarioContext) -> Scenario | str:
     """So many workers are killed that others come for them, and the first of these is killed as it joins."""
     step, victims = ground.step(), ground.workers - ground.enough.start + 1
     names = [f"killed-{i}" for i in range(victims)]
     kill = Kill(ground.proofs, names, step, ground.random.sample(range(ground.workers), victims))
     newcomer = KillNewcomer(ground.proofs, "newcomer", names[0])
     hooks = Hooks(after_step=Several((kill, ground.pace(step + 1))), at=newcomer)
-    return Disturbance([step], [*names, "newcomer"], died([*names, "newcomer"]), Faults(train=hooks))
+    return Scenario([step], [*names, "newcomer"], died([*names, "newcomer"]), Faults(train=hooks))
 
 
-def kill_phases(ground: Ground) -> Disturbance | str:
+def kill_phases(ground: ScenarioContext) -> Scenario | str:
     """Rank 0 is killed three times: as it asks for data, as it computes, and as it exchanges gradients."""
     phases = ("data", "compute", "exchange" if ground.workers > 1 else "compute")
     steps = [int(part * ground.total_steps) for part in (0.25, 0.45, 0.65)]
@@ -127,22 +127,22 @@ def kill_phases(ground: Ground) -> Disturbance | str:
     kills = zip(phases, names, steps, strict=True)
     at = Several(tuple(KillAt(phase, Kill(ground.proofs, [name], step, [0])) for phase, name, step in kills))
     paces = [ground.pace(step + 1, until) for step, until in zip(steps, [step - 1 for step in steps[1:]] + [None], strict=True)]
-    return Disturbance(steps, names, died(names), Faults(train=Hooks(after_step=Several(tuple(paces)), at=at)))
+    return Scenario(steps, names, died(names), Faults(train=Hooks(after_step=Several(tuple(paces)), at=at)))
 
 
-def kill_saving(ground: Ground) -> Disturbance | str:
+def kill_saving(ground: ScenarioContext) -> Scenario | str:
     """The worker that writes a checkpoint is killed before it has committed it."""
     step = ground.checkpoint()
     hooks = Hooks(ground.pace(step + 1), KillOnCommit(ground.proofs, "killed-0", step))
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         written = any(e.details["step"] == step for e in run.events("checkpointed"))
         return died(["killed-0"])(run) + ([] if written else [f"the checkpoint of step {step} was never written"])
 
-    return Disturbance([step], ["killed-0"], confirm, Faults(train=hooks))
+    return Scenario([step], ["killed-0"], confirm, Faults(train=hooks))
 
 
-def evaluator(ground: Ground) -> Disturbance | str:
+def evaluator(ground: ScenarioContext) -> Scenario | str:
     """The evaluator is killed while it evaluates."""
     if ground.config.data.eval_path is None:
         return "there is no evaluator without data.eval_path"
@@ -150,57 +150,57 @@ def evaluator(ground: Ground) -> Disturbance | str:
         return "there is no evaluator with evaluate.where workers"
     step = ground.checkpoint()
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         missing = ["the evaluator's process still lives"] if is_gone(run.proofs["killed-0"]) is False else []
         again = any(e.step >= step for e in read_evaluations(run.paths))
         return missing if again else [*missing, "nothing was evaluated after it"]
 
     kill = KillOnCommit(ground.proofs, "killed-0", step)
-    return Disturbance([step], ["killed-0"], confirm, Faults(before_evaluation=kill))
+    return Scenario([step], ["killed-0"], confirm, Faults(before_evaluation=kill))
 
 
-def freeze(ground: Ground) -> Disturbance | str:
+def freeze(ground: ScenarioContext) -> Scenario | str:
     """A worker stands still (SIGSTOP) for longer than failure.heartbeat_timeout_s, then wants to go on."""
     step, seconds = ground.step(), ground.config.failure.heartbeat_timeout_s + 4.0
     hook = Freeze(ground.proofs, "frozen", step, ground.rank(), seconds)
     pace = ground.pace(step + 1, least_s=seconds)
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         silent = any("no sign of life" in str(e.details["errors"]) for e in run.events("failed"))
         return [] if silent else ["the run has no record of a worker that was silent"]
 
-    return Disturbance([step], ["frozen"], confirm, Faults(train=Hooks(after_step=Several((hook, pace)))))
+    return Scenario([step], ["frozen"], confirm, Faults(train=Hooks(after_step=Several((hook, pace)))))
 
 
-def slow(ground: Ground) -> Disturbance | str:
+def slow(ground: ScenarioContext) -> Scenario | str:
     """A worker takes three times as long as the others for a third of the steps."""
     step = ground.step()
     last = min(step + ground.total_steps // 3, ground.total_steps - 1)
     hook = Slow(ground.proofs, "slow", step, last, ground.rank(), 3.0)
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         blamed = [str(e.details["errors"]) for e in run.events("failed")]
         wasted = [] if run.proofs["slow"]["seconds"] > 0 else ["no time was wasted"]
         return [*wasted, *(f"a slow worker was taken for a lost one: {said}" for said in blamed)]
 
-    return Disturbance([step], ["slow"], confirm, Faults(train=Hooks(after_step=hook)))
+    return Scenario([step], ["slow"], confirm, Faults(train=Hooks(after_step=hook)))
 
 
-def storage_away(ground: Ground) -> Disturbance | str:
+def storage_away(ground: ScenarioContext) -> Scenario | str:
     """The storage refuses a checkpoint for five seconds."""
     return _refused(ground, 5.0, errno.EIO, "write_retried")
 
 
-def full_disk(ground: Ground) -> Disturbance | str:
+def full_disk(ground: ScenarioContext) -> Scenario | str:
     """The disk is full until a checkpoint is given up."""
     return _refused(ground, None, errno.ENOSPC, "write_failed")
 
 
-def _refused(ground: Ground, seconds: float | None, number: int, kind: str) -> Disturbance:
+def _refused(ground: ScenarioContext, seconds: float | None, number: int, kind: str) -> Scenario:
     step = ground.checkpoint()
     hooks = Hooks(before_commit=RefusedCommit(ground.proofs, "refused", step, seconds, number))
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         at = run.proofs["refused"]["step"]
         told = [e for e in run.events(kind) if e.details["step"] == at]
         written = {e.details["step"] for e in run.events("checkpointed")}
@@ -209,22 +209,22 @@ def _refused(ground: Ground, seconds: float | None, number: int, kind: str) -> D
             missing.append(f"the checkpoint of step {at} was {'' if at in written else 'not '}written")
         return missing if max(written) > at else [*missing, f"no checkpoint after that of step {at}"]
 
-    return Disturbance([step], ["refused"], confirm, Faults(train=hooks))
+    return Scenario([step], ["refused"], confirm, Faults(train=hooks))
 
 
-def slow_storage(ground: Ground) -> Disturbance | str:
+def slow_storage(ground: ScenarioContext) -> Scenario | str:
     """A checkpoint takes five seconds to be written."""
     step, seconds = ground.checkpoint(), 5.0
     hooks = Hooks(before_commit=SlowCommit(ground.proofs, "slow", step, seconds))
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         took = [e.details["duration_s"] for e in run.events("checkpointed") if e.details["step"] == run.proofs["slow"]["step"]]
         return [] if took and took[0] >= seconds else [f"no checkpoint took {seconds:g} s"]
 
-    return Disturbance([step], ["slow"], confirm, Faults(train=hooks))
+    return Scenario([step], ["slow"], confirm, Faults(train=hooks))
 
 
-def rendezvous(ground: Ground) -> Disturbance | str:
+def rendezvous(ground: ScenarioContext) -> Scenario | str:
     """The rendezvous, which decides who steps with whom, is killed; a worker is killed right after it is back."""
     step = ground.step()
     hold = Hold(ground.proofs, "held", "rendezvous_killed", step, 0)
@@ -240,37 +240,37 @@ def rendezvous(ground: Ground) -> Disturbance | str:
                 after, _ = ray.get(actor.lifeline.remote())
             ground.proofs.put("rendezvous_killed", step=step, before=before, after=after)
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         killed = run.proofs["rendezvous_killed"]
         same = ["the rendezvous listens where it did before"] if killed["before"] == killed["after"] else []
         return same + died(["killed-0"])(run)
 
     hooks = Hooks(after_step=Several((hold, kill, ground.pace(step + 2))))
     names, held = ["held", "rendezvous_killed", "killed-0"], {"held": "rendezvous_killed"}
-    return Disturbance([step], names, confirm, Faults(train=hooks), observe, held)
+    return Scenario([step], names, confirm, Faults(train=hooks), observe, held)
 
 
 _DRIVER_S = 180.0
 
 
-def damage(ground: Ground) -> Disturbance | str:
+def damage(ground: ScenarioContext) -> Scenario | str:
     """The run is stopped, one bit of its newest checkpoint flips, and it is started again."""
     return _damaged(ground, flip_a_bit)
 
 
-def torn_write(ground: Ground) -> Disturbance | str:
+def torn_write(ground: ScenarioContext) -> Scenario | str:
     """The run is stopped, half of the largest file of its newest checkpoint is gone, and it is started again."""
     return _damaged(ground, cut_in_half)
 
 
-def _damaged(ground: Ground, harm: Callable[[bytearray], bytearray]) -> Disturbance:
+def _damaged(ground: ScenarioContext, harm: Callable[[bytearray], bytearray]) -> Scenario:
     step = ground.random.randrange(2 * ground.checkpoint_every + 1, 5 * ground.checkpoint_every)
 
     def before(config: Config) -> None:
         try:
             ground.train(config, Faults(train=Hooks(after_step=Stop(ground.proofs, "stopped", step))))
         except Exception as error:
-            if not isinstance(own_error(error), DrillStopError):
+            if not isinstance(unwrap_app_error(error), DrillStopError):
                 raise
         newest = CheckpointStore(ground.paths).commits()[-1]
         folder = ground.paths.checkpoint(newest.step, newest.fence)
@@ -278,12 +278,12 @@ def _damaged(ground: Ground, harm: Callable[[bytearray], bytearray]) -> Disturba
         put_atomic(folder / name, bytes(harm(bytearray((folder / name).read_bytes()))))
         ground.proofs.put("damaged", step=newest.step, checkpoint=folder.name, file=name)
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         damaged = run.proofs["damaged"]["checkpoint"]
         passed = any(e.details["checkpoint"] == damaged for e in run.events("fallback"))
         return [] if passed else [f"the run has no record that {damaged} was passed over"]
 
-    return Disturbance([step], ["stopped", "damaged"], confirm, before=before)
+    return Scenario([step], ["stopped", "damaged"], confirm, before=before)
 
 
 def flip_a_bit(data: bytearray) -> bytearray:
@@ -297,13 +297,13 @@ def cut_in_half(data: bytearray) -> bytearray:
     return data[: len(data) // 2]
 
 
-def driver(ground: Ground) -> Disturbance | str:
+def driver(ground: ScenarioContext) -> Scenario | str:
     """The driver is killed, and the same run is started again."""
     step = ground.step()
     return _driver(ground, step, Faults(train=Hooks(after_step=Hold(ground.proofs, "held", "driver_killed", step, 0))), ["held"])
 
 
-def evaluator_and_driver(ground: Ground) -> Disturbance | str:
+def evaluator_and_driver(ground: ScenarioContext) -> Scenario | str:
     """The evaluator is killed while it evaluates, then the driver, and the same run is started again."""
     if ground.config.data.eval_path is None or ground.config.evaluate.where == "workers":
         return "there is no evaluator without data.eval_path, nor with evaluate.where workers"
@@ -312,14 +312,14 @@ def evaluator_and_driver(ground: Ground) -> Disturbance | str:
     faults = Faults(train=Hooks(after_step=hold), before_evaluation=KillOnCommit(ground.proofs, "killed-0", step))
     made = _driver(ground, step + 1, faults, ["held", "killed-0"])
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         again = any(e.step >= step for e in read_evaluations(run.paths))
         return made.confirm(run) + ([] if again else ["nothing was evaluated after it"])
 
     return replace(made, confirm=confirm)
 
 
-def _driver(ground: Ground, step: int, faults: Faults, first: list[str]) -> Disturbance:
+def _driver(ground: ScenarioContext, step: int, faults: Faults, first: list[str]) -> Scenario:
     """A driver of its own that is killed once some things have happened in its run."""
 
     def before(config: Config) -> None:
@@ -342,11 +342,11 @@ def _driver(ground: Ground, step: int, faults: Faults, first: list[str]) -> Dist
                     process.kill()
                 process.wait()
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         starts = len(run.events("started"))
         return [] if starts == 2 else [f"the run has the record of {starts} starts"]
 
-    return Disturbance([step], [*first, "driver_killed"], confirm, held={"held": "driver_killed"}, before=before)
+    return Scenario([step], [*first, "driver_killed"], confirm, held={"held": "driver_killed"}, before=before)
 
 
 _OFFSET = b"\x48\xb9%s\x48\x8b\x09"  # mov rcx, <address of the offset>; mov rcx, [rcx]
@@ -434,7 +434,7 @@ class Jump:
         offset_s: By how much it is wrong from then on.
     """
 
-    proofs: Proofs
+    proofs: Evidence
     name: str
     step: int
     rank: int
@@ -451,7 +451,7 @@ class Jump:
                 self.proofs.put("trouble", error=f"the clock cannot be moved: {error}")
 
 
-def clock_jump(ground: Ground) -> Disturbance | str:
+def clock_jump(ground: ScenarioContext) -> Scenario | str:
     """The wall clock of the worker that writes the record and the checkpoints jumps hours ahead, then hours back, then is right again."""
     if reason := why_not():
         return reason
@@ -462,10 +462,10 @@ def clock_jump(ground: Ground) -> Disturbance | str:
     jumps = [(step, hours_s), (step + every, -hours_s), (step + 2 * every, 0)]
     names = [f"clock-{i}" for i in range(len(jumps))]
     hooks = tuple(Jump(ground.proofs, name, at, 0, offset_s) for name, (at, offset_s) in zip(names, jumps, strict=True))
-    return Disturbance([at for at, _ in jumps], names, wrong_times, Faults(train=Hooks(after_step=Several(hooks))))
+    return Scenario([at for at, _ in jumps], names, wrong_times, Faults(train=Hooks(after_step=Several(hooks))))
 
 
-def wrong_times(run: Ended) -> list[str]:
+def wrong_times(run: ScenarioResult) -> list[str]:
     """What speaks against it that the run was recorded by a clock that was wrong, and then by one that was right."""
     reader = MetricsReader(run.paths)
     reader.poll()

@@ -13,8 +13,8 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.drill.cluster import Nodes
-from ray_app.drill.delays import Pace
-from ray_app.drill.faults import Proofs
+from ray_app.drill.delays import DelayPlan
+from ray_app.drill.faults import Evidence
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe
 from ray_app.runlog.journal import Event, read_events
@@ -26,7 +26,7 @@ PACED_S = 40.0
 
 
 @dataclass(frozen=True)
-class Ground:
+class ScenarioContext:
     """What a scenario has to work with.
 
     Args:
@@ -46,7 +46,7 @@ class Ground:
     total_steps: int
     steps_per_epoch: int
     checkpoint_every: int
-    proofs: Proofs
+    proofs: Evidence
     random: random.Random
     nodes: Nodes | None
     train: Callable[[Config, Faults], Result]
@@ -74,14 +74,14 @@ class Ground:
         logical = self.config.logical_workers
         return range(ceil(logical / ceil(logical / self.workers)), self.workers + 1)
 
-    def pace(self, first: int, last: int | None = None, sizes: range | None = None, least_s: float = 0.0) -> Pace:
+    def pace(self, first: int, last: int | None = None, sizes: range | None = None, least_s: float = 0.0) -> DelayPlan:
         """Pauses from a step on until the number of workers is one of `sizes`; not given: until there are enough again."""
         last = last or self.total_steps - max(3, self.total_steps // 10)
-        return Pace(self.proofs, first, last, sizes or self.enough, PACED_S, least_s)
+        return DelayPlan(self.proofs, first, last, sizes or self.enough, PACED_S, least_s)
 
 
 @dataclass(frozen=True)
-class Ended:
+class ScenarioResult:
     """A run after its disturbance.
 
     Args:
@@ -105,7 +105,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Disturbance:
+class Scenario:
     """What a scenario does.
 
     Args:
@@ -123,7 +123,7 @@ class Disturbance:
 
     steps: list[int]
     expected: list[str]
-    confirm: Callable[[Ended], list[str]]
+    confirm: Callable[[ScenarioResult], list[str]]
     faults: Faults = field(default_factory=Faults)
     observe: Observe | None = None
     held: dict[str, str] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def is_gone(proof: dict[str, Any]) -> bool | None:
     return process.is_gone() if process.machine == Holder.here().machine else None
 
 
-def end_frozen(proofs: Proofs) -> None:
+def end_frozen(proofs: Evidence) -> None:
     """Ends what stood still and may still do so, if it is on this machine."""
     proof = proofs.get("frozen")
     if proof is not None and is_gone(proof) is False:

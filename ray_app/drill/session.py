@@ -25,18 +25,18 @@ from ray_app.cluster.ray_private import most_resources
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config, digest, flatten
 from ray_app.drill import process_scenarios
-from ray_app.drill.certificate import Start, Trace, conclusion, facts, judge, measures, proof_of, restart, start_since, table, trace_of
+from ray_app.drill.certificate import RunStart, Trace, conclusion, facts, judge, measures, proof_of, restart, start_since, table, trace_of
 from ray_app.drill.cluster import Nodes
-from ray_app.drill.faults import Proofs, Several
+from ray_app.drill.faults import Evidence, Several
 from ray_app.drill.memory_faults import flip, memory
 from ray_app.drill.network import half_open, partition
 from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
 from ray_app.drill.process_scenarios import clock_jump, damage, driver, evaluator_and_driver, torn_write
-from ray_app.drill.scenario import Disturbance, Ended, Ground, end_frozen
+from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext, end_frozen
 from ray_app.drill.tracking import mlflow
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe, run_training
-from ray_app.errors import ConfigError, own_error
+from ray_app.errors import ConfigError, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, location, put_atomic, put_json
@@ -113,7 +113,7 @@ _MADE = (
     *(damage, torn_write, driver, evaluator_and_driver),
 )
 _CLEAR_S, _CLEAR_TRIES = 180.0, 3
-SCENARIOS: dict[str, Callable[[Ground], Disturbance | str]] = {scenario.__name__: scenario for scenario in _MADE}
+SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {scenario.__name__: scenario for scenario in _MADE}
 
 
 class _Interrupted:
@@ -225,7 +225,7 @@ class Drill:
         self._say(f"{self._certificate['verdict']}\ncertificate: {self.certificate}")
         return 0 if all(r["outcome"] in ("equal", "left out") for r in results) else 1
 
-    def _undisturbed(self) -> tuple[Trace, Start]:
+    def _undisturbed(self) -> tuple[Trace, RunStart]:
         began_s = time.time()
         with self._shown("the undisturbed run"), time_limit(self._limit_s, "The undisturbed run"):
             result = self._train(self._config, Faults())
@@ -239,14 +239,14 @@ class Drill:
         self._say(f"undisturbed: {trace.rows:,} rows, sha256 {trace.digest} ({time.time() - began_s:.0f} s)")
         return trace, first
 
-    def _scenario(self, name: str, plan: Disturbance, ground: Ground, undisturbed: Trace, first: Start) -> dict[str, Any]:
+    def _scenario(self, name: str, plan: Scenario, ground: ScenarioContext, undisturbed: Trace, first: RunStart) -> dict[str, Any]:
         """Runs one scenario and says what came of it; `is_broken`: it did not come to its end, and may have left something behind."""
         result: dict[str, Any] = {"scenario": name, "what": SCENARIOS[name].__doc__, "steps": plan.steps, "changes": plan.changes}
         try:
             with time_limit(self._limit_s, f"The scenario {name!r}"):
                 result |= self._disturbed(plan, ground, undisturbed, first)
         except Exception as error:
-            error = own_error(error)  # type: ignore[assignment]
+            error = unwrap_app_error(error)  # type: ignore[assignment]
             reason = str(error) if isinstance(error, LimitExceededError) else f"{type(error).__name__}: {error}"
             result |= {"outcome": "failed", "reason": reason, "is_broken": True}
         finally:
@@ -254,7 +254,7 @@ class Drill:
             self._keep_log(name)
         return result | {"proof": proof_of(ground.proofs.all()), "run": str(ground.paths.root)}
 
-    def _disturbed(self, plan: Disturbance, ground: Ground, undisturbed: Trace, first: Start) -> dict[str, Any]:
+    def _disturbed(self, plan: Scenario, ground: ScenarioContext, undisturbed: Trace, first: RunStart) -> dict[str, Any]:
         """The run under a disturbance, and how it compares."""
         if self._nodes is not None:
             self._nodes.shape(plan.room or self._workers)
@@ -264,7 +264,7 @@ class Drill:
                 plan.before(config)
             ended = self._train(config, plan.faults, plan.observe)
             end_frozen(ground.proofs)
-            run = Ended(RunPaths(ended.path), ended.summary, ground.proofs.all())
+            run = ScenarioResult(RunPaths(ended.path), ended.summary, ground.proofs.all())
             outcome, reason = judge(plan, run, undisturbed)
             return {"outcome": outcome, "reason": reason, **measures(plan, run), **restart(run, first)}
 
@@ -290,14 +290,14 @@ class Drill:
     def _left_out(self, name: str, reason: str) -> dict[str, Any]:
         return {"scenario": name, "what": SCENARIOS[name].__doc__, "outcome": "left out", "reason": reason}
 
-    def _ground(self, name: str) -> Ground:
-        return Ground(
+    def _ground(self, name: str) -> ScenarioContext:
+        return ScenarioContext(
             config=self._config.replace(run__name=name),
             workers=self._workers,
             total_steps=self._steps,
             steps_per_epoch=self._per_epoch,
             checkpoint_every=int(self._config.checkpoint.every_steps or 1),
-            proofs=Proofs(str(self._out / "proofs" / name)),
+            proofs=Evidence(str(self._out / "proofs" / name)),
             random=random.Random(f"{self._seed} {name}"),
             nodes=self._nodes,
             train=self._train,

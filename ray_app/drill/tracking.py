@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.drill.delays import Hold
-from ray_app.drill.faults import Proofs, Several
-from ray_app.drill.scenario import Disturbance, Ended, Ground
+from ray_app.drill.faults import Evidence, Several
+from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import MetricsReader, StepRecord
 from ray_app.storage.files import read_json
@@ -97,7 +97,7 @@ class Outage:
     """
 
     server: Server
-    proofs: Proofs
+    proofs: Evidence
 
     def __call__(self, job: Job) -> None:
         """See `Observe`."""
@@ -116,7 +116,7 @@ class Outage:
                 self.proofs.put("server_back", step=again["step"], before=without)
 
 
-def mlflow(ground: Ground) -> Disturbance | str:
+def mlflow(ground: ScenarioContext) -> Scenario | str:
     """The MLflow server that a run is sent to, the drill's own, is killed for a while."""
     if importlib.util.find_spec("mlflow") is None or importlib.util.find_spec("sqlalchemy") is None:
         return 'mlflow is not installed (pip install "ray_app[tracking]")'
@@ -129,7 +129,7 @@ def mlflow(ground: Ground) -> Disturbance | str:
         with server.running():
             yield {"tracking__uri": server.uri}
 
-    return Disturbance(
+    return Scenario(
         [step],
         ["held", "server_killed", "held_again", "server_back"],
         lambda run: lacks(run, server.uri),
@@ -141,7 +141,7 @@ def mlflow(ground: Ground) -> Disturbance | str:
     )
 
 
-def lacks(run: Ended, uri: str) -> list[str]:
+def lacks(run: ScenarioResult, uri: str) -> list[str]:
     """What speaks against it that the server was away while steps went on, and has every point once, in order, in one MLflow run.
 
     Args:
@@ -161,7 +161,7 @@ def lacks(run: Ended, uri: str) -> list[str]:
     return missing + _differences(run, uri, records)
 
 
-def _differences(run: Ended, uri: str, records: dict[int, StepRecord]) -> list[str]:
+def _differences(run: ScenarioResult, uri: str, records: dict[int, StepRecord]) -> list[str]:
     """In what MLflow differs from the run's own record."""
     client = connect(uri)
     found = [r for e in client.search_experiments() for r in client.search_runs([e.experiment_id]) if r.info.run_name == run.paths.name]

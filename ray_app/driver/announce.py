@@ -50,7 +50,7 @@ def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None
         console.print(f"Warning: {doubt}")
     passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
     capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.most_workers else ""
-    spares = f" and {config.scaling.spare_workers} spare" if config.scaling.spare_workers else ""
+    spares = f" and {config.scaling.standby_workers} spare" if config.scaling.standby_workers else ""
     where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}{spares}"
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch{passes},"
@@ -71,7 +71,7 @@ def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
     """What to say of GPUs of the cluster that neither these workers nor the evaluator use; None where there are none."""
     scaling = config.scaling
     has = sum(node["Resources"].get("GPU", 0.0) for node in labelled(nodes, scaling.label_selector))
-    idle = int(has - (workers + scaling.spare_workers) * scaling.gpus_per_worker - evaluator_gpus(config))
+    idle = int(has - (workers + scaling.standby_workers) * scaling.gpus_per_worker - evaluator_gpus(config))
     if idle < 1:
         return None
     advice = "Raise scaling.max_workers (all: as many as fit), or leave them to others."

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from ray_app.config.config import Config
 from ray_app.driver.result import Result
-from ray_app.driver.run import Faults, Run, opened
+from ray_app.driver.run import Faults, Run, open_run
 from ray_app.errors import RunEndedError
 from ray_app.storage.files import Location, location, put_atomic
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Status
+from ray_app.train.membership import RendezvousStatus
 from ray_app.watch.terminal import RunConsole, SafeConsole
 
 _LOOK_S = 0.25
@@ -79,7 +79,7 @@ class Training:
         self._run, self._opened, self._said, self._slowed = run, opened, said, slowed
         self._result: Result | None = None
         self._error: BaseException | None = None
-        self._newest: Status | None = None
+        self._newest: RendezvousStatus | None = None
         self._asking, self._over = threading.Lock(), False
         self._thread = threading.Thread(target=self._go, name="training", daemon=True)
         atexit.register(self._leave)  # before the thread, which unregisters it
@@ -184,7 +184,7 @@ class Training:
         seen = self._look()
         return seen is not None and seen.record is not None and seen.record.workers == workers == len(self.workers())
 
-    def _look(self) -> Status | None:
+    def _look(self) -> RendezvousStatus | None:
         """The newest word of the rendezvous; None before the first."""
         self._newest = self._ask("status") or self._newest
         return self._newest
@@ -228,7 +228,7 @@ def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
     slowed = location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"
     faults = Faults(train=Hooks(after_step=_Slowly(str(slowed), pause_s))) if pause_s else Faults()
     with ExitStack() as stack:
-        run = stack.enter_context(opened(config, Console(file=said), faults, background=True))
+        run = stack.enter_context(open_run(config, Console(file=said), faults, background=True))
         if pause_s:
             put_atomic(slowed, b"")
             stack.callback(slowed.unlink, missing_ok=True)

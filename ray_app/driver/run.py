@@ -35,7 +35,7 @@ from ray_app.cluster.resources import (
     shared_bytes,
     workers_that_fit,
 )
-from ray_app.cluster.trainer import Start, fit
+from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.memory_cache import end_memory_cache, is_small, start_memory_cache
 from ray_app.data.ray_tasks import anchor_here
@@ -43,10 +43,10 @@ from ray_app.driver.announce import announce, say_changed_environment
 from ray_app.driver.finalize import Status, mlflow_status, newest_commit, report_end, summarize
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
-from ray_app.driver.services import Following, make_board, make_metrics, make_observers, make_sampler, make_tracker, observers_of
+from ray_app.driver.services import EvaluatorClient, make_board, make_metrics, make_observers, make_sampler, make_tracker, observers_of
 from ray_app.driver.signals import Bounds, stopping_at_signals
 from ray_app.driver.single import alone_in_front, train_in_front
-from ray_app.errors import LeaseLostError, own_error
+from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import variables
 from ray_app.runlog.endings import put_summary
@@ -61,7 +61,7 @@ from ray_app.train.checkpointing.restore import note_fallback
 from ray_app.train.checkpointing.snapshots import start_keepers
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
-from ray_app.train.membership import Status as Gathering
+from ray_app.train.membership import RendezvousStatus as Gathering
 from ray_app.train.strategies.parameter_server.actors import start_parameters
 from ray_app.version import __version__
 from ray_app.watch.observers import Observers
@@ -70,7 +70,7 @@ from ray_app.watch.terminal import RunConsole, SafeConsole, print_end
 _GIVE_UP_S = 15.0
 
 
-class Fitting(threading.Thread):
+class TrainThread(threading.Thread):
     """Trains while its context lasts; who leaves that earlier has given the run up, and its workers are ended.
 
     Args:
@@ -81,7 +81,7 @@ class Fitting(threading.Thread):
         error: What ended the run, if anything did.
     """
 
-    def __init__(self, start: Start, max_workers: int) -> None:
+    def __init__(self, start: WorkerArgs, max_workers: int) -> None:
         super().__init__(name="fit", daemon=True)
         self._passed, self._max_workers = start, max_workers
         self._given_up = threading.Event()
@@ -93,9 +93,9 @@ class Fitting(threading.Thread):
             fit(self._passed, self._max_workers, reserved_cpus(self._passed.job.config), self._given_up)
         except BaseException as error:  # shown and raised by the main thread
             if not self._given_up.is_set():
-                self.error = own_error(error)
+                self.error = unwrap_app_error(error)
 
-    def __enter__(self) -> Fitting:
+    def __enter__(self) -> TrainThread:
         """Begins."""
         self.start()
         return self
@@ -131,7 +131,7 @@ _COMPILING_S = 600.0
 _CLOSE_S = 2.0
 
 
-def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> Start:
+def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
     """Starts the rendezvous and, where the configuration has them, keepers of snapshots, caches and parameter servers.
 
     Args:
@@ -162,7 +162,7 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> Start:
     held = [source for source in (job.source if memory_cache is not None else None, job.evaluation) if source is not None]
     if memory_cache is None or not all(map(is_small, held)):
         threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
-    return Start(job, rendezvous, memory_cache, tuple(keepers), evaluation, hooks, parameters)
+    return WorkerArgs(job, rendezvous, memory_cache, tuple(keepers), evaluation, hooks, parameters)
 
 
 def _step_timeout_s(config: Config) -> float | None:
@@ -221,12 +221,12 @@ def run_training(config: Config, console: Console | None = None, faults: Faults 
         DataError: The data is refused, likewise; or a row met in mid-run cannot be used.
         RayAppError: The run failed; `summary.json` is written, starting again continues it.
     """
-    with opened(config, console or Console(), faults) as run:
+    with open_run(config, console or Console(), faults) as run:
         return run.go(observe)
 
 
 @contextmanager
-def opened(
+def open_run(
     config: Config, console: Console, faults: Faults = Faults(), background: bool = False, since_s: float | None = None
 ) -> Iterator[Run]:
     """Refuses what can be refused before anything is written, then connects to the cluster and claims the run; see `run_training`.
@@ -317,7 +317,7 @@ class Run:
                 CheckpointStore(job.paths).clean(job.fence)
                 if self._sampler is not None:
                     stack.enter_context(self._sampler)
-                following = stack.enter_context(Following(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
+                following = stack.enter_context(EvaluatorClient(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
                 if not self._is_over_and_intact() and not self._interrupted.is_set():
                     if self._config.train.strategy == "single":
                         train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
@@ -328,7 +328,7 @@ class Run:
         except KeyboardInterrupt:
             self._interrupted.set()
         except Exception as error:
-            self._error = self._error or own_error(error)
+            self._error = self._error or unwrap_app_error(error)
         except BaseException:  # the process ends, or who watches over it has given this run up
             for recording in (tracker, board):
                 if recording is not None:
@@ -400,13 +400,13 @@ class Run:
             logger.warning("The evaluations could not be read, will try again: %s", error)
         return self._stops_early
 
-    def _train(self, stack: ExitStack, following: Following, observe: Observe | None) -> None:
+    def _train(self, stack: ExitStack, following: EvaluatorClient, observe: Observe | None) -> None:
         """Trains beside the main thread, which is for signals and the console."""
 
         job, start = self.job, start_actors(stack, self.job, self._faults.train)
         rendezvous = start.rendezvous
         console = RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job))
-        with console as shown, Fitting(start, self._max_workers) as fitting:
+        with console as shown, TrainThread(start, self._max_workers) as fitting:
             told, looked_s, bounds = False, time.monotonic(), Bounds(job.total_steps)
             while fitting.is_alive():
                 if time.monotonic() - looked_s > poll_s(job.paths.root):

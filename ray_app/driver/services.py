@@ -95,7 +95,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 
 
-class Following:
+class EvaluatorClient:
     """Starts the evaluator; leave it as a context manager to end it.
 
     Args:
@@ -112,7 +112,7 @@ class Following:
 
             self._actor = start_evaluator(job, before, close_orphan if outlives else None)
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> EvaluatorClient:
         return self
 
     def __exit__(self, *_: object) -> None:

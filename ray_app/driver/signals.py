@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ray_app.train.membership import Phase, Status
+from ray_app.train.membership import Phase, RendezvousStatus
 
 
 @contextmanager
@@ -72,7 +72,7 @@ class Bounds:
         self._total_steps = total_steps
         self._step, self._reason, self._since_s = -1, "", 0.0
 
-    def look(self, now_s: float, seen: Status | None, phases: Collection[Phase] | None) -> str | None:
+    def look(self, now_s: float, seen: RendezvousStatus | None, phases: Collection[Phase] | None) -> str | None:
         """Takes how the run is now.
 
         Args:
@@ -89,7 +89,7 @@ class Bounds:
             self._reason, self._step, self._since_s = reason, step, now_s
         return f"{reason} for {limit_s:g} s" if reason and now_s - self._since_s >= limit_s else None
 
-    def _waits_for(self, seen: Status | None, phases: Collection[Phase] | None) -> tuple[str, float]:
+    def _waits_for(self, seen: RendezvousStatus | None, phases: Collection[Phase] | None) -> tuple[str, float]:
         if phases is None:
             is_done = seen is not None and seen.step >= self._total_steps and not seen.live and not seen.leaving
             return ("all steps are done, all workers have left, and Ray Train's controller has not ended" if is_done else ""), END_S

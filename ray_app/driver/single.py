@@ -25,12 +25,12 @@ from ray_app.storage.files import poll_s
 from ray_app.task.device import given_back
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from ray_app.watch.node_sampler import NodeSampler
 from ray_app.watch.terminal import RunConsole, SafeConsole
 
 
-def train_here(job: Job, membership: Alone, hooks: Hooks) -> None:
+def train_here(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> None:
     """Trains in this process; blocks until the run ends or is to stop. An error ends it: nobody starts it again.
 
     Args:
@@ -106,7 +106,7 @@ def train_in_front(
         waiting: Returns the checkpoints that wait for the evaluator.
         hooks: For fault tests.
     """
-    alone = Alone(job.plan.logical_workers, lambda: stops(False))
+    alone = SingleProcessMembership(job.plan.logical_workers, lambda: stops(False))
     plain = console.as_plain()
     ended = threading.Event()
 

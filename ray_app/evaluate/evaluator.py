@@ -27,7 +27,7 @@ from ray_app.data.local_readers import load_all
 from ray_app.data.memory_cache import fetch_at_once
 from ray_app.data.ray_tasks import MAX_DEATHS, died
 from ray_app.data.reader import Fetch, RowSource
-from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, own_error
+from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.process import keep_freed_memory
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import put_event, read_events
@@ -83,7 +83,7 @@ class EvaluationJob:
 
     def hold(self, done_step: int, expires_s: float) -> Hold:
         """Says which checkpoints it still needs: those after `done_step`."""
-        most = ALL if self.section.patience is not None else 1 if self.section.every == "latest" else self.section.most_waiting
+        most = ALL if self.section.patience is not None else 1 if self.section.every == "latest" else self.section.max_pending
         return Hold(done_step, expires_s, most, self.name)
 
 
@@ -228,7 +228,7 @@ class Evaluator:
                 wait_s = min(_LONGEST_PAUSE_S, 2 * max(wait_s, look_s))
             except Exception as error:  # only the end of the driver is waited for now
                 logger.exception("The evaluator gives up")
-                cause, wait_s = own_error(error), look_s
+                cause, wait_s = unwrap_app_error(error), look_s
                 self._error = cause if isinstance(cause, DataError) and is_refusal(cause) else f"{type(cause).__name__}: {cause}"
             self._stopped.wait(wait_s)
         return None

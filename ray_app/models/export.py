@@ -37,7 +37,7 @@ from ray_app.storage.files import to_json
 from ray_app.task.base import Batch, Task, WithoutTargets
 from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.schema import refuse_other_schema
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 
 EXPORT = "export.json"
 _READ_MB = 64.0
@@ -83,7 +83,7 @@ def write_export(
     temporary.mkdir()
     try:
         files = write_files(task, model, example, temporary)
-        with own_code(lambda: "writing an export"):
+        with user_code(lambda: "writing an export"):
             task.export_files(model, temporary)
         stored = {"format": files.format, "outputs": files.outputs, "refused": list(files.refused), "libraries": sorted(files.libraries)}
         described = source | stored | {"files": _digests(temporary)}
@@ -142,7 +142,7 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
     made = described["task"]
     if made["settings"] is None:
         raise RegistryError(f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret.")
-    task = _imported(made["class_path"]).of_settings(made["settings"])
+    task = _imported(made["class_path"]).from_settings(made["settings"])
     model = task.build_model()
     model.load_state_dict(parameters(data))
     return task, model.train()

@@ -69,7 +69,7 @@ def model_of_package(config: Config, model: str | None) -> Found:
             raise ConfigError(
                 f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}. Give that."
             )
-    task = type(made).of_settings(found.settings)
+    task = type(made).from_settings(found.settings)
     inputs = [spec["name"] for spec in found.inputs] if found.format == "torch.export" else None
     return Model(task, found.weights, inputs, found.params_digest), found.source, found.inputs
 

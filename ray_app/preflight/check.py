@@ -39,7 +39,7 @@ from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.redaction import redact
 from ray_app.train.job import Job
 from ray_app.train.loop import train
-from ray_app.train.membership import Alone, Formed
+from ray_app.train.membership import SingleProcessMembership, GenerationInfo
 from ray_app.train.state.state import seed_init
 from ray_app.watch.terminal import Finding
 
@@ -84,7 +84,7 @@ def trial_job(prepared: Prepared, folder: Path) -> Job:
     job = prepared.job
     micro_batch = min(_MICRO_BATCH, job.plan.micro_batch)
     config = job.config.replace(run__storage_path=str(folder), data__global_batch_size=WORKERS * micro_batch, **_AS_IN_THE_TRIAL)
-    if job.task.decodes_by_epoch:  # which a cache cannot hold
+    if job.task.has_epoch_decode:  # which a cache cannot hold
         config = config.replace(data__cache="none")
     if config.train.precision == "fp16":  # needs a GPU
         config = config.replace(train__precision="fp32")
@@ -108,7 +108,7 @@ def _some_rows(manifest: Manifest) -> Manifest:
     return Manifest(manifest.paths, manifest.file_of[groups], manifest.index_in_file[groups], rows)
 
 
-class _Together(Alone):
+class _Together(SingleProcessMembership):
     """The membership of processes that share a file; they are there from beginning to end."""
 
     def __init__(self, world: World, store: Path) -> None:
@@ -116,11 +116,11 @@ class _Together(Alone):
         self._world, self._store = world, store
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`; there is one."""
         del step, lost
         rank, size = self._world.rank, self._world.size
-        formed = Formed(1, rank, size, "", 0)
+        formed = GenerationInfo(1, rank, size, "", 0)
         if size == 1:
             yield self._world, formed
             return

@@ -32,15 +32,15 @@ from ray_app.preflight.gradient_checks import (
 )
 from ray_app.preflight.metric_checks import check_metrics
 from ray_app.preflight.model_checks import Kernels, find_refused, first_line, kept_whole, refuse_unshardable
-from ray_app.preflight.probe_rows import SHORT, Attempt, cut, numbers_of
-from ray_app.preflight.rare_rows import Beyond, refuse_out_of_range
+from ray_app.preflight.probe_rows import SHORT, RowProbe, cut, numbers_of
+from ray_app.preflight.rare_rows import RareRows, refuse_out_of_range
 from ray_app.task.base import Batch, Task, of_rows, summed
 from ray_app.task.device import given_back, pin
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.metrics import Chunk, combine, score
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays, to_batch, twice
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.task.whole_batches import BatchTask
 from ray_app.track.mlflow_client import mlflow_key
@@ -60,11 +60,11 @@ _NEEDS_MORE = re.compile("closure|dense")
 """What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
 
 
-def rehearse(
+def dry_run(
     job: Job,
     row: Arrays,
     initial: dict[str, Tensor] | None,
-    beyond: Sequence[Beyond] = (),
+    beyond: Sequence[RareRows] = (),
     evaluated: Arrays | None = None,
     has_all: bool = False,
     sample: Callable[[], Arrays | None] = lambda: None,
@@ -88,7 +88,7 @@ def rehearse(
     """
     config, task, doubts = job.config, job.task, list[str]()
     try:
-        with given_back(), own_code(lambda: "making model, optimizer and schedule"):
+        with given_back(), user_code(lambda: "making model, optimizer and schedule"):
             pin(torch.get_num_threads(), config.train.reduction == "exact")
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
@@ -151,7 +151,7 @@ def _try_schedules(state: TrainingState, total_steps: int) -> None:
     if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            with own_code(lambda: "moving the schedule"):
+            with user_code(lambda: "moving the schedule"):
                 state.pass_over()
         _refuse_rates(state, "after the first step")
         groups = [{name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups]
@@ -173,7 +173,7 @@ def _try_rows(
     job: Job,
     state: TrainingState,
     rows: Arrays,
-    beyond: Sequence[Beyond],
+    beyond: Sequence[RareRows],
     evaluated: Arrays | None,
     has_all: bool,
     sample: Callable[[], Arrays | None],
@@ -187,7 +187,7 @@ def _try_rows(
         TaskError: See `_try_task`.
         ConfigError: Likewise, or the model lacks classes, a vocabulary or positions for the data.
     """
-    attempt, doubts = Attempt(job.task, state), list[str]()
+    attempt, doubts = RowProbe(job.task, state), list[str]()
     with values_of_statistics(state.model, len(next(iter(rows.values())))) as counts:
         short, unused = _try_short(job, attempt, rows)
     refuse_single_values(state.model, job.plan, counts)
@@ -211,7 +211,7 @@ def _try_rows(
     return doubts
 
 
-def _try_short(job: Job, attempt: Attempt, rows: Arrays) -> tuple[Arrays, dict[str, nn.Parameter]]:
+def _try_short(job: Job, attempt: RowProbe, rows: Arrays) -> tuple[Arrays, dict[str, nn.Parameter]]:
     """`_try_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with, and what it returned.
 
     Raises:
@@ -238,7 +238,7 @@ def _is_cut(task: Task) -> bool:
     return isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
 
 
-def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> dict[str, nn.Parameter]:
+def _try_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Parameter]:
     """Takes two rows through training and evaluation, as workers and evaluator will; returns the parameters that get no gradient.
 
     Raises:
@@ -248,13 +248,13 @@ def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> dict[str, nn.Paramete
     task, state, count, config = job.task, attempt.state, len(next(iter(rows.values()))), job.config
     unused = dict[str, nn.Parameter]()
     state.train()
-    trained_on = own_code(lambda: "training on two rows")
+    trained_on = user_code(lambda: "training on two rows")
     with kept_whole(state.model, config.optimizers is not None), trained_on, _kernels(config, config.scaling.gpus_per_worker) as gpus:
         fields = task.augment(to_batch(rows), torch.arange(count))
         if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
             _look_at_target(job, task, state.model, fields)
         for turn in attempt.turns:
-            losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)
+            losses = task.training_loss(state.model, fields) if turn is None else task.loss_for_optimizer(turn, state.model, fields)
             found = of_rows(task, losses, count)
             summed(task, found)
             moved = moved_parameters(state, turn)
@@ -267,7 +267,7 @@ def _try_task(job: Job, attempt: Attempt, rows: Arrays) -> dict[str, nn.Paramete
     with _kernels(config, config.scaling.gpus_per_worker if job.workers_evaluate else config.evaluate.num_gpus):
         chunks = list(score(task, state.model, rows, count, torch.device("cpu")))
         _refuse_unknown_metric(job, chunks)
-    with own_code(lambda: "predicting two rows"), torch.inference_mode():
+    with user_code(lambda: "predicting two rows"), torch.inference_mode():
         batch = to_batch(rows)
         task.predicted(task.forward(state.model, batch), batch)
     return unused

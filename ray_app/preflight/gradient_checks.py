@@ -24,7 +24,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Plan
 from ray_app.preflight.metric_checks import MIN_ROWS, are_close, disturbed, num_trials, repeated
-from ray_app.preflight.probe_rows import SHORT, Attempt
+from ray_app.preflight.probe_rows import SHORT, RowProbe
 from ray_app.task.base import of_rows, summed
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.whole_batches import BatchTask
@@ -37,7 +37,7 @@ _COUNT_ZEROS = ("fsdp", "local_sgd")
 """Strategies that fill in a missing gradient with zeros on one logical worker, too."""
 
 
-def gradient_doubts(job: Job, attempt: Attempt, unused: Mapping[str, nn.Parameter], rows: Arrays | None) -> list[str]:
+def gradient_doubts(job: Job, attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays | None) -> list[str]:
     """What to say of parameters that no tried row uses, and of numbers of a training step that are no means over rows.
 
     Args:
@@ -65,7 +65,7 @@ def moved_parameters(state: TrainingState, turn: str | None) -> dict[str, nn.Par
     return {name: p for name, p in named.items() if id(p) in moved}
 
 
-def _unused_by(attempt: Attempt, unused: Mapping[str, nn.Parameter], rows: Arrays) -> dict[str, nn.Parameter]:
+def _unused_by(attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays) -> dict[str, nn.Parameter]:
     """Those of the parameters that these rows do not use either."""
     task, state, count = attempt.task, attempt.state, len(next(iter(rows.values())))
     state.train()
@@ -73,7 +73,7 @@ def _unused_by(attempt: Attempt, unused: Mapping[str, nn.Parameter], rows: Array
     try:
         fields = task.augment(to_batch(rows), torch.arange(count))
         for turn in attempt.turns:
-            losses = task.training_loss(state.model, fields) if turn is None else task.turn_loss(turn, state.model, fields)
+            losses = task.training_loss(state.model, fields) if turn is None else task.loss_for_optimizer(turn, state.model, fields)
             without.update(parameters_without_gradient(of_rows(task, losses, count).values, moved_parameters(state, turn)))
     except Exception:  # what is wrong with these rows is said where they are read
         return dict(unused)

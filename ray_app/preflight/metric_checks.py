@@ -24,7 +24,7 @@ from ray_app.task.base import Batch, Task
 from ray_app.task.metric_states import States, attributes_of, load_states, make_metrics, metric_parts, states_of
 from ray_app.task.metrics import computed_values
 from ray_app.task.ragged import Arrays, Ragged, to_batch
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 from ray_app.task.whole_batches import BatchTask, rows_in
 
 MAX_ROWS = 16
@@ -60,7 +60,7 @@ def check_metrics(task: Task, model: nn.Module, rows: Arrays, has_all: bool) -> 
     """
     model.eval()
     count = len(next(iter(rows.values())))
-    with own_code(lambda: "evaluating some rows"), torch.no_grad():
+    with user_code(lambda: "evaluating some rows"), torch.no_grad():
         doubts = _check_means(task, model, repeated(rows, max(count, MIN_ROWS))) if isinstance(task, BatchTask) else []
         outputs = _forward(task, model, rows)
         _check_states(task, outputs)

@@ -50,12 +50,12 @@ from ray_app.preflight.changes import (
     put_data_versions,
 )
 from ray_app.preflight.data_summary import constant_target_doubts, described_data, similar_class_doubts
-from ray_app.preflight.dry_run import rehearse
+from ray_app.preflight.dry_run import dry_run
 from ray_app.preflight.initial_parameters import Beginning, find_beginning, replaced_weights_doubts
 from ray_app.preflight.metric_checks import MAX_ROWS
 from ray_app.preflight.model_checks import refuse_unpicklable
 from ray_app.preflight.probe_rows import longest, shortest
-from ray_app.preflight.rare_rows import Beyond, refuse_other_fields
+from ray_app.preflight.rare_rows import RareRows, refuse_other_fields
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
@@ -308,7 +308,7 @@ def prepare(config: Config) -> Prepared:
     config, initial = begins.config, begins.params
     dataset = open_dataset(config.data.path)
     task = _prepared_task(config, begins, dataset)
-    if config.optimizer == Config.optimizer and config.optimizers is None and task.brings_optimizer:
+    if config.optimizer == Config.optimizer and config.optimizers is None and task.has_own_optimizer:
         config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
         check(config)
     config = config.replace(evaluate__mode=completed_mode(task, config.evaluate.metric, config.evaluate.mode))
@@ -330,14 +330,14 @@ def prepare(config: Config) -> Prepared:
     if config.train.init_from is not None:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
-    beyond = [Beyond.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest(rows))]
+    beyond = [RareRows.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest(rows))]
     data, some, constant = None, None, list[str]()
     if config.data.eval_path is not None:
         data, more, some, constant = _prepare_evaluation(job, config.data.eval_path)
         beyond.append(more)
     first = longest(rows) if isinstance(task, LoopTask) else shortest(rows)  # a script takes all at once
     has_all = data is not None and data.manifest.num_rows <= MAX_ROWS
-    doubts = rehearse(job, first, initial, beyond, some, has_all, partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS))
+    doubts = dry_run(job, first, initial, beyond, some, has_all, partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS))
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")
@@ -384,7 +384,7 @@ def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> N
             f"data.by_length is {config.data.by_length!r}; the decoded fields whose rows have different lengths are"
             f" {', '.join(ragged) or 'none'}. Name one of them, or leave it out."
         )
-    if config.data.cache != "none" and task.decodes_by_epoch:
+    if config.data.cache != "none" and task.has_epoch_decode:
         raise ConfigError(
             f"data.cache is {config.data.cache}, but {type(task).__name__} decodes a row another way in every epoch, which a"
             " cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
@@ -456,7 +456,7 @@ def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
         )
 
 
-def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond, Arrays | None, list[str]]:
+def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, RareRows, Arrays | None, list[str]]:
     """The evaluation data, what it has that the training data does not have, some of its rows, decoded, and what is to be said of it.
 
     Raises:
@@ -474,7 +474,7 @@ def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, Beyond, Arrays 
     check_evaluation_data(job.paths, config, source.manifest.digest)
     some = sample_rows(dataset, job.task.columns(), job.task.decode, MAX_ROWS)
     constant = constant_target_doubts(job.task, dataset.facts, source.manifest.num_rows)
-    return source, Beyond.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready), some, constant
+    return source, RareRows.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready), some, constant
 
 
 def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:

@@ -21,7 +21,7 @@ from ray_app.errors import TaskError
 from ray_app.task.base import Task
 from ray_app.task.metrics import score
 from ray_app.task.ragged import Arrays, Ragged, to_batch
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.train.state.state import TrainingState
 
@@ -32,7 +32,7 @@ SHORT = 8
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RowProbe:
     """A task and a model before the start.
 
     Args:
@@ -60,7 +60,7 @@ class Attempt:
             TaskError: It cannot be done.
         """
         count, model = len(next(iter(rows.values()))), self.state.model
-        with torch.no_grad(), own_code(lambda: f"{'evaluating' if evaluates else 'training'} on {what}"):
+        with torch.no_grad(), user_code(lambda: f"{'evaluating' if evaluates else 'training'} on {what}"):
             if evaluates:
                 list(score(self.task, model, rows, count, torch.device("cpu")))
                 return
@@ -70,7 +70,7 @@ class Attempt:
                 if turn is None:
                     self.task.training_loss(model, fields)
                 else:
-                    self.task.turn_loss(turn, model, fields)
+                    self.task.loss_for_optimizer(turn, model, fields)
 
     def works(self, rows: Arrays, evaluates: bool) -> bool:
         """Whether that can be done."""
@@ -142,7 +142,7 @@ _HELD_AT_ONCE = 4
 """How many tensors as large as the largest there are at a time: scores, as float32, their logarithms, and what reads them."""
 
 
-def too_costly(attempt: Attempt, rows: Arrays) -> str | None:
+def too_costly(attempt: RowProbe, rows: Arrays) -> str | None:
     """What it would take to train on rows without a step, in words, if that is more than a trial may; None if not.
 
     Operations are at least two for each parameter and number, but for embeddings. Where the lists can be cut, what short ones take, of
@@ -193,7 +193,7 @@ def _continued(lengths: np.ndarray, found: np.ndarray, length: int) -> float:
     return float((a + (length / scale) * (b + (length / scale) * c)).max())
 
 
-def _measured(attempt: Attempt, rows: Arrays) -> tuple[int, list[int]]:
+def _measured(attempt: RowProbe, rows: Arrays) -> tuple[int, list[int]]:
     with FlopCounterMode(display=False) as flops, _Sizes(attempt.state.model) as made:
         attempt.on(rows, False, "short rows")
     return flops.get_total_flops(), made.sizes or [0]

@@ -27,7 +27,7 @@ from ray_app.plan.hashing import hash_array
 from ray_app.preflight.changes import classes_in
 from ray_app.task.base import Batch, Losses, Rows, Task
 from ray_app.task.ragged import Arrays, Field, Ragged, to_batch
-from ray_app.task.user_code import is_own, own_code
+from ray_app.task.user_code import is_own, user_code
 from ray_app.train.job import Job
 from ray_app.train.state.state import seed_init, seed_step
 
@@ -224,13 +224,13 @@ def _found(job: Job) -> Iterator[str]:
     yield from drawn or _alone(task, rows)
     batch = to_batch(decoded)
     keys = torch.from_numpy((hash_array(1, np.arange(len(next(iter(decoded.values()))))) >> np.uint64(1)).astype(np.int64))
-    if task.decodes_by_epoch:
+    if task.has_epoch_decode:
         yield from _twice(task, "decode_training", lambda: _plain(task.decode_training(rows, keys.numpy())), _DRAWN, ())
     yield from _twice(task, "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,))
     yield from _twice(task, "build_model", lambda: _model(task).state_dict(), _KEYED, (TORCH,))
     model, fields = _model(task).train(), task.augment(dict(batch), keys)
     for turn in job.config.optimizers or [""]:
-        name = f"turn_loss of {turn}" if turn else "training_loss"
+        name = f"loss_for_optimizer of {turn}" if turn else "training_loss"
         yield from _twice(task, name, partial(_loss, task, turn, model, fields), _KEYED, (TORCH,))
     evaluated = _model(task).eval()
     may_not = "Evaluations and predictions of one checkpoint would differ: draw only where self.training is true, from torch's generators"
@@ -273,7 +273,7 @@ def _copy(task: Task, model: nn.Module) -> nn.Module:
 
 def _loss(task: Task, turn: str, model: nn.Module, fields: Batch) -> Any:
     copied = _copy(task, model), {name: values.clone() for name, values in fields.items()}
-    found = Losses.of(task.turn_loss(turn, *copied) if turn else task.training_loss(*copied))
+    found = Losses.of(task.loss_for_optimizer(turn, *copied) if turn else task.training_loss(*copied))
     weights = {} if found.weights is None else {"weights": found.weights}
     return {name: values.detach() for name, values in {"values": found.values, **weights, **found.metrics}.items()}
 
@@ -288,7 +288,7 @@ def _twice(task: Task, name: str, call: Callable[[], Any], advice: str, allowed:
     results, draws, own = [], list[Draw](), generators()
     for _ in range(3):
         seed_step(0, 0, 0, 0, _CPU)
-        with own_code(lambda: f"{name}, called three times on the same rows"):
+        with user_code(lambda: f"{name}, called three times on the same rows"):
             result, drew = watched(call, task, own)
         results.append(result)
         draws += [draw for draw in drew if draw.generator not in allowed]

@@ -20,17 +20,17 @@ from ray_app.data.dataset import Dataset
 from ray_app.data.probes import longest_row
 from ray_app.data.reader import POSITION, Reader, rows_of
 from ray_app.errors import ConfigError, DataError, TaskError
-from ray_app.preflight.probe_rows import MOST_NUMBERS, Attempt, numbers_of, too_costly
+from ray_app.preflight.probe_rows import MOST_NUMBERS, RowProbe, numbers_of, too_costly
 from ray_app.task.base import Rows, Task
 from ray_app.task.device import given_back
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays, Ragged, twice
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
 
-def refuse_out_of_range(attempt: Attempt, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = "") -> None:
+def refuse_out_of_range(attempt: RowProbe, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = "") -> None:
     """Trains, or evaluates, on rows that have the least and the greatest numbers of the columns, without a step.
 
     Args:
@@ -108,7 +108,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Beyond:
+class RareRows:
     """One data set, the one to train or the one to evaluate on.
 
     Args:
@@ -132,7 +132,7 @@ class Beyond:
         fields: dict[str, ArraySpec],
         evaluated: Task | None = None,
         seen: Arrays | None = None,
-    ) -> Beyond:
+    ) -> RareRows:
         """Looks for the longest row of a data set; `seen` is one that may be it."""
         row = None
         if any(spec.padding is not None for spec in fields.values()):
@@ -141,7 +141,7 @@ class Beyond:
             row = seen
         return cls(name, task, row, evaluated)
 
-    def refuse(self, attempt: Attempt, tried: Arrays, known: int) -> int:
+    def refuse(self, attempt: RowProbe, tried: Arrays, known: int) -> int:
         """Trains, or evaluates, on what the rows that were tried do not have, without a step.
 
         Args:
@@ -176,7 +176,7 @@ class Beyond:
         self._try_longest(attempt, rows, numbers)
         return numbers
 
-    def _try_longest(self, attempt: Attempt, rows: Arrays, numbers: int) -> None:
+    def _try_longest(self, attempt: RowProbe, rows: Arrays, numbers: int) -> None:
         evaluates = self.evaluated is not None
         try:
             attempt.on(rows, evaluates, "the longest row")
@@ -211,12 +211,12 @@ def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) ->
     Raises:
         ConfigError: It cannot be decoded so, or to something else than `decode` makes of it.
     """
-    if not task.decodes_by_epoch:
+    if not task.has_epoch_decode:
         return
     where = " Look at task.init_args.transforms." if getattr(task, "transforms", None) else ""
     for key in _KEYS:
         try:
-            with given_back(), own_code(lambda: "decoding a row to train on"):
+            with given_back(), user_code(lambda: "decoding a row to train on"):
                 decoded = task.decode_training(rows, key[None])
         except TaskError as error:
             raise ConfigError(f"A row to train on cannot be decoded: {error}{where}") from error

@@ -251,7 +251,7 @@ def settled(world: World) -> None:
         gather(None, world)
 
 
-class Exchange(ABC):
+class GradientReducer(ABC):
     """Adds the gradients of all logical workers and leaves the sum in every parameter's `.grad`.
 
     In each step a rank calls `backward` or `skip` for each logical worker that it plays, in their order, then `launch`, then

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ray_app.reduction.base import Exchange, Stage, T, World, backward_of, bits_of, in_parts
+from ray_app.reduction.base import GradientReducer, Stage, T, World, backward_of, bits_of, in_parts
 from ray_app.reduction.overlap import SideStream, SideThread
-from ray_app.reduction.transport import CollectiveTransport, DirectTransport, Rooms, Transport
+from ray_app.reduction.transport import CollectiveTransport, DirectTransport, BufferPool, Transport
 from ray_app.reduction.tree import TreeSum, parents
 
 _ALIGNED_BYTES = 64
@@ -40,7 +40,7 @@ class Bucket:
         number: Which bucket it is.
 
     Attributes:
-        room: Memory that travels, see `Rooms`.
+        room: Memory that travels, see `BufferPool`.
         is_direct: Whether ranks may come to the buckets in different orders.
     """
 
@@ -62,7 +62,7 @@ class Bucket:
         self._parents = parents(world.logical_workers)
         self.tree = TreeSum(self._parents)
         self._spare: list[Tensor] = []
-        rooms = Rooms(first.device)
+        rooms = BufferPool(first.device)
         self.room = rooms.room
         self.is_direct = world.settle is None and first.device.type == "cpu"
         self._transport: Transport = DirectTransport(rooms, world.rank, number) if self.is_direct else CollectiveTransport(rooms)
@@ -115,7 +115,7 @@ class Bucket:
 _MEBI = 1 << 20
 
 
-class DataParallel(Exchange):
+class BucketedReducer(GradientReducer):
     """See the module.
 
     Args:
@@ -164,7 +164,7 @@ class DataParallel(Exchange):
         return ready
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
-        """See `Exchange.backward`; the exchange starts during the last one."""
+        """See `GradientReducer.backward`; the exchange starts during the last one."""
         self._begin(logical_worker)
         self._listening = logical_worker == self._last
         try:
@@ -174,14 +174,14 @@ class DataParallel(Exchange):
         self._end(logical_worker)
 
     def take(self, leave: Callable[[], T], logical_worker: int) -> T:
-        """See `Exchange.take`; nothing of the last one travels before `launch`."""
+        """See `GradientReducer.take`; nothing of the last one travels before `launch`."""
         self._begin(logical_worker)
         found = leave()
         self._end(logical_worker)
         return found
 
     def skip(self, logical_worker: int) -> None:
-        """See `Exchange.skip`."""
+        """See `GradientReducer.skip`."""
         self.take(lambda: None, logical_worker)
 
     def sum(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
@@ -266,7 +266,7 @@ class DataParallel(Exchange):
             bucket.reset()
 
     def launch(self) -> None:
-        """See `Exchange.launch`."""
+        """See `GradientReducer.launch`."""
         for bucket in self._buckets:
             bucket.missing = set()
         self._launch_ready()
@@ -338,7 +338,7 @@ class DataParallel(Exchange):
         bucket.wait()
 
     def finish(self) -> None:
-        """See `Exchange.finish`."""
+        """See `GradientReducer.finish`."""
         if self._alone:
             return
         if self._world.size > 1:
@@ -357,7 +357,7 @@ class DataParallel(Exchange):
         self._side.join()
 
     def close(self) -> None:
-        """See `Exchange.close`."""
+        """See `GradientReducer.close`."""
         for hook in self._hooks:
             hook.remove()
         if self._thread is not None:

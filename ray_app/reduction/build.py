@@ -5,19 +5,19 @@ from __future__ import annotations
 from torch import nn
 
 from ray_app.config.sections import TrainSection
-from ray_app.reduction.base import Exchange, World
-from ray_app.reduction.bucketed import DataParallel
+from ray_app.reduction.base import GradientReducer, World
+from ray_app.reduction.bucketed import BucketedReducer
 
 
-def build_exchange(train: TrainSection, model: nn.Module, world: World) -> Exchange:
+def build_exchange(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
     """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of `ddp`."""
     if train.strategy == "fsdp":
         from ray_app.reduction import sharded  # two seconds of imports that the others do not need
 
-        return sharded.ExactlySharded(model, world) if train.reduction == "exact" else sharded.FullySharded(model, world)
+        return sharded.DeterministicShardedReducer(model, world) if train.reduction == "exact" else sharded.FsdpReducer(model, world)
     return data_parallel(train, model, world)
 
 
-def data_parallel(train: TrainSection, model: nn.Module, world: World) -> DataParallel:
+def data_parallel(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
     """The exchange of `ddp`, as configured."""
-    return DataParallel(model, world, train.reduction, train.bucket_mb, train.gradient_compression)
+    return BucketedReducer(model, world, train.reduction, train.bucket_mb, train.gradient_compression)

@@ -2,7 +2,7 @@
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Rajbhandari et al., "ZeRO", SC 2020, stage 3.
 The parameters of a unit are gathered for its forward and again for its backward, after which its gradients are added and scattered: by
-the network, in an order that depends on the number of workers (`FullySharded`), or in the tree (`fsdp_exact.py`).
+the network, in an order that depends on the number of workers (`FsdpReducer`), or in the tree (`fsdp_exact.py`).
 
 Gradients of sharded parameters, added in the tree: every rank adds the shards that it owns.
 
@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import Exchange, World, backward_of, collective, in_parts
+from ray_app.reduction.base import GradientReducer, World, backward_of, collective, in_parts
 from ray_app.reduction.overlap import keep_until_done
 from ray_app.reduction.tree import TreeSum, parents
 
@@ -123,7 +123,7 @@ class _ReduceScatter(DefaultReduceScatter):
             return super().__call__(*args, **options)
 
 
-class FullySharded(Exchange):
+class FsdpReducer(GradientReducer):
     """See the module.
 
     Args:
@@ -151,7 +151,7 @@ class FullySharded(Exchange):
         return _ReduceScatter(self._world)
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
-        """See `Exchange.backward`; a collective, as the forward before it was. All ranks must make equally many passes."""
+        """See `GradientReducer.backward`; a collective, as the forward before it was. All ranks must make equally many passes."""
         del logical_worker
         self._pass(losses, weights)
 
@@ -198,20 +198,20 @@ class FullySharded(Exchange):
         return [(id(grad), grad._local_tensor._version if grad is not None else 0) for grad in found]
 
     def skip(self, logical_worker: int) -> None:
-        """See `Exchange.skip`; a sum needs no zeros."""
+        """See `GradientReducer.skip`; a sum needs no zeros."""
 
     def launch(self) -> None:
-        """See `Exchange.launch`; the exchange was part of each backward."""
+        """See `GradientReducer.launch`; the exchange was part of each backward."""
 
     def finish(self) -> None:
-        """See `Exchange.finish`."""
+        """See `GradientReducer.finish`."""
         self._began = False
         for p in self._parameters:
             if p.grad is None:  # no logical worker used it
                 p.grad = torch.zeros_like(p)
 
     def close(self) -> None:
-        """See `Exchange.close`."""
+        """See `GradientReducer.close`."""
         for listens in self._listens:
             listens.remove()
         self._clear()
@@ -222,7 +222,7 @@ class FullySharded(Exchange):
 
 
 class _Scatter(ReduceScatter):
-    """In the place of a reduce-scatter; the sum that it leaves is none, since `ExactlySharded` makes it.
+    """In the place of a reduce-scatter; the sum that it leaves is none, since `DeterministicShardedReducer` makes it.
 
     Args:
         world: The workers of now, strided.
@@ -271,7 +271,7 @@ class _Scatter(ReduceScatter):
         return [row[at : at + gradient.numel()].view(gradient.shape) for row in self._received]
 
 
-class ExactlySharded(FullySharded):
+class DeterministicShardedReducer(FsdpReducer):
     """See the module.
 
     Args:
@@ -302,7 +302,7 @@ class ExactlySharded(FullySharded):
         return arrived
 
     def idle(self, losses: Tensor) -> None:
-        """See `FullySharded.idle`; what it gives counts as zeros, whatever it is."""
+        """See `FsdpReducer.idle`; what it gives counts as zeros, whatever it is."""
         self._scatter.is_idle = True
         try:
             super().idle(losses)
@@ -333,7 +333,7 @@ class ExactlySharded(FullySharded):
         tree.nodes = [(node, value.clone() if node[0] >= leaves.start else value) for node, value in tree.nodes]
 
     def finish(self) -> None:
-        """See `Exchange.finish`."""
+        """See `GradientReducer.finish`."""
         self._began = False
         for p, tree in zip(self._parameters, self._sums, strict=True):
             [(_, total)] = tree.nodes
@@ -368,7 +368,7 @@ class ExactlySharded(FullySharded):
         return found
 
     def close(self) -> None:
-        """See `Exchange.close`."""
+        """See `GradientReducer.close`."""
         for hook in self._hooks:
             hook.remove()
         super().close()

@@ -27,7 +27,7 @@ from ray_app.reduction.base import Stage, World, collective
 _AS_LONG_AS_IT_TAKES = timedelta(days=1)
 
 
-class Transfer:
+class P2PWork:
     """What has begun.
 
     Args:
@@ -47,16 +47,16 @@ class Transfer:
         self._work.wait(_AS_LONG_AS_IT_TAKES)
 
 
-def sending(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> Transfer:
+def sending(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
     """Begins to send; what goes to the same rank under the same tag arrives in this order. `group`: not given, torch's default group."""
     group = group if group is not None else dist.group.WORLD
-    return Transfer(group.send([value], peer, tag), value)
+    return P2PWork(group.send([value], peer, tag), value)
 
 
-def receiving(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> Transfer:
+def receiving(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
     """Begins to receive into a tensor; see `sending`."""
     group = group if group is not None else dist.group.WORLD
-    return Transfer(group.recv([value], peer, tag), value)
+    return P2PWork(group.recv([value], peer, tag), value)
 
 
 def send(value: Tensor, peer: int) -> None:
@@ -69,7 +69,7 @@ def receive(value: Tensor, peer: int) -> None:
     receiving(value, peer).wait()
 
 
-class Rooms:
+class BufferPool:
     """Memory that is made once and is the same one in each step; by name.
 
     Args:
@@ -106,7 +106,7 @@ class Transport(Protocol):
 class CollectiveTransport(Transport):
     """By the collectives of the process group, which all ranks have to begin in the same order."""
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, rooms: BufferPool) -> None:
         self._room = rooms.room
         self._work: Any = None
 
@@ -144,10 +144,10 @@ class DirectTransport(Transport):
         number: Of the bucket, on all ranks the same.
     """
 
-    def __init__(self, rooms: Rooms, rank: int, number: int) -> None:
+    def __init__(self, rooms: BufferPool, rank: int, number: int) -> None:
         self._room, self._rank, self._tag = rooms.room, rank, number + 1
         self._group = dist.group.WORLD  # not that of a later generation, which a thread that is left behind would write into
-        self._begun: list[Transfer] = []
+        self._begun: list[P2PWork] = []
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
         """See `Transport`; what this rank holds of its own shard stays where it is."""

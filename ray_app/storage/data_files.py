@@ -143,7 +143,7 @@ class File:
         Raises:
             DataError: Something else stands in its place, see `name_foreign_file`. Some readers would take it for data.
         """
-        file = opened(self.place)
+        file = open_data_file(self.place)
         if not isinstance(self.place, Path):
             file = io.BufferedReader(cast(io.RawIOBase, file), _AT_ONCE_BYTES)
         # A look into a bucket is a request, so only what is as short as a pointer of Git LFS is looked at there.
@@ -279,7 +279,7 @@ def versions(root: Place, paths: Iterable[str]) -> list[Any]:
         raise FileNotFoundError(errno.ENOENT, "No such object", str(root / error.args[0])) from error
 
 
-def opened(place: Place) -> IO[bytes]:
+def open_data_file(place: Place) -> IO[bytes]:
     """Opens a file for reading; positions can be sought."""
     if isinstance(place, Path):
         return place.open("rb")
@@ -293,7 +293,7 @@ def parquet(place: Place, buffer_bytes: int = 0) -> pq.ParquetFile:
     Pages that have a checksum are compared with it.
     """
     pre_buffer = not buffer_bytes and not isinstance(place, Path)
-    source = str(place) if isinstance(place, Path) else opened(place)
+    source = str(place) if isinstance(place, Path) else open_data_file(place)
     return pq.ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=pre_buffer, page_checksum_verification=True)
 
 
@@ -350,7 +350,7 @@ def _foreign_file_at(file: File | Place | str) -> str | None:
     if isinstance(file, str):
         return None
     try:
-        with opened(file.place if isinstance(file, File) else file) as stream:
+        with open_data_file(file.place if isinstance(file, File) else file) as stream:
             head = stream.read(HEAD_BYTES)
     except (OSError, pa.ArrowException):
         return None

@@ -67,7 +67,7 @@ class Losses:
         return self if self.values.dtype == torch.float32 else replace(self, values=self.values.float())
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """What rows add to the means of a step or an evaluation.
 
     Args:
@@ -81,7 +81,7 @@ class Sums(NamedTuple):
     metrics: dict[str, float]
 
 
-NOTHING = Sums(0.0, 0.0, {})
+NOTHING = LossSums(0.0, 0.0, {})
 """What no rows add."""
 
 
@@ -109,7 +109,7 @@ def of_rows(task: object, found: Tensor | Losses, rows: int) -> Losses:
     return losses
 
 
-class Unread(NamedTuple):
+class DeviceSums(NamedTuple):
     """Sums over rows that are still where they were computed.
 
     Args:
@@ -123,17 +123,17 @@ class Unread(NamedTuple):
     metrics: tuple[str, ...] | None
 
 
-def sums_of(losses: Losses) -> Unread:
+def sums_of(losses: Losses) -> DeviceSums:
     """The sums over rows; does not wait for the device."""
     values = losses.values.detach()
     if losses.weights is None and not losses.metrics:
-        return Unread(values.sum(), len(values), None)
+        return DeviceSums(values.sum(), len(values), None)
     weights = losses.weights.detach() if losses.weights is not None else torch.ones_like(values)
     more = [each.detach().sum(dtype=torch.float64) for each in (weights, *losses.metrics.values())]
-    return Unread(torch.stack([values.sum().double(), *more]), len(values), tuple(losses.metrics))
+    return DeviceSums(torch.stack([values.sum().double(), *more]), len(values), tuple(losses.metrics))
 
 
-def read(task: object, found: Sequence[Unread | None], also: Sequence[Tensor] = ()) -> tuple[list[Sums], list[float]]:
+def read(task: object, found: Sequence[DeviceSums | None], also: Sequence[Tensor] = ()) -> tuple[list[LossSums], list[float]]:
     """What sums are, `NOTHING` for None, and other numbers; waits for the device once.
 
     Args:
@@ -150,7 +150,7 @@ def read(task: object, found: Sequence[Unread | None], also: Sequence[Tensor] = 
         if each is None:
             told.append(NOTHING)
         elif each.metrics is None:
-            told.append(Sums(numbers[at], float(each.rows), {}))
+            told.append(LossSums(numbers[at], float(each.rows), {}))
             at += 1
         else:
             loss, weight, *metrics = numbers[at : at + 2 + len(each.metrics)]
@@ -159,7 +159,7 @@ def read(task: object, found: Sequence[Unread | None], also: Sequence[Tensor] = 
                     f"{type(task).__name__}.loss returned weights whose sum over {each.rows} rows is {weight}; each must be a number of at"
                     " least 0, such as how many tokens a row has."
                 )
-            told.append(Sums(loss, weight, dict(zip(each.metrics, metrics, strict=True))))
+            told.append(LossSums(loss, weight, dict(zip(each.metrics, metrics, strict=True))))
             at += 2 + len(metrics)
     return told, numbers[at:]
 
@@ -175,7 +175,7 @@ def _are_here(held: list[Tensor]) -> bool:
     return not held or held[0].is_cpu
 
 
-def summed(task: object, losses: Losses) -> Sums:
+def summed(task: object, losses: Losses) -> LossSums:
     """The sums over rows; see `read`."""
     return read(task, [sums_of(losses)])[0][0]
 
@@ -209,7 +209,7 @@ class Task(ABC):
     """Columns and classes of the data that the task was prepared with, see `ray_app.task.schema`; set after `prepare`."""
 
     @classmethod
-    def of_settings(cls, settings: dict[str, Any]) -> Self:
+    def from_settings(cls, settings: dict[str, Any]) -> Self:
         """Makes a prepared task again from what `vars` said of it."""
         task = cls.__new__(cls)
         vars(task).update(settings)
@@ -275,7 +275,7 @@ class Task(ABC):
         return self.decode(rows)
 
     @property
-    def decodes_by_epoch(self) -> bool:
+    def has_epoch_decode(self) -> bool:
         """Whether `decode_training` is to be called for rows to train on: it is not that of `Task`."""
         return type(self).decode_training is not Task.decode_training
 
@@ -344,7 +344,7 @@ class Task(ABC):
         """
         return self.loss(self.forward(model, batch), batch)
 
-    def turn_loss(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
+    def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """What `training_loss` returns, where several optimizers take turns (`optimizers`).
 
         Args:
@@ -366,11 +366,11 @@ class Task(ABC):
         optimizer.step()
 
     @property
-    def brings_optimizer(self) -> bool:
-        """Whether `own_optimizer` is used where the configuration has no optimizer: it is not that of `Task`."""
-        return type(self).own_optimizer is not Task.own_optimizer
+    def has_own_optimizer(self) -> bool:
+        """Whether `configure_optimizers` is used where the configuration has no optimizer: it is not that of `Task`."""
+        return type(self).configure_optimizers is not Task.configure_optimizers
 
-    def own_optimizer(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
         """Makes the optimizer, and a schedule that moves after every step, where the configuration has no optimizer.
 
         Raises:

@@ -90,7 +90,7 @@ class ObjectDetection(Task):
         return [self.boxes, self.labels]
 
     @property
-    def decodes_by_epoch(self) -> bool:
+    def has_epoch_decode(self) -> bool:
         """Whether there are transforms."""
         return bool(self.transforms)
 

@@ -84,7 +84,7 @@ def refuse_hooks(module: nn.Module) -> None:
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
             f"{type(module).__name__} sets automatic_optimization to False; its own calls of optimizers would not wait for the gradients of"
-            " the other workers. Write a Task with turn_loss and configure optimizers that take turns (docs/own-task.md)."
+            " the other workers. Write a Task with loss_for_optimizer and configure optimizers that take turns (docs/own-task.md)."
         )
 
 
@@ -248,14 +248,14 @@ class LightningTask(BatchTask):
         return module
 
     @property
-    def brings_optimizer(self) -> bool:
+    def has_own_optimizer(self) -> bool:
         """Whether the module has `configure_optimizers`."""
         found = load_class(self.model["class_path"])
         with torch.random.fork_rng(devices=[]):
             kind = found if isinstance(found, type) else type(self.build_model())
         return has_own(kind, "configure_optimizers")
 
-    def own_optimizer(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
         """What `configure_optimizers` returns: one optimizer, and a scheduler that moves after every step."""
         with played(model, "configure_optimizers"):
             return _one_optimizer(model.configure_optimizers())  # type: ignore[operator]
@@ -324,7 +324,7 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; one torch optimizer and at"
             " most one scheduler can be used. Several optimizers take turns by `optimizers` in the configuration, with a Task that has"
-            " turn_loss."
+            " loss_for_optimizer."
         )
     settings = schedulers[0] if schedulers and isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]} if schedulers else {}
     _refuse_unknown(settings, ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"))

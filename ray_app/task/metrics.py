@@ -36,7 +36,7 @@ from ray_app.task.base import Batch, Losses, Mistake, Task
 from ray_app.task.metric_states import load_states, make_metrics, metric_parts, reset_parts, state_key, states_of
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.roi_align import use_eager_roi_align
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 
 _NAME = "_bincount"
 
@@ -150,7 +150,7 @@ def score(
             reset_parts(metric)
         losses, mistakes = list[Losses](), list[Mistake]()
         # Not in inference mode: workers evaluate the model that they train, and what it makes once and keeps would be useless for backward.
-        with own_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
+        with user_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
             for first, some, outputs in _passes(partial(forward or task.evaluated, model), batch, size):
                 losses.append(Losses.of(task.loss(outputs, some)))
                 task.update(metrics, outputs, some)
@@ -220,7 +220,7 @@ def computed_values(metrics: MetricCollection) -> tuple[dict[str, float], dict[s
     """What metrics compute from their states: those of one number, and those that are lists or matrices."""
     values: dict[str, float] = {}
     tables: dict[str, list[Any]] = {}
-    with own_code(lambda: "the metrics of all evaluated rows"), torch.random.fork_rng(devices=[]):
+    with user_code(lambda: "the metrics of all evaluated rows"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a metric that draws samples when it is computed gives every process the same
         computed = metrics.compute()
     for key, found in computed.items():

@@ -196,7 +196,7 @@ class ModuleTask(Task):
         return [] if self.target in self._columns_of_model() else [self.target]
 
     @property
-    def decodes_by_epoch(self) -> bool:
+    def has_epoch_decode(self) -> bool:
         """Whether there are transforms for training."""
         return bool(self.transforms)
 

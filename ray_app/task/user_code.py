@@ -23,7 +23,7 @@ _MOST_CALLS = 30
 _ON_DEVICE = "CUDA error"
 
 
-class own_code:
+class user_code:
     """A context in which the code of a task is called; a class, since each step enters several.
 
     Args:

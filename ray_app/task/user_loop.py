@@ -74,13 +74,13 @@ class Loop:
             raise RuntimeError("loop.keep was called twice; one optimizer, and one schedule with it, is kept, before the first step")
         self._kept = optimizer, schedule
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[LoopStep]:
         while True:
             said = self._wait(_Said.WAITS)
             if said is _Said.END:
                 return
             self._rows = None if said is _Said.GRADIENTS else said
-            yield Step(self)
+            yield LoopStep(self)
 
     def _wait(self, told: Any) -> Any:
         """Lets the application go on until it has something."""
@@ -92,7 +92,7 @@ class Loop:
         return said
 
 
-class Step:
+class LoopStep:
     """One step of the run in a script's loop: iterated over, the micro-batches of the logical workers that this worker plays, as columns by
     name; afterwards the gradient of the global batch is in the parameters' `.grad`. A worker may have none, and after a lost worker those
     of a step may come once more.
@@ -319,7 +319,7 @@ class LoopTask(BatchTask):
     def _rows(self, batch: Batch) -> Batch:
         return {str(self.batch[place]): values for place, values in self.fields(batch).items()}
 
-    def own_optimizer(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
         """What the script keeps; its loop waits for the first step from then on."""
         running = Running(self._script(), model)
         kept = running.kept

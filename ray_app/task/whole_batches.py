@@ -150,7 +150,7 @@ def mean_of(name: str, value: Any) -> Tensor:
 
 
 class OwnOptimizer(Optimizer):
-    """Stands for the optimizer that the task makes, see `Task.own_optimizer`; it is chosen by itself where no other is configured."""
+    """Stands for the optimizer that the task makes, see `Task.configure_optimizers`; it is chosen by itself where no other is configured."""
 
     def __init__(self) -> None:
-        raise TypeError("OwnOptimizer only stands for what Task.own_optimizer makes")
+        raise TypeError("OwnOptimizer only stands for what Task.configure_optimizers makes")

@@ -1,6 +1,6 @@
 """The tables of what a strategy keeps (state) and how it steps; `reduction/build.py` has that of how its gradients meet (exchange).
 
-`train/loop.py` runs any of them; `single` is `ddp` with `Alone` in the place of the other workers. Only `parameter_server` has a loop of
+`train/loop.py` runs any of them; `single` is `ddp` with `SingleProcessMembership` in the place of the other workers. Only `parameter_server` has a loop of
 its own, `train/strategies/parameter_server/worker.py`, whose workers meet nobody.
 """
 

@@ -83,7 +83,7 @@ class Job:
     def source(self) -> RowSource:
         """The training data."""
         skips = self.config.data.on_bad_row == "skip"
-        keyed = self.task.decodes_by_epoch
+        keyed = self.task.has_epoch_decode
         decode, manifest = WithKeys(self.task) if keyed else self.task.decode, self.plan.manifest
         reader = Reader(self.data_root, self.task.columns(), decode, self.fields, skips, keyed, manifest.partitions)
         return RowSource(reader, manifest, rows_per_task(self.fields, self.config.data.read_task_mb))

@@ -18,19 +18,19 @@ from ray_app.reduction.base import World, peers_to_blame
 from ray_app.runlog.journal import put_event
 from ray_app.task import device as environment
 from ray_app.task.ragged import Arrays
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 from ray_app.train.build import build_state, build_step
 from ray_app.train.checkpointing.restore import restore
 from ray_app.train.checkpointing.snapshots import SnapshotSender
-from ray_app.train.checkpointing.step_log import BadRows, Recorder
+from ray_app.train.checkpointing.step_log import BadRows, StepLog
 from ray_app.train.job import Hooks, Job, OpenWindows
-from ray_app.train.membership import Flags, Formed, LeavingError, Membership, Phase
-from ray_app.train.sdc_monitor import Trust
+from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Membership, Phase
+from ray_app.train.sdc_monitor import SdcMonitor
 from ray_app.train.state.state import NOTHING
-from ray_app.train.step.sdc import Replays
+from ray_app.train.step.sdc import SdcChecker
 from ray_app.train.step.timing import StepProfile
 from ray_app.train.step.validation import Validation
-from ray_app.train.stragglers import Pacing
+from ray_app.train.stragglers import StragglerReporter
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +84,12 @@ class _Worker:
     ) -> None:
         self._job, self._membership, self._device, self._hooks, self._sender = job, membership, device, hooks, sender
         self._state = build_state(job.config, job.task, device, job.total_steps)
-        self._recorder = Recorder(job, self._state, membership, sender, device, hooks)
+        self._recorder = StepLog(job, self._state, membership, sender, device, hooks)
         self._feed = Feed(job.plan, lambda cursor, played: open_windows(job, cursor, played), device)
         self._validation = Validation(job, self._state, load_evaluation, device, membership.moved) if load_evaluation is not None else None
         self._bad_rows = BadRows(job)
         self._profile = StepProfile(job, device) if job.config.train.profile_steps is not None else None
-        self._trust = Trust(job, self._state, device)
+        self._trust = SdcMonitor(job, self._state, device)
         self._rank = self._done = 0
         if hooks.built is not None:
             hooks.built(self._state.model)
@@ -136,10 +136,10 @@ class _Worker:
         if self._validation is not None:
             self._validation.tell()
         self._recorder.close()
-        with own_code(lambda: "what comes after the training"):
+        with user_code(lambda: "what comes after the training"):
             self._job.task.finish(self._state.model)
 
-    def _begin(self, world: World, formed: Formed, lost_s: float | None) -> None:
+    def _begin(self, world: World, formed: GenerationInfo, lost_s: float | None) -> None:
         """Makes all ranks equal at the start of a generation."""
         self._rank = world.rank
         self._enter("forming")
@@ -156,7 +156,7 @@ class _Worker:
 
     def _run(self, world: World, hosts: tuple[str, ...]) -> Flags:
         """The steps of one generation; returns the flags that ended it."""
-        pacing, replays = Pacing(self._job, world, hosts, self._device), self._trust.replays(world)
+        pacing, replays = StragglerReporter(self._job, world, hosts, self._device), self._trust.replays(world)
         self._evaluate(world)
         while True:
             flags = self._steps(world, pacing, replays)
@@ -166,7 +166,7 @@ class _Worker:
             world = replace(world, shares=shares)
             pacing.begin(world)
 
-    def _steps(self, world: World, pacing: Pacing, replays: Replays | None) -> Flags:
+    def _steps(self, world: World, pacing: StragglerReporter, replays: SdcChecker | None) -> Flags:
         """Steps until the generation ends, or logical workers are to move."""
         job, state, recorder, membership = self._job, self._state, self._recorder, self._membership
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)

@@ -1,4 +1,4 @@
-"""Who steps together, as the loop sees it; `cluster.rendezvous.membership` is a Ray Train worker's, `Alone` that of a process alone.
+"""Who steps together, as the loop sees it; `cluster.rendezvous.membership` is a Ray Train worker's, `SingleProcessMembership` that of a process alone.
 
 What workers, the rendezvous, the driver and the controller say to each other.
 
@@ -22,7 +22,7 @@ from ray_app.reduction.base import World
 from ray_app.runlog.journal import StepRecord
 
 BEAT_S = 0.25
-"""Seconds between two signs of life of a worker, of few; of many see `Orders.period_s`."""
+"""Seconds between two signs of life of a worker, of few; of many see `HeartbeatReply.period_s`."""
 
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
 """What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up; who is `saving`
@@ -41,7 +41,7 @@ class Flags(IntFlag):
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A worker's sign of life.
 
     Args:
@@ -78,7 +78,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Orders:
+class HeartbeatReply:
     """The answer to a heartbeat; said unasked, too, when it changes for all.
 
     Args:
@@ -102,12 +102,12 @@ class Orders:
     exit: bool = False
     recorded: int = 0
     waits: bool = False
-    formed: Formed | None = None
+    formed: GenerationInfo | None = None
     period_s: float = BEAT_S
 
 
 @dataclass(frozen=True)
-class Formed:
+class GenerationInfo:
     """A generation, as one of its workers sees it.
 
     Args:
@@ -128,7 +128,7 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Status:
+class RendezvousStatus:
     """How things are, for the controller and the console.
 
     Args:
@@ -154,7 +154,7 @@ class Status:
     limit_s: float
 
 
-class Alone:
+class SingleProcessMembership:
     """The membership of the only worker, see `Membership`.
 
     Args:
@@ -171,10 +171,10 @@ class Alone:
         """The newest finished step."""
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`; there is one."""
         del step, lost
-        yield World(0, 1, self._logical_workers), Formed(1, 0, 1, "", 0)
+        yield World(0, 1, self._logical_workers), GenerationInfo(1, 0, 1, "", 0)
 
     def flags(self) -> Flags:
         """See `Membership.flags`."""
@@ -253,7 +253,7 @@ class Membership(Protocol):
 _LEAST_S, _MEDIAN_STEPS, _FIRST_STEP_FACTOR = 60.0, 50, 5
 
 
-class Standstill:
+class StepWatchdog:
     """How the present generation gets on.
 
     Args:

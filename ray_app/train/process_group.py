@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ray_app.errors import PeerLostError
 from ray_app.reduction import group_state
 from ray_app.reduction.base import groups
-from ray_app.train.membership import Formed
+from ray_app.train.membership import GenerationInfo
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ProcessGroup:
         self.groups: tuple[Any, ...] = (None,)
         """See `World.groups`."""
 
-    def open(self, formed: Formed, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
+    def open(self, formed: GenerationInfo, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
         """Meets the other members of a generation; blocks until all are there. For `backend` see `train.backend`.
 
         Raises:
@@ -71,7 +71,7 @@ class ProcessGroup:
         finally:
             self._forms = False
 
-    def _open(self, formed: Formed, device: torch.device, name: str) -> None:
+    def _open(self, formed: GenerationInfo, device: torch.device, name: str) -> None:
         self._asynchronous, self._device = name != "gloo", device
         self._before, self._store = set(_sockets()), (formed.host, formed.port)
         group_state.watch(self)
@@ -89,7 +89,7 @@ class ProcessGroup:
         if self.is_aborted:  # before there was what could be aborted
             raise PeerLostError("the group was given up while it formed")
 
-    def _of_this_group(self, store: PrefixStore, formed: Formed) -> list[tuple[int, str]]:
+    def _of_this_group(self, store: PrefixStore, formed: GenerationInfo) -> list[tuple[int, str]]:
         """The connections that came with this group and go to where a member listens for it, or to the store; others are Ray's.
 
         Of where they listen the members tell each other, so this waits for all.

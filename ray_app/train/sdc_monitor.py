@@ -12,13 +12,13 @@ from ray_app.errors import PeerLostError
 from ray_app.reduction.base import World, gather
 from ray_app.runlog.journal import put_event
 from ray_app.task.device import describe
-from ray_app.train.checkpointing.step_log import Recorder
+from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.sdc import Place, Replays, WrongShare
+from ray_app.train.step.sdc import Place, SdcChecker, SdcFinding
 
 
-class Trust:
+class SdcMonitor:
     """What lives through all generations of a worker.
 
     Args:
@@ -29,10 +29,10 @@ class Trust:
 
     def __init__(self, job: Job, state: TrainingState, device: torch.device) -> None:
         self._job, self._state, self._device = job, state, device
-        self._clean, self._found = dict[str, int](), list[WrongShare]()
+        self._clean, self._found = dict[str, int](), list[SdcFinding]()
         self._rank = 0
 
-    def mark(self, world: World, recorder: Recorder) -> None:
+    def mark(self, world: World, recorder: StepLog) -> None:
         """Marks the checkpoints to which a worker that is gone now may have contributed."""
         self._rank = world.rank
         for wrong in self._found if world.rank == 0 else []:
@@ -40,20 +40,20 @@ class Trust:
             recorder.suspect(wrong.clean + 1, f"{said}; it was last known to be right at step {wrong.clean}")
         self._found.clear()
 
-    def replays(self, world: World) -> Replays | None:
+    def replays(self, world: World) -> SdcChecker | None:
         """What finds a worker that computes wrongly; a collective if that is asked for.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        rate = self._job.config.failure.replay_rate
+        rate = self._job.config.failure.sdc_check_rate
         if not rate or world.size == 1:
             return None
         here = describe(self._device)
         place = Place(f"{platform.node()}, process {os.getpid()}", here["device"], tuple(sorted(here.items())))
-        return Replays(rate, self._job.config.seed, gather(place, world), self._clean, self._tell)
+        return SdcChecker(rate, self._job.config.seed, gather(place, world), self._clean, self._tell)
 
-    def _tell(self, wrong: WrongShare) -> None:
+    def _tell(self, wrong: SdcFinding) -> None:
         self._found.append(wrong)
         if self._rank == wrong.told_by:
             where = {"rank": wrong.rank, "name": wrong.place.name, "device": wrong.place.device}
@@ -66,7 +66,7 @@ class Trust:
         Raises:
             PeerLostError: They are not the same, or a peer left meanwhile.
         """
-        every = self._job.config.failure.compare_every_steps
+        every = self._job.config.failure.compare_params_every_steps
         if every is None or done % every or world.size == 1:
             return
         digests = gather(params_digest(self._state.model.state_dict()), world)

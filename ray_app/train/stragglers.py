@@ -51,7 +51,7 @@ _NOTHING = 1e-12
 
 
 @dataclass(frozen=True)
-class SlowRank:
+class Straggler:
     """A worker that keeps the others waiting.
 
     Args:
@@ -69,7 +69,7 @@ class SlowRank:
     what: Literal["slowed", "kept_up", "stalled"]
 
 
-class Pace:
+class StragglerDetector:
     """How the workers of a generation keep up with each other.
 
     Args:
@@ -84,7 +84,7 @@ class Pace:
 
     def __init__(self, world: World, balances: bool) -> None:
         self._balances = balances
-        self.slow: dict[int, SlowRank] = {}
+        self.slow: dict[int, Straggler] = {}
         self.imbalance: float | None = None
         self._stalls = self._moves = 0
         self._before: tuple[tuple[range, ...], float] | None = None
@@ -102,7 +102,7 @@ class Pace:
         self._better, self._seen = 0, 0
         self._step_s: list[float] = []
 
-    def add(self, spent: Sequence[SpentOf]) -> list[SlowRank] | None:
+    def add(self, spent: Sequence[SpentOf]) -> list[Straggler] | None:
         """Takes note of a step; returns what a window of steps has shown if it ends a window.
 
         Args:
@@ -119,7 +119,7 @@ class Pace:
         self._window, self._window_s = [], 0.0
         return self._look(np.stack([compute * self._sizes, data, other]), step[:, 0])
 
-    def _look(self, spent: Seconds, step: Seconds) -> list[SlowRank]:
+    def _look(self, spent: Seconds, step: Seconds) -> list[Straggler]:
         """Looks at a window: seconds for each cause, step and rank, and of the steps."""
         step_s, usual = float(np.median(step)), np.median(spent, 1)
         self._data.append(spent[1].mean(0))  # waits are rare and long: all but those of the worst window
@@ -132,7 +132,7 @@ class Pace:
             self._consider(unit, step_s)
         return found
 
-    def _stalled(self, spent: Seconds, step_s: float) -> list[SlowRank]:
+    def _stalled(self, spent: Seconds, step_s: float) -> list[Straggler]:
         """The worst of the steps in which one worker was far behind the others."""
         busy = spent.sum(0)
         second, first = np.partition(busy, -2, 1)[:, -2:].T
@@ -141,10 +141,10 @@ class Pace:
         if over_s < max(_STALL_S, _STALL * step_s) or self._stalls == _MOST_STALLS or rank in self.slow:
             return []
         self._stalls += 1
-        return [SlowRank(rank, _CAUSES[int(spent[:, at, rank].argmax())], float(first[at] / second[at]), over_s, "stalled")]
+        return [Straggler(rank, _CAUSES[int(spent[:, at, rank].argmax())], float(first[at] / second[at]), over_s, "stalled")]
 
-    def _slowed(self, usual: Seconds, unit: Seconds, step_s: float) -> list[SlowRank]:
-        whole, found = usual.sum(0), list[SlowRank]()
+    def _slowed(self, usual: Seconds, unit: Seconds, step_s: float) -> list[Straggler]:
+        whole, found = usual.sum(0), list[Straggler]()
         over = whole - others_of(whole)
         causes = np.argmax([each - others_of(each) for each in usual], 0)
         times = np.where(causes == 0, unit / np.maximum(_NOTHING, others_of(unit)), whole / np.maximum(_NOTHING, others_of(whole)))
@@ -153,7 +153,7 @@ class Pace:
             changes = ratio < _FINE or lost < _LOST / 2 if known else ratio > _SLOW and lost > _LOST
             self._rows[rank] = self._rows[rank] + 1 if changes else 0
             cause = known.cause if known else _CAUSES[causes[rank]]
-            now = SlowRank(rank, cause, ratio, max(0.0, lost), "slowed")
+            now = Straggler(rank, cause, ratio, max(0.0, lost), "slowed")
             if known:
                 self.slow[rank] = now
             if self._rows[rank] < _IN_A_ROW:
@@ -203,7 +203,7 @@ def others_of(values: Seconds) -> Seconds:
 _MOST_TOLD = 64
 
 
-class Pacing:
+class StragglerReporter:
     """The `Pace` of a generation, where its workers compute on their own until they meet: not with `fsdp`, nor of one worker.
 
     Args:
@@ -219,7 +219,9 @@ class Pacing:
 
     def __init__(self, job: Job, world: World, hosts: Sequence[str], device: torch.device) -> None:
         self._job, self._world, self._hosts, self._device = job, world, hosts, device
-        self._pace = Pace(world, job.config.scaling.balance == "speed") if world.size > 1 and not world.strided else None
+        self._pace = (
+            StragglerDetector(world, job.config.scaling.load_balancing == "speed") if world.size > 1 and not world.strided else None
+        )
         self.shares: tuple[range, ...] | None = None
         self.imbalance: float | None = None
         self.slow: dict[str, float] = {}
@@ -241,7 +243,7 @@ class Pacing:
         if found:
             self._tell(found)
 
-    def _tell(self, found: list[SlowRank]) -> None:
+    def _tell(self, found: list[Straggler]) -> None:
         places = gather({"name": platform.node(), "pid": os.getpid(), "device": describe(self._device)["device"]}, self._world)
         if self._world.rank == 0:
             for slow in found:

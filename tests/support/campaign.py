@@ -28,7 +28,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.reduction.base import World
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
-from ray_app.train.membership import Flags, Formed
+from ray_app.train.membership import Flags, GenerationInfo
 from tests.support.local_world import CPU, LocalMembership, cached
 
 PHASES = ("forming", "data", "compute", "exchange", "stepped", "committing", "any moment")
@@ -98,7 +98,7 @@ class PipedMembership(LocalMembership):
         self._pipe, self._folder, self._death, self._number = pipe, folder, death, 0
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         self._death.arm(None)
         self._pipe.send(("waits", step))

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ray_app import load_config
-from ray_app.drill.faults import Proofs
-from ray_app.drill.scenario import Ended, Ground
+from ray_app.drill.faults import Evidence
+from ray_app.drill.scenario import ScenarioResult, ScenarioContext
 from ray_app.runlog.journal import MetricsWriter, StepRecord
 from ray_app.runlog.lease import Holder
 from ray_app.runlog.paths import RunPaths
@@ -26,18 +26,18 @@ def record(step: int, **fields: Any) -> StepRecord:
     return StepRecord(**(values | {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"} | fields))
 
 
-def ended(root: Path, proofs: dict[str, Any], records: list[StepRecord], **summary: Any) -> Ended:
+def ended(root: Path, proofs: dict[str, Any], records: list[StepRecord], **summary: Any) -> ScenarioResult:
     writer = MetricsWriter(RunPaths(root), 1)
     for made in records:
         writer.add(made)
     writer.close()
-    return Ended(RunPaths(root), SUMMARY | {"world_sizes": [[0, 2]]} | summary, proofs)
+    return ScenarioResult(RunPaths(root), SUMMARY | {"world_sizes": [[0, 2]]} | summary, proofs)
 
 
-def ground(folder: Path, workers: int = 2, **fields: Any) -> Ground:
+def ground(folder: Path, workers: int = 2, **fields: Any) -> ScenarioContext:
     """On a cluster that is not the drill's own."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(folder), run__name="run", **fields)
-    return Ground(config, workers, 60, 20, 7, Proofs(str(folder / "proofs")), random.Random(0), None, _runs_nothing)
+    return ScenarioContext(config, workers, 60, 20, 7, Evidence(str(folder / "proofs")), random.Random(0), None, _runs_nothing)
 
 
 def _runs_nothing(*_: Any) -> Any:

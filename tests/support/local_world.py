@@ -46,7 +46,7 @@ from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
-from ray_app.train.membership import Flags, Formed, Phase
+from ray_app.train.membership import Flags, GenerationInfo, Phase
 from ray_app.train.process_group import _shut_down, _sockets, open_groups
 
 CPU = torch.device("cpu")
@@ -205,10 +205,10 @@ class LocalMembership:
         self._asked = 0
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         del step, lost
-        formed = Formed(1, self._world.rank, self._world.size, "", 0)
+        formed = GenerationInfo(1, self._world.rank, self._world.size, "", 0)
         if self._world.size == 1:
             yield self._world, formed
             return

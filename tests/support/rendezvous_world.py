@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_app.cluster.rendezvous.client import RayMembership
+from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.train.loop import saves_at_leave
-from ray_app.train.membership import Beat, Flags, Orders
+from ray_app.train.membership import Heartbeat, Flags, HeartbeatReply
 
 TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
 KINDS = ("join", "kill", "kill_all_but_one", "freeze", "cut_off", "drain", "drain_all", "restart", "slow_storage")
@@ -51,7 +51,7 @@ class Worker:
     step: int = -1
     _generation: int = 0
     rank: int = 0
-    _orders: Orders = Orders()
+    _orders: HeartbeatReply = HeartbeatReply()
     waits: int = 0
     tickets: int = 0
     lost: bool = False
@@ -67,10 +67,10 @@ class Worker:
     over: bool = False
 
     @property
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         phase: Any = {"saving": "saving", "left": "done"}.get(self.state, "compute" if self.group else "waiting")
         told = {"generation": self._generation, "rank": self.rank, "step": self.step, "waits": self.waits, "lost": self.lost}
-        return Beat(self.name, self.node, "host", 1, 1, phase=phase, **told)
+        return Heartbeat(self.name, self.node, "host", 1, 1, phase=phase, **told)
 
 
 def _now(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -197,10 +197,10 @@ class World:
             w.tickets += 1
             w.waits, w.beat_s = w.tickets, 0.0
         elif w._orders.leave and w._orders.waits:
-            self._leave(w, saves_at_leave(Flags(0), RayMembership.flags(w), w.rank))  # type: ignore[arg-type]
+            self._leave(w, saves_at_leave(Flags(0), RendezvousClient.flags(w), w.rank))  # type: ignore[arg-type]
         return None
 
-    def _obey(self, w: Worker, orders: Orders) -> None:
+    def _obey(self, w: Worker, orders: HeartbeatReply) -> None:
         w._orders, w.beat_s, formed = orders, w.beat_sent_s + orders.period_s, orders.formed
         if formed is None or not w.waits or formed.number <= w._generation:
             return
@@ -255,7 +255,7 @@ class World:
             self.stepped = group.number
         flags = Flags(0)
         for m in members:
-            flags |= RayMembership.flags(m)  # type: ignore[arg-type]
+            flags |= RendezvousClient.flags(m)  # type: ignore[arg-type]
         partly = self.random.random() < 0.02 and len(members) > 1
         if partly:  # somebody dies in the exchange: some have finished it, some not
             victim = self.random.choice(members)
@@ -287,7 +287,7 @@ class World:
     def _end(self, m: Worker, over: bool, flags: Flags) -> None:
         m.group = None
         if m._orders.leave:
-            self._leave(m, not over and saves_at_leave(flags, RayMembership.flags(m), m.rank))  # type: ignore[arg-type]
+            self._leave(m, not over and saves_at_leave(flags, RendezvousClient.flags(m), m.rank))  # type: ignore[arg-type]
         elif over:
             m.over, m.state = True, "left"
         m.over = over and not m._orders.leave

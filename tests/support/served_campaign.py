@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.protocol import Answer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
@@ -71,7 +71,7 @@ class ServedCampaign(World):
 
     def worker(self, name: str) -> ParameterWorker:
         hooks = Hooks(after_step=lambda rank, step: self._met("pushed"), at=lambda phase, rank, step: self._met(phase))
-        membership = Alone(self.job.plan.logical_workers, lambda: False)
+        membership = SingleProcessMembership(self.job.plan.logical_workers, lambda: False)
         return ParameterWorker(self.job, name, self._ask, self.servers, membership, self.windows, CPU, hooks)
 
     def _ask(self, *arguments: Any) -> Answer:

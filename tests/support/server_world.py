@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ray_app.train.job import Job, OpenWindows
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.server import ParameterServer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
@@ -46,7 +46,9 @@ class World:
         self.order: list[tuple[str, int]] = []
 
     def worker(self, name: str) -> ParameterWorker:
-        return ParameterWorker(self.job, name, self.coordinator.ask, self.servers, Alone(4, lambda: False), self.windows, self.device)
+        return ParameterWorker(
+            self.job, name, self.coordinator.ask, self.servers, SingleProcessMembership(4, lambda: False), self.windows, self.device
+        )
 
     def turn(self, name: str) -> bool:
         """One unit of a worker; returns whether the run goes on."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from ray_app.reduction.base import World
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from ray_app.train.membership import Flags, Formed, LeavingError
+from ray_app.train.membership import Flags, GenerationInfo, LeavingError
 from tests.support.local_world import CPU, LocalMembership, OpenWindows, Outcome, Pool, cached
 
 
@@ -52,7 +52,7 @@ class ShiftingMembership(LocalMembership):
         self._folder, self._at = store, -1
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         self._at += 1
         while self._at < 0 or (self._me not in self._groups[self._at] and step < 0):

@@ -25,7 +25,7 @@ _ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
-class Control:
+class ControllerContext:
     """What the controller needs to know of the run.
 
     Args:
@@ -87,7 +87,7 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
         control: The run.
     """
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ControllerContext) -> None:
         self._control = control
         self.budget = Budget(control.run_root, control.fence, control.config.failure)
         self._errors: dict[Any, BaseException] = {}

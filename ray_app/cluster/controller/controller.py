@@ -34,9 +34,9 @@ from ray.train.v2._internal.execution.controller.state import AbortedState, Runn
 from ray.train.v2._internal.logging.logging import SessionFileHandler
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.controller.backend import Control, FailureBudget, OwnGroupBackend, answer
-from ray_app.cluster.controller.pending_workers import NO_ROOM, Newcomers
-from ray_app.cluster.controller.scaling_policy import Retiring, Sizes
+from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, OwnGroupBackend, answer
+from ray_app.cluster.controller.pending_workers import NO_ROOM, PendingWorkers
+from ray_app.cluster.controller.scaling_policy import StragglerEvictor, ElasticPolicy
 from ray_app.cluster.controller.worker_group import ElasticGroup, id_of
 from ray_app.process import put_back, variables
 
@@ -70,12 +70,14 @@ class _Controller(TrainController):
     _over = False
     """Whether a worker has ended as it should."""
 
-    def __init__(self, given_up: threading.Event, callbacks: list[Any], scaling_policy: Sizes, **arguments: Any) -> None:
+    def __init__(self, given_up: threading.Event, callbacks: list[Any], scaling_policy: ElasticPolicy, **arguments: Any) -> None:
         self._given_up = given_up
         config = scaling_policy._control.config
         scaling = config.scaling
         self._newcomers = scaling_policy.newcomers
-        self._retiring = Retiring(scaling.replace_slow_s, config.logical_workers, scaling.min_workers, scaling.most_workers)
+        self._retiring = StragglerEvictor(
+            scaling.evict_straggler_after_s, config.logical_workers, scaling.min_workers, scaling.most_workers
+        )
         with variables(**{_OWN_LOGS: "0"}):  # Ray's own way takes over the logging of this process, and closes all other log files
             super().__init__(callbacks=[*callbacks, self._newcomers], scaling_policy=scaling_policy, **arguments)
 
@@ -164,7 +166,7 @@ class _Controller(TrainController):
 
     @property
     def _dwell_s(self) -> float:
-        return self._scaling_policy._control.config.scaling.resize_check_s
+        return self._scaling_policy._control.config.scaling.resize_interval_s
 
     async def _poll_workers(self) -> Any:
         status = await super()._poll_workers()
@@ -244,7 +246,7 @@ class ElasticTrainer(DataParallelTrainer):
         options: Likewise.
     """
 
-    def __init__(self, control: Control, prepare: Any, given_up: threading.Event, *arguments: Any, **options: Any) -> None:
+    def __init__(self, control: ControllerContext, prepare: Any, given_up: threading.Event, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, backend_config=_BackendConfig(), **options)
         self._control, self._prepare, self._given_up = control, prepare, given_up
 
@@ -254,9 +256,9 @@ class ElasticTrainer(DataParallelTrainer):
         unused = (PlacementGroupCleanerCallback, DatasetsCallback)
         arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unused)]
         control, given_up = self._control, self._given_up
-        policy = arguments["scaling_policy"] = Sizes(self.scaling_config, control)
+        policy = arguments["scaling_policy"] = ElasticPolicy(self.scaling_config, control)
         stops = lambda: given_up.is_set() or policy.is_stopping()  # noqa: E731
-        policy.newcomers = Newcomers(self._prepare, control.config.scaling.min_workers, stops)
+        policy.newcomers = PendingWorkers(self._prepare, control.config.scaling.min_workers, stops)
         policy.newcomers.begin(policy.free(), policy.slot())  # while the controller waits for others whom it asks before it decides
         try:
             with _logged(f"ray-train-controller-{self.train_run_context.run_id}.log"):

@@ -1,7 +1,7 @@
 """Workers on their way: they begin while the others train on, so that nobody waits for their processes, their imports and their device.
 
 Every worker is a newcomer first: those that a run starts with, those that replace a lost one or use new room, and the spares of
-`scaling.spare_workers`, which have prepared themselves and wait for somebody to be lost or for room. Each has a placement group of its
+`scaling.standby_workers`, which have prepared themselves and wait for somebody to be lost or for room. Each has a placement group of its
 own, so that the slot of a lost worker is free again at once and one for a new one can be anywhere.
 """
 
@@ -46,7 +46,7 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Newcomer:
+class PendingWorker:
     """A worker that is not one yet.
 
     Args:
@@ -89,7 +89,7 @@ class Newcomer:
         remove_placement_group(self.group)
 
 
-class Newcomers(ControllerCallback, WorkerGroupCallback):
+class PendingWorkers(ControllerCallback, WorkerGroupCallback):
     """All that are on their way; lives in the controller's process, longer than its groups of workers.
 
     Where one after the other dies while it prepares itself, the next do not: what kills them does so when they train, where it is counted.
@@ -103,7 +103,7 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
 
     def __init__(self, prepare: Any, least: int, stopping: Callable[[], bool]) -> None:
         self._prepare, self._least, self._stopping = prepare, least, stopping
-        self._all: list[Newcomer] = []
+        self._all: list[PendingWorker] = []
         self._deaths = self._rounds = 0
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
             actor = made.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)).remote()
             prepare = self._prepare if self._deaths < _MOST_DEATHS else None
             prepared, answer = actor.execute.remote(_prepare, env, [prepare]), actor.get_metadata.remote()
-            self._all.append(Newcomer(actor, group, prepared, answer, now + _PLACE_S + count * _PLACE_EACH_S, now + _READY_S))
+            self._all.append(PendingWorker(actor, group, prepared, answer, now + _PLACE_S + count * _PLACE_EACH_S, now + _READY_S))
 
     def look(self, draining: Collection[str] = ()) -> list[str]:
         """Finds out who is ready, and gives up those for whom there is no room, who failed, who take too long, or whose node goes away.
@@ -181,7 +181,7 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
         ready_s, began_s = ready[self._least - 1]
         return time.monotonic() - ready_s >= max(_PATIENCE_S, ready_s - began_s)
 
-    def _answering(self, timeout_s: float) -> list[Newcomer]:
+    def _answering(self, timeout_s: float) -> list[PendingWorker]:
         asked = {newcomer.answer: newcomer for newcomer in self._all}
         return [asked[ref] for ref in ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)[0]] if asked else []
 
@@ -189,7 +189,7 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
         """How many are ready, since so many seconds at least."""
         return sum(n.ready_s is not None and time.monotonic() - n.ready_s >= since_s for n in self._all)
 
-    def take(self, count: int) -> list[Newcomer]:
+    def take(self, count: int) -> list[PendingWorker]:
         """Those who join now: ready ones, as many as there are of `count`, who have waited longest first."""
         taken = sorted((n for n in self._all if n.ready_s is not None), key=lambda n: n.ready_s or 0.0)[:count]
         self._all = [n for n in self._all if n not in taken]
@@ -200,7 +200,7 @@ class Newcomers(ControllerCallback, WorkerGroupCallback):
         for newcomer in self._all[most:]:
             self._give_up(newcomer)
 
-    def _give_up(self, newcomer: Newcomer) -> None:
+    def _give_up(self, newcomer: PendingWorker) -> None:
         newcomer.give_up()
         self._all.remove(newcomer)
 

@@ -22,8 +22,8 @@ import ray
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
-from ray_app.cluster.controller.backend import Control, answer
-from ray_app.cluster.controller.pending_workers import Newcomers, Slot
+from ray_app.cluster.controller.backend import ControllerContext, answer
+from ray_app.cluster.controller.pending_workers import PendingWorkers, Slot
 from ray_app.cluster.ray_private import Node, evaluator_gpus, labelled, room_for, room_on_gpus
 from ray_app.errors import RayAppError
 
@@ -67,7 +67,7 @@ def sizing(
     if after == before:
         return Sizing(now, f"{target} workers would be as slow as {now}: one of them would still play {before} logical workers")
     if since_change_s < dwell_s:
-        return Sizing(now, f"the last change was {since_change_s:.0f} s ago, scaling.resize_check_s is {dwell_s:g}")
+        return Sizing(now, f"the last change was {since_change_s:.0f} s ago, scaling.resize_interval_s is {dwell_s:g}")
     return Sizing(target, f"a worker would play {after} logical workers instead of {before}")
 
 
@@ -84,7 +84,7 @@ class StoppedWaitingError(RayAppError):
     """The driver asked to stop while there were no workers."""
 
 
-class Sizes(ElasticScalingPolicy):
+class ElasticPolicy(ElasticScalingPolicy):
     """How many workers there can and should be, spares included.
 
     Args:
@@ -102,9 +102,9 @@ class Sizes(ElasticScalingPolicy):
         full_until_s: Until when nobody more is begun.
     """
 
-    newcomers: Newcomers
+    newcomers: PendingWorkers
 
-    def __init__(self, scaling_config: Any, control: Control) -> None:
+    def __init__(self, scaling_config: Any, control: ControllerContext) -> None:
         super().__init__(scaling_config)
         self._control = control
         self._nodes: frozenset[tuple[str, bool]] = frozenset()
@@ -122,7 +122,7 @@ class Sizes(ElasticScalingPolicy):
     @property
     def has_spares(self) -> bool:
         """Whether there are to be workers beside those that train."""
-        return self._control.config.scaling.spare_workers > 0
+        return self._control.config.scaling.standby_workers > 0
 
     def _get_num_workers_for_resource_request(self) -> int:
         """How many bundles an autoscaler is asked to make room for: those of the workers, and as many as the CPUs of all else are worth.
@@ -252,8 +252,8 @@ class Sizes(ElasticScalingPolicy):
             self.shunned = set()
             ready, most = self.newcomers.ready(), min(possible, scaling.most_workers)
             at_once = min(ready, most) if ready >= scaling.min_workers else most
-            self.coming = most - at_once + max(0, min(scaling.spare_workers, possible - most))  # those on their way are kept
-            self.changed_s = time.monotonic() - (scaling.resize_check_s if at_once < most else 0.0)
+            self.coming = most - at_once + max(0, min(scaling.standby_workers, possible - most))  # those on their way are kept
+            self.changed_s = time.monotonic() - (scaling.resize_interval_s if at_once < most else 0.0)
             return self._get_resize_decision(at_once)
         self.wait(f"room for {possible} of at least {scaling.min_workers} workers; waiting for capacity")
         time.sleep(_LOOK_S / 4)
@@ -269,11 +269,11 @@ class Sizes(ElasticScalingPolicy):
             possible = min(possible, now + coming)
         since = time.monotonic() - self.changed_s
         logical, least, most = self._control.config.logical_workers, scaling.min_workers, scaling.most_workers
-        wanted = sizing(now, possible, logical, least, most, since, scaling.resize_check_s)
+        wanted = sizing(now, possible, logical, least, most, since, scaling.resize_interval_s)
         short = now < least and wanted.workers == now
         self.wait(f"{now} of at least {least} workers; waiting for capacity" if short else None, now)
         self.wanted, self.reason = wanted.workers, wanted.reason
-        self.coming = self.wanted - now + max(0, min(scaling.spare_workers, possible - self.wanted))
+        self.coming = self.wanted - now + max(0, min(scaling.standby_workers, possible - self.wanted))
         ready = min(self.newcomers.ready(), self.wanted - now)
         if not ready or (now + ready < self.wanted and not self.newcomers.ready(since_s=_COALESCE_S)):
             return NoopDecision()
@@ -316,7 +316,7 @@ class Retirement:
     reason: str
 
 
-class Retiring:
+class StragglerEvictor:
     """Who has been slow since when, and who had to leave for it.
 
     Args:

@@ -20,7 +20,7 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from ray_app.cluster.controller.backend import FailureBudget
-from ray_app.cluster.controller.pending_workers import NO_ROOM, Newcomer, Newcomers, Slot
+from ray_app.cluster.controller.pending_workers import NO_ROOM, PendingWorker, PendingWorkers, Slot
 
 _ANSWER_S = 120.0
 """Seconds that a worker which has prepared itself has to answer."""
@@ -63,8 +63,8 @@ class ElasticGroup(WorkerGroup):
     _builder: Any = None
 
     @property
-    def _newcomers(self) -> Newcomers:
-        return next(c for c in self._callbacks if isinstance(c, Newcomers))
+    def _newcomers(self) -> PendingWorkers:
+        return next(c for c in self._callbacks if isinstance(c, PendingWorkers))
 
     @property
     def _budget(self) -> FailureBudget:
@@ -122,7 +122,7 @@ class ElasticGroup(WorkerGroup):
             raise WorkerGroupStartupFailedError("\n".join(told))
         return self._workers_of(self._newcomers.take(num_workers))
 
-    def _workers_of(self, newcomers: list[Newcomer]) -> list:
+    def _workers_of(self, newcomers: list[PendingWorker]) -> list:
         for newcomer in newcomers:
             self._slots.use(id_of(newcomer.actor), newcomer.group)
         workers = [

@@ -27,7 +27,7 @@ from ray_app.cluster.rendezvous.server import orders_of, packed
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
-from ray_app.train.membership import BEAT_S, Beat, Flags, Formed, LeavingError, Orders, Phase
+from ray_app.train.membership import BEAT_S, Heartbeat, Flags, GenerationInfo, LeavingError, HeartbeatReply, Phase
 from ray_app.train.process_group import ProcessGroup, use_interface_of
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _EARLIEST = 0.75
 """The least part of the time until the next sign of life is due: all that were called at once do not come at once ever after."""
 
 
-class RayMembership:
+class RendezvousClient:
     """The membership of a Ray Train worker.
 
     Args:
@@ -68,14 +68,14 @@ class RayMembership:
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         use_interface_of(host)
         self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._me = Beat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port, os.getpid())
+        self._me = Heartbeat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port, os.getpid())
         self._generation = self._rank = self._recorded = self._moves = 0
         self._step = -1
         self._record: StepRecord | None = None
         self._phase: Phase = "starting"
-        self._orders = Orders()
+        self._orders = HeartbeatReply()
         self._group: ProcessGroup | None = None
-        self._waits, self._lost, self._formed = 0, False, Formed(0, 0, 0, "", 0)
+        self._waits, self._lost, self._formed = 0, False, GenerationInfo(0, 0, 0, "", 0)
         self._tickets = 0
         self._line: socket.socket | None = None
         self._rest = b""
@@ -86,7 +86,7 @@ class RayMembership:
         self._beats.start()
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`.
 
         Raises:
@@ -118,7 +118,7 @@ class RayMembership:
             self._ring()
             self._heard.wait_for(lambda: self._orders.generation == 1)
 
-    def _join(self, lost: bool) -> Formed:
+    def _join(self, lost: bool) -> GenerationInfo:
         with self._heard:
             self._tickets += 1
             self._waits, self._lost = self._tickets, lost
@@ -134,7 +134,7 @@ class RayMembership:
         """Has the next sign of life given now."""
         self._ringer.send(b"!")
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         with self._heard:
             return replace(
                 self._me,
@@ -244,7 +244,7 @@ class RayMembership:
                 return None
         return None
 
-    def _obey(self, orders: Orders) -> None:
+    def _obey(self, orders: HeartbeatReply) -> None:
         with self._heard:
             self._orders = orders
             if orders.formed is not None and self._waits and orders.formed.number > self._generation:

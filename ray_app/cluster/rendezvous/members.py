@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ray_app.train.membership import Beat, Formed, Phase
+from ray_app.train.membership import Heartbeat, GenerationInfo, Phase
 
 
 class Kind(NamedTuple):
@@ -36,7 +36,7 @@ class Member:
         beat: Its newest sign of life.
         seen_s: When that came.
         joined_s: Since when it waits for a generation; None: it does not.
-        ticket: `Beat.waits` of its newest wait.
+        ticket: `Heartbeat.waits` of its newest wait.
         formed: The generation that ended it.
         period_s: Most seconds after which it was told since to give the next one.
         dump: Whether it is to record its stacks.
@@ -44,11 +44,11 @@ class Member:
         kind: As what it is counted.
     """
 
-    beat: Beat
+    beat: Heartbeat
     seen_s: float = 0.0
     joined_s: float | None = None
     ticket: int = 0
-    formed: Formed | None = None
+    formed: GenerationInfo | None = None
     period_s: float = 0.0
     dump: bool = False
     exit: bool = False
@@ -80,7 +80,7 @@ class Members:
         """A member, if it is one."""
         return self._members.get(worker)
 
-    def add(self, beat: Beat) -> Member:
+    def add(self, beat: Heartbeat) -> Member:
         """The member of a sign of life, new or not."""
         return self._members.setdefault(beat.worker, Member(beat))
 
@@ -141,5 +141,5 @@ class Members:
         return [m for m in self if m.beat.generation == self.number > 0 and m.joined_s is None]
 
 
-def _has_state(beat: Beat) -> bool:
+def _has_state(beat: Heartbeat) -> bool:
     return beat.step >= 0

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ray_app.cluster.rendezvous.members import Kind, Member, Members
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import BEAT_S, Beat, Flags, Formed, Orders, Standstill, Status
+from ray_app.train.membership import BEAT_S, Heartbeat, Flags, GenerationInfo, HeartbeatReply, StepWatchdog, RendezvousStatus
 
 
 def steps_now(kind: Kind) -> bool:
@@ -87,7 +87,7 @@ class Rendezvous:
         beats_per_s: float = BEATS_PER_S,
         least: int = 1,
     ) -> None:
-        self._silence_s, self._clock, self._standstill = silence_s, clock, Standstill(step_timeout_s, clock)
+        self._silence_s, self._clock, self._standstill = silence_s, clock, StepWatchdog(step_timeout_s, clock)
         self._members, self._beats_per_s, self._least = Members(), beats_per_s, least
         self._lost: dict[str, float] = {}
         self._gone: set[str] = set()
@@ -105,10 +105,10 @@ class Rendezvous:
 
     # What workers call.
 
-    def answer(self, beat: Beat) -> Orders:
+    def answer(self, beat: Heartbeat) -> HeartbeatReply:
         """A worker's sign of life, and what it is told."""
         if beat.worker in self._gone:
-            return Orders(exit=True)
+            return HeartbeatReply(exit=True)
         known = self._members.get(beat.worker)
         if known is not None and beat.moves > known.beat.moves:
             self._standstill.moves()
@@ -126,12 +126,12 @@ class Rendezvous:
         self._notice()
         return self._orders(member, beat)
 
-    def orders(self, worker: str) -> Orders:
+    def orders(self, worker: str) -> HeartbeatReply:
         """What a worker is told now, unasked."""
         member = self._members.get(worker)
-        return Orders(exit=worker in self._gone) if member is None else self._orders(member, member.beat)
+        return HeartbeatReply(exit=worker in self._gone) if member is None else self._orders(member, member.beat)
 
-    def _orders(self, member: Member, beat: Beat) -> Orders:
+    def _orders(self, member: Member, beat: Heartbeat) -> HeartbeatReply:
         number = self._members.number
         current, waits = beat.generation == number > 0, member.joined_s is not None
         stale = 0 < beat.generation < number and not beat.waits
@@ -145,7 +145,7 @@ class Rendezvous:
         aborts, formed = stale or (current and self._urgent), None if waits or not beat.waits else member.formed
         period_s = self._period_s if beat.record is None else BEAT_S  # that one tells how far all are
         member.period_s = max(member.period_s, period_s)
-        orders = Orders(beat.generation, flags, aborts, leave, member.dump, exits, self._recorded, waits, formed, period_s)
+        orders = HeartbeatReply(beat.generation, flags, aborts, leave, member.dump, exits, self._recorded, waits, formed, period_s)
         member.dump = False
         return orders
 
@@ -160,7 +160,7 @@ class Rendezvous:
             self._told = told
             self.call()
 
-    def _enter(self, member: Member, beat: Beat) -> None:
+    def _enter(self, member: Member, beat: Heartbeat) -> None:
         """A worker waits for the next generation from now on."""
         member.ticket, member.formed = beat.waits, None
         steps = member.kind is not None and steps_now(member.kind)
@@ -170,7 +170,7 @@ class Rendezvous:
         self._members.changed(member)
         self._try_form()
 
-    async def leave(self, beat: Beat, over: bool = False) -> None:
+    async def leave(self, beat: Heartbeat, over: bool = False) -> None:
         """A worker ends as it should.
 
         Args:
@@ -221,7 +221,7 @@ class Rendezvous:
             self._lost.pop(worker, None)
             self._gone.add(worker)
 
-    async def status(self) -> Status:
+    async def status(self) -> RendezvousStatus:
         """How things are."""
         leaving = {m.beat.worker for m in self._members.leavers()} if self._members.leaving else set()
         lost = {worker: self._clock() - since for worker, since in self._lost.items()}
@@ -229,15 +229,15 @@ class Rendezvous:
         here, stepping, limit_s = {m.beat.worker for m in self._members} - leaving, self._members.count(steps_now), self._standstill.limit_s
         short = self._members.number > 0 and len(here) < self._least and not self._over
         waiting = self._waiting or (f"{len(here)} of at least {self._least} workers; waiting for others" if short else None)
-        return Status(here, leaving, lost, stepping, step, self._record, waiting, stops, limit_s)
+        return RendezvousStatus(here, leaving, lost, stepping, step, self._record, waiting, stops, limit_s)
 
-    async def workers(self) -> list[Beat]:
+    async def workers(self) -> list[Heartbeat]:
         """The newest sign of life of every worker of the current generation, by rank."""
         return sorted((m.beat for m in self._members.stepping()), key=lambda beat: beat.rank)
 
     # How generations form.
 
-    def _know(self, beat: Beat) -> Member:
+    def _know(self, beat: Heartbeat) -> Member:
         member = self._members.add(beat)
         if member.joined_s is None and beat.generation < member.beat.generation:  # it has not heard yet that its generation has formed
             beat = replace(beat, generation=member.beat.generation, rank=member.beat.rank)
@@ -299,7 +299,7 @@ class Rendezvous:
         for rank, member in enumerate(ready):
             member.beat = replace(member.beat, generation=number, rank=rank)
             member.joined_s = None
-            member.formed = Formed(number, rank, len(ready), first.host, first.port, hosts)
+            member.formed = GenerationInfo(number, rank, len(ready), first.host, first.port, hosts)
         self._members.now(number=number)
 
     # Silence and standstill.

@@ -24,15 +24,15 @@ import ray
 
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import Beat, Flags, Formed, Orders
+from ray_app.train.membership import Heartbeat, Flags, GenerationInfo, HeartbeatReply
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
-_NAMES = {kind: [part.name for part in fields(kind)] for kind in (Beat, Orders, Formed, StepRecord)}
+_NAMES = {kind: [part.name for part in fields(kind)] for kind in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)}
 
 
-def packed(message: Beat | Orders) -> bytes:
+def packed(message: Heartbeat | HeartbeatReply) -> bytes:
     """A message as a line."""
     return json.dumps(_values(message), default=_values).encode() + b"\n"
 
@@ -41,16 +41,16 @@ def _values(message: Any) -> list[Any]:
     return [getattr(message, name) for name in _NAMES[type(message)]]
 
 
-def beat_of(line: bytes) -> Beat:
+def beat_of(line: bytes) -> Heartbeat:
     """The sign of life in a line."""
-    beat = Beat(*json.loads(line))
+    beat = Heartbeat(*json.loads(line))
     return beat if beat.record is None else replace(beat, record=StepRecord(*beat.record))  # type: ignore[misc]
 
 
-def orders_of(line: bytes) -> Orders:
+def orders_of(line: bytes) -> HeartbeatReply:
     """The orders in a line."""
-    orders = Orders(*json.loads(line))
-    formed = None if orders.formed is None else Formed(*orders.formed)  # type: ignore[misc]
+    orders = HeartbeatReply(*json.loads(line))
+    formed = None if orders.formed is None else GenerationInfo(*orders.formed)  # type: ignore[misc]
     return replace(orders, flags=Flags(orders.flags), formed=formed and replace(formed, hosts=tuple(formed.hosts)))
 
 
@@ -100,7 +100,7 @@ class _Line(asyncio.Protocol):
 
     def __init__(self, lines: Lines) -> None:
         self._lines, self._worker, self._is_trusted, self._rest = lines, "", False, b""
-        self._told: Orders | None = None
+        self._told: HeartbeatReply | None = None
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -117,14 +117,14 @@ class _Line(asyncio.Protocol):
                 return self._transport.abort()
         return None
 
-    def _hear(self, beat: Beat) -> None:
+    def _hear(self, beat: Heartbeat) -> None:
         if not self._worker:
             self._worker = beat.worker
             self._lines.open[beat.worker] = self
         self._told = None
         self.tell(self._lines.rendezvous.answer(beat))
 
-    def tell(self, orders: Orders) -> None:
+    def tell(self, orders: HeartbeatReply) -> None:
         """Passes on orders that are not those that it had."""
         if orders != self._told and not self._transport.is_closing():
             self._told = orders

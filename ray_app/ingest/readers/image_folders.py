@@ -24,7 +24,7 @@ from ray_app.storage.data_files import (
     has_image_signature,
     is_folder,
     name_other_format,
-    opened,
+    open_data_file,
     parsing,
     relative,
     text,
@@ -140,7 +140,7 @@ def _is_called_image(file: File) -> bool:
 
 
 def _head(file: File) -> bytes:
-    with parsing(file, ""), opened(file.place) as stream:
+    with parsing(file, ""), open_data_file(file.place) as stream:
         return stream.read(HEAD_BYTES)
 
 

@@ -13,14 +13,14 @@ from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.redaction import redacted
 from ray_app.task import device as environment
 from ray_app.train.checkpointing.snapshots import SnapshotSender
-from ray_app.train.checkpointing.step_log import Recorder
+from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
 from ray_app.train.state.state import NOTHING, TrainingState
 
 logger = logging.getLogger(__name__)
 
 
-def restore(job: Job, state: TrainingState, recorder: Recorder, sender: SnapshotSender, device: torch.device) -> None:
+def restore(job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotSender, device: torch.device) -> None:
     """Gives a state the newest that there is.
 
     Args:

@@ -45,7 +45,7 @@ class Kept:
         return self.sha256 == {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()}
 
 
-class Keeper:
+class SnapshotActor:
     """Holds the newest snapshot of a run. An actor, see `start_keepers`."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def start_keepers() -> list[Any]:
 
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    actor = ray.remote(Keeper)
+    actor = ray.remote(SnapshotActor)
     return [
         actor.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
         for node in [here, *sorted(others)][:COPIES]

@@ -31,12 +31,12 @@ from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
 from ray_app.storage.files import names, put_json
 from ray_app.task import device as environment
 from ray_app.train.checkpointing.snapshots import SnapshotSender
-from ray_app.train.checkpointing.writer import Saver
+from ray_app.train.checkpointing.writer import CheckpointWriter
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Membership, Phase
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step_stats import StepResult
-from ray_app.train.stragglers import Pacing
+from ray_app.train.stragglers import StragglerReporter
 
 Spans = tuple[tuple[int, int], ...]
 """First and last of each run of steps that follow each other."""
@@ -89,7 +89,7 @@ def _same(snapshot: Snapshot) -> Snapshot:
     return snapshot
 
 
-class Recorder:
+class StepLog:
     """See the module.
 
     Args:
@@ -113,7 +113,7 @@ class Recorder:
         self._sent: Snapshot | None = None
         self._writer: MetricsWriter | None = None
         self._added_step = 0
-        self._saver = Saver(job.paths, job.config.checkpoint, self._best_steps, self._before_commit)
+        self._saver = CheckpointWriter(job.paths, job.config.checkpoint, self._best_steps, self._before_commit)
         self._hook = hooks.before_commit
         self._previous_s = time.perf_counter()
 
@@ -157,7 +157,7 @@ class Recorder:
         lr: float,
         wait_s: float,
         workers: int | None = None,
-        pacing: Pacing | None = None,
+        pacing: StragglerReporter | None = None,
     ) -> None:
         """Records a step, the `done`-th of the run; `workers` if the world does not say how many there are."""
         now = time.perf_counter()

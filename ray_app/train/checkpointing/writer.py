@@ -27,7 +27,7 @@ _FIRST_PAUSE_S = 0.5
 """Doubles with each attempt: up to 16 s in all, besides what the storage takes to refuse. The next checkpoint waits as long."""
 
 
-class Saver:
+class CheckpointWriter:
     """Commits snapshots one after the other; a failed write is retried, reported, and never stops training.
 
     A lost lease does: nothing is written any more, and the next call says so.

@@ -44,7 +44,7 @@ from ray_app.errors import CheckpointError, ConfigError
 from ray_app.plan.hashing import key
 from ray_app.reduction.base import World, gather
 from ray_app.task.base import Task
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 from ray_app.train.state.alternating_optimizers import Turns, TurnSchedules
 from ray_app.train.state.parameters import begin_with, contiguous, freeze, grouped, load_optimizer, refuse_unknown_options
 from ray_app.train.state.transfer import copied, lacking, odd_ones, transfer
@@ -316,7 +316,7 @@ class TrainingState:
             return
         if config.optimizer.class_path == OWN_OPTIMIZER:
             assert isinstance(self._task, Task), "the strategies that train something else refuse it"
-            self.optimizer, self.schedule = self._task.own_optimizer(model)
+            self.optimizer, self.schedule = self._task.configure_optimizers(model)
         else:
             self.optimizer = self._optimizer(config.optimizer, named)
         if config.schedule is not None:
@@ -388,7 +388,7 @@ class TrainingState:
 
     def advance(self) -> None:
         """Moves the optimizer and the schedule by the gradients that the parameters hold."""
-        with own_code(lambda: "the update of the parameters"):
+        with user_code(lambda: "the update of the parameters"):
             self._task.apply_gradients(self.master, self._moving)
         if self.average is not None:
             self.average.update(self.step)

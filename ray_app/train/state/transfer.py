@@ -38,7 +38,7 @@ from torch import Tensor, cuda
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.reduction.base import collective
-from ray_app.reduction.transport import Transfer, receive, sending
+from ray_app.reduction.transport import P2PWork, receive, sending
 
 _PIECE_BYTES = 16 << 20
 _SMALL_BYTES = 4096
@@ -108,7 +108,7 @@ class _Line:
 
     def __init__(self, parent: int | None, children: Sequence[int]) -> None:
         self._parent, self._children = parent, children
-        self._sent: deque[Transfer] = deque()
+        self._sent: deque[P2PWork] = deque()
 
     def pass_head(self, head: bytes) -> bytes:
         """Passes on what comes before the tensors; returns it."""

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from ray_app.errors import ConfigError
 from ray_app.reduction.overlap import stream_of
-from ray_app.task.base import Batch, Unread
-from ray_app.train.step.micro_batch import Alike
+from ray_app.task.base import Batch, DeviceSums
+from ray_app.train.step.micro_batch import TensorGroup
 
-Compute = Callable[[Batch, Tensor], Unread]
+Compute = Callable[[Batch, Tensor], DeviceSums]
 """Forward and backward of rows and their weights: leaves gradients in `.grad`, which is None before, and returns the sums."""
 _MOST_KINDS = 16
 _EVERY = 1000
@@ -89,7 +89,7 @@ class _Kind:
     weights: Tensor
     replay: Callable[[], None]
     gradients: list[Tensor | None]
-    sums: Unread
+    sums: DeviceSums
     alive: list[Tensor]
     uses: int = 0
 
@@ -107,10 +107,10 @@ class Captured:
     def __init__(self, model: nn.Module, device: torch.device, compute: Compute, graphs: Graphs) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device, self._compute, self._graphs = device, compute, graphs
-        self._buffers = Alike(list(model.buffers()))
+        self._buffers = TensorGroup(list(model.buffers()))
         self._kinds: dict[tuple[object, ...], _Kind] = {}
 
-    def run(self, fields: Batch, weights: Tensor) -> Unread:
+    def run(self, fields: Batch, weights: Tensor) -> DeviceSums:
         """As `Compute`, of the values that the generators have now; waits for the device only where it captures or compares.
 
         Raises:
@@ -136,7 +136,7 @@ class Captured:
     def _captured(self, fields: Batch, weights: Tensor) -> _Kind:
         """A graph for the kind of these; buffers and generators stay as they are."""
         held, held_weights = {name: self._copy(name, v) for name, v in fields.items()}, weights.clone()
-        found: list[Unread] = []
+        found: list[DeviceSums] = []
 
         def work() -> None:
             self._forget()
@@ -193,7 +193,7 @@ class Captured:
         for p in self._parameters:
             p.grad = None
 
-    def _kept(self) -> Alike:
+    def _kept(self) -> TensorGroup:
         """A copy of the buffers."""
         kept = self._buffers.like()
         kept.copy(self._buffers)
@@ -204,7 +204,7 @@ class Captured:
         host = torch.default_generator.get_state()
         return [host] if self._device.type == "cpu" else [host, torch.cuda.get_rng_state(self._device)]
 
-    def _put_back(self, buffers: Alike, drawn: list[Tensor]) -> None:
+    def _put_back(self, buffers: TensorGroup, drawn: list[Tensor]) -> None:
         self._buffers.copy(buffers)
         torch.default_generator.set_state(drawn[0])
         for state in drawn[1:]:

@@ -28,7 +28,7 @@ from ray_app.train.state.state import seed_step
 _ALIGNED_BYTES = 16
 
 
-class Buffers:
+class ReplicaBuffers:
     """The model's buffers (batch-norm statistics) during a step: every logical worker starts from the same ones, and those of logical
     worker 0 are kept, which is what DDP does with one process per logical worker.
 
@@ -40,7 +40,7 @@ class Buffers:
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
         shared = world.logical_workers > 1
-        self._buffers = Alike(list(model.buffers()) if shared else [])
+        self._buffers = TensorGroup(list(model.buffers()) if shared else [])
         self._owners = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if shared and b is not None]
         self._start, self._kept, self._sent = (self._buffers.like() for _ in range(3))
         self._is_kept, self._sends = False, world.size > 1 and self._sent.memory.numel() > 0
@@ -130,7 +130,7 @@ def replaced(name: str) -> ConfigError:
     )
 
 
-class Alike:
+class TensorGroup:
     """Tensors in lists of one dtype each, of which a device copies each in one call.
 
     Attributes:
@@ -143,19 +143,19 @@ class Alike:
         for tensor in tensors:
             self._lists.setdefault(tensor.dtype, []).append(tensor)
 
-    def like(self) -> Alike:
+    def like(self) -> TensorGroup:
         """As many of the same shapes and dtypes, in one piece of memory."""
         ends = list(accumulate(-(-t.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for t in self._tensors))
         memory = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=self._tensors[0].device if ends else None)
         parts = [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip([0, *ends], self._tensors, strict=False)]
-        return Alike(parts, memory)
+        return TensorGroup(parts, memory)
 
     def bits(self) -> int:
         """See `exchange.bits`."""
         found = [bits_of(tensor.detach(), place) for place, tensor in enumerate(self._tensors)]
         return int(torch.stack(found).sum()) if found else 0
 
-    def copy(self, others: Alike) -> None:
+    def copy(self, others: TensorGroup) -> None:
         """Takes over their values."""
         for dtype in self._lists:
             torch._foreach_copy_(self._lists[dtype], others._lists[dtype])

@@ -22,9 +22,9 @@ from torch import Tensor
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
-from ray_app.reduction.base import Exchange, World, collective
-from ray_app.reduction.bucketed import DataParallel
-from ray_app.reduction.transport import Transfer, receive, sending, summed
+from ray_app.reduction.base import GradientReducer, World, collective
+from ray_app.reduction.bucketed import BucketedReducer
+from ray_app.reduction.transport import P2PWork, receive, sending, summed
 
 _WHEN, _SHIFT, _WHOSE = 31, 32, 33  # salts: what a key is for
 
@@ -110,7 +110,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class WrongShare:
+class SdcFinding:
     """A worker has computed wrongly.
 
     Args:
@@ -130,7 +130,7 @@ class WrongShare:
     told_by: int
 
 
-class Replays:
+class SdcChecker:
     """See the module.
 
     Args:
@@ -141,7 +141,7 @@ class Replays:
         tell: Told of a wrong share on all ranks, before it is acted upon.
     """
 
-    def __init__(self, rate: float, seed: int, places: Sequence[Place], clean: dict[str, int], tell: Callable[[WrongShare], None]) -> None:
+    def __init__(self, rate: float, seed: int, places: Sequence[Place], clean: dict[str, int], tell: Callable[[SdcFinding], None]) -> None:
         self._rate, self._seed, self.places, self.clean, self.tell = rate, seed, places, clean, tell
         by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
         for rank, place in enumerate(places):
@@ -153,7 +153,7 @@ class Replays:
         self.world = world
         self._blocks = [world.played_by(rank) for rank in range(world.size)]
 
-    def due(self, step: int, batches: Sequence[MicroBatch], exchange: Exchange) -> Twice | None:
+    def due(self, step: int, batches: Sequence[MicroBatch], exchange: GradientReducer) -> RecomputedShares | None:
         """What is computed twice in a step; a collective of those who do it.
 
         Args:
@@ -165,21 +165,23 @@ class Replays:
             PeerLostError: A peer left meanwhile.
         """
         shares = due(step, self._seed, self._rate, self._blocks, self.groups)
-        assert isinstance(exchange, DataParallel), "checked with the configuration"
-        return Twice(self, step, shares, batches, exchange) if shares else None
+        assert isinstance(exchange, BucketedReducer), "checked with the configuration"
+        return RecomputedShares(self, step, shares, batches, exchange) if shares else None
 
 
-class Twice:
+class RecomputedShares:
     """The shares of one step that are computed twice.
 
     Args:
         replays: What goes on from step to step.
         step: Which.
         shares: They.
-        batches, exchange: See `Replays.due`.
+        batches, exchange: See `SdcChecker.due`.
     """
 
-    def __init__(self, replays: Replays, step: int, shares: Sequence[Again], batches: Sequence[MicroBatch], exchange: DataParallel) -> None:
+    def __init__(
+        self, replays: SdcChecker, step: int, shares: Sequence[Again], batches: Sequence[MicroBatch], exchange: BucketedReducer
+    ) -> None:
         self._replays, self._step, self.shares = replays, step, shares
         self._world, self._exchange = replays.world, exchange
         self._mine = {batch.logical_worker: batch for batch in batches}
@@ -189,7 +191,7 @@ class Twice:
 
     def _send(self, shares: Sequence[Again]) -> list[MicroBatch]:
         """Gives those who compute again what they need; returns what this rank has to."""
-        rank, sent, received = self._world.rank, list[Transfer](), list[MicroBatch]()
+        rank, sent, received = self._world.rank, list[P2PWork](), list[MicroBatch]()
         with collective():
             for each in shares:
                 if rank == each.owner != each.by:
@@ -256,7 +258,7 @@ class Twice:
             )
         place = self._replays.places[rank]
         teller = next(r for r in range(self._world.size) if r != rank)
-        self._replays.tell(WrongShare(rank, place, self._step, share.logical_worker, self._replays.clean.get(place.name, -1), teller))
+        self._replays.tell(SdcFinding(rank, place, self._step, share.logical_worker, self._replays.clean.get(place.name, -1), teller))
         said = f"rank {rank} on {place.name} ({place.device}) computed logical worker {share.logical_worker} of step {self._step} wrongly"
         if rank == me:
             raise WrongResultError(f"This worker, {said}: others agree on another result. It ends, so that nothing of it is kept.")

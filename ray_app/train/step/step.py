@@ -20,16 +20,16 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import DataError, NonFiniteError, PeerLostError, TaskError, WrongResultError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import Exchange, World, backward_of, gather
-from ray_app.task.base import Batch, Losses, Sums, Task, Unread, read, sums_of
-from ray_app.task.user_code import own_code
+from ray_app.reduction.base import GradientReducer, World, backward_of, gather
+from ray_app.task.base import Batch, Losses, LossSums, Task, DeviceSums, read, sums_of
+from ray_app.task.user_code import user_code
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.alternating_optimizers import Turns
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.cuda_graphs import Captured, graphs_of
-from ray_app.train.step.micro_batch import Buffers, Forward, modes_of, restore, single_values
-from ray_app.train.step.sdc import Replays
-from ray_app.train.step.step_stats import Row, StepResult, Table
+from ray_app.train.step.micro_batch import ReplicaBuffers, Forward, modes_of, restore, single_values
+from ray_app.train.step.sdc import SdcChecker
+from ray_app.train.step.step_stats import ReplicaStats, StepResult, StepStats
 from ray_app.train.step.timing import UNTOLD, Spent, Timer
 
 _MOST = float(np.finfo(np.float32).max)
@@ -83,29 +83,29 @@ class Step:
         config: Config,
         task: Task,
         state: TrainingState,
-        exchange: Exchange,
+        exchange: GradientReducer,
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         self._config, self._task, self._state, self._enter = config, task, state, enter
         self._exchange, self._world, self._device = exchange, world, device
-        self._buffers, self._table = Buffers(state.model, world), Table(world)
+        self._buffers, self._table = ReplicaBuffers(state.model, world), StepStats(world)
         self._forward = Forward(config, task, device, self._loss())
         self._captured = Captured(state.model, device, self._computed, graphs_of(device)) if config.train.capture else None
         self._scale = state.scale
         self._timer, self.waited_s = Timer(device) if world.size > 1 else None, 0.0
-        self._replays: Replays | None = None
+        self._replays: SdcChecker | None = None
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
         state.train()
         self._modes = modes_of(state.model)
 
     def close(self) -> None:
-        """Ends it; see `Exchange.close`."""
+        """Ends it; see `GradientReducer.close`."""
         self._exchange.close()
         self._captured = None  # it holds this one: its memory of the device would wait for the garbage collector
 
-    def replay(self, replays: Replays | None) -> None:
+    def replay(self, replays: SdcChecker | None) -> None:
         """From now on some shares are computed twice; None: not one."""
         self._replays = replays
         if replays is not None:
@@ -165,7 +165,7 @@ class Step:
         twice = self._replays.due(self._state.step, batches, self._exchange) if self._replays is not None else None
         if self._timer is not None:
             self._timer.begin()
-        found: list[Unread | None] = []
+        found: list[DeviceSums | None] = []
         for batch in batches:
             restore(self._modes)
             with self._blaming(batch):
@@ -208,7 +208,7 @@ class Step:
             backward_of(losses.values, self._weights(batch, global_rows))
             return self._buffers.bits()
 
-    def _meet(self, found: list[Unread | None], norms: list[Tensor]) -> tuple[list[Sums], list[float]]:
+    def _meet(self, found: list[DeviceSums | None], norms: list[Tensor]) -> tuple[list[LossSums], list[float]]:
         """Here the host meets the device, nowhere else in a step: it waits for what the device was given, and reads what it found."""
         if self._world.settle is not None:
             self._world.settle()
@@ -223,7 +223,7 @@ class Step:
 
     def _blaming(self, batch: MicroBatch) -> AbstractContextManager[None]:
         """The context of forward and backward of a micro-batch: what is raised is told with the logical worker and the rows."""
-        blamed = own_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
+        blamed = user_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
         return self._alone(batch, blamed) if batch.rows == 1 else blamed
 
     @contextmanager
@@ -236,12 +236,12 @@ class Step:
         """The model that a micro-batch goes through."""
         return self._state.model
 
-    def _lines(self, batches: list[MicroBatch], told: list[Sums], global_rows: int, flags: Flags) -> list[Row]:
+    def _lines(self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags) -> list[ReplicaStats]:
         """What this rank's logical workers have to say."""
         spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else UNTOLD
         return [line(batch, sums, sums.loss / global_rows, flags, spent) for batch, sums in zip(batches, told, strict=True)]
 
-    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Unread | None:
+    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
         """Forward and backward of one logical worker, of which nothing is waited for."""
         if not batch.rows:
             self._exchange.skip(batch.logical_worker)
@@ -258,7 +258,7 @@ class Step:
         """What backward begins with."""
         return self._forward.weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0)
 
-    def _computed(self, fields: Batch, weights: Tensor) -> Unread:
+    def _computed(self, fields: Batch, weights: Tensor) -> DeviceSums:
         """Forward and backward of rows, see `Compute`."""
         losses = self._forward.losses(self._state.model, fields, len(weights))
         backward_of(losses.values, weights)
@@ -327,10 +327,10 @@ def _rows_with_nan(fields: Batch) -> list[int]:
     return torch.stack([each.cpu() for each in bad]).any(0).nonzero()[:, 0].tolist() if bad else []
 
 
-def line(batch: MicroBatch, sums: Sums, loss: float, flags: Flags, spent: Spent, norm: float = 0.0) -> Row:
+def line(batch: MicroBatch, sums: LossSums, loss: float, flags: Flags, spent: Spent, norm: float = 0.0) -> ReplicaStats:
     """The line of a micro-batch in the table of a step, with its share of the mean loss."""
     rows = batch.logical_worker, batch.rows, batch.row_hash
-    return Row(*rows, loss, flags, norm, batch.num_skipped, sums.weight, *spent, sums.metrics)
+    return ReplicaStats(*rows, loss, flags, norm, batch.num_skipped, sums.weight, *spent, sums.metrics)
 
 
 class TurnStep(Step):
@@ -342,13 +342,13 @@ class TurnStep(Step):
         task: Task,
         state: TrainingState,
         turns: Turns,
-        make_exchange: Callable[[], Exchange],
+        make_exchange: Callable[[], GradientReducer],
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None],
     ) -> None:
         self._turns, self._turn = turns, ""
-        self._exchanges, self._tables = dict[str, Exchange](), {turn: Table(world) for turn in turns.optimizers}
+        self._exchanges, self._tables = dict[str, GradientReducer](), {turn: StepStats(world) for turn in turns.optimizers}
         for turn in turns.optimizers:
             turns.take(turn)
             self._exchanges[turn] = make_exchange()
@@ -361,9 +361,9 @@ class TurnStep(Step):
         return super().run(cursor, batches, global_rows, flags)
 
     def _loss(self) -> Callable[[nn.Module, Batch], Tensor | Losses]:
-        return lambda model, fields: self._task.turn_loss(self._turn, model, fields)
+        return lambda model, fields: self._task.loss_for_optimizer(self._turn, model, fields)
 
     def close(self) -> None:
-        """See `Exchange.close`."""
+        """See `GradientReducer.close`."""
         for exchange in self._exchanges.values():
             exchange.close()

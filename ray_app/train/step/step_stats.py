@@ -18,11 +18,11 @@ from ray_app.train.membership import Flags
 from ray_app.train.step.timing import SpentOf
 
 _LINE = "<qQdqdqddddd"
-"""All of a `Row` but its first and its last, eight bytes each."""
+"""All of a `ReplicaStats` but its first and its last, eight bytes each."""
 _NO_METRICS: Mapping[str, float] = {}
 
 
-class Row(NamedTuple):
+class ReplicaStats(NamedTuple):
     """What one logical worker has to say about a step.
 
     Args:
@@ -94,7 +94,7 @@ class StepResult(NamedTuple):
         return self._replace(loss=self.loss * more, grad_norm=self.grad_norm * math.sqrt(more), metrics=metrics)
 
 
-class Table:
+class StepStats:
     """The tables of a generation of workers.
 
     Args:
@@ -106,7 +106,7 @@ class Table:
         self._names: tuple[str, ...] | None = None
         self._known, self._line = set[str](), struct.Struct(_LINE)
 
-    def exchange(self, mine: list[Row]) -> StepResult:
+    def exchange(self, mine: list[ReplicaStats]) -> StepResult:
         """Tells all ranks every logical worker's row; each row of the table comes from one rank, so sums are exact.
 
         Raises:
@@ -122,11 +122,11 @@ class Table:
             line = self._line.pack(*row[1:-1], *(row.metrics.get(name, 0.0) for name in names))
             packed[row.logical_worker] = torch.frombuffer(bytearray(line), dtype=torch.int64)
         packed = summed(packed, self._world)
-        fixed = len(Row._fields) - 2
+        fixed = len(ReplicaStats._fields) - 2
         lines = self._line.iter_unpack(packed.numpy().tobytes())
-        return added([Row._make((v, *line[:fixed], dict(zip(names, line[fixed:], strict=True)))) for v, line in enumerate(lines)])
+        return added([ReplicaStats._make((v, *line[:fixed], dict(zip(names, line[fixed:], strict=True)))) for v, line in enumerate(lines)])
 
-    def _agree(self, mine: list[Row]) -> None:
+    def _agree(self, mine: list[ReplicaStats]) -> None:
         """Learns the names of the metrics in the first step that has rows, then holds all later ones against them."""
         if self._names is None:
             given = {tuple(sorted(row.metrics)) for row in mine if row.rows}
@@ -154,7 +154,7 @@ def refuse_different(names: Iterable[tuple[str, ...]]) -> None:
         )
 
 
-def added(table: list[Row]) -> StepResult:
+def added(table: list[ReplicaStats]) -> StepResult:
     """What follows from a whole table, in the order of the logical workers."""
     _, rows, row_hash, losses, flags, norms, skipped, weights, *spent, sums = zip(*table, strict=True)
     metrics = {name: total([each.get(name, 0.0) for each in sums]) for name in next(filter(None, sums), ())}

@@ -24,11 +24,11 @@ from ray_app.task.base import Task
 from ray_app.train.state.parameters import in_order
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.state.transfer import views_like
-from ray_app.train.step.micro_batch import Alike
-from ray_app.train.strategies.partitioned import SpreadState
+from ray_app.train.step.micro_batch import TensorGroup
+from ray_app.train.strategies.partitioned import PartitionedState
 
 
-class CentralState(SpreadState):
+class CentralState(PartitionedState):
     """See the module; `model` computes on the device, `master` is what the optimizer moves, on the host.
 
     The master of another rank than 0 is as old as the generation, and its optimizer has no state.
@@ -105,9 +105,9 @@ class CentralState(SpreadState):
         if self._holds:
             for p, m in zip(parameters, self.master.parameters(), strict=True):
                 p.copy_(m, non_blocking=True)
-        buffers = Alike(list(self.model.buffers()) if self._moves_buffers else [])
+        buffers = TensorGroup(list(self.model.buffers()) if self._moves_buffers else [])
         if self._has_moved:
-            buffers.copy(Alike(list(self.master.buffers())))
+            buffers.copy(TensorGroup(list(self.master.buffers())))
             self._has_moved = False
         if self._world.size > 1:
             sent = buffers.like()

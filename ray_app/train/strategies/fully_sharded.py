@@ -33,16 +33,16 @@ from ray_app.data.windows import MicroBatch
 from ray_app.plan.assignment import micro_batches
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, collective
-from ray_app.reduction.sharded import ExactlySharded, FullySharded, as_sharded, shard_like, shard_model, whole
-from ray_app.task.base import Losses, Sums, Task, Unread
+from ray_app.reduction.sharded import DeterministicShardedReducer, FsdpReducer, as_sharded, shard_like, shard_model, whole
+from ray_app.task.base import Losses, LossSums, Task, DeviceSums
 from ray_app.train.membership import Flags
 from ray_app.train.process_group import backend_of, form_group
 from ray_app.train.state.parameters import in_order
 from ray_app.train.state.state import TrainingState
 from ray_app.train.state.transfer import copied
 from ray_app.train.step.step import Step, norms_of
-from ray_app.train.step.step_stats import Row, StepResult
-from ray_app.train.strategies.partitioned import SpreadState
+from ray_app.train.step.step_stats import ReplicaStats, StepResult
+from ray_app.train.strategies.partitioned import PartitionedState
 
 
 class ShardedStep(Step):
@@ -56,7 +56,7 @@ class ShardedStep(Step):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert isinstance(self._exchange, FullySharded), "build_exchange made it"
+        assert isinstance(self._exchange, FsdpReducer), "build_exchange made it"
         self._sharded = self._exchange
         self._missing = micro_batches(self._world.size, self._world.logical_workers) - len(self._world.played)
         self._before: MicroBatch | None = None
@@ -67,7 +67,7 @@ class ShardedStep(Step):
         self._before = next((batch for batch in batches if batch.rows), self._before) or _blank(batches[0])
         return super().run(cursor, batches, global_rows, flags)
 
-    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Unread | None:
+    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
         sums = None
         if batch.rows:
             sums = super()._play(cursor, batch, global_rows)
@@ -78,7 +78,7 @@ class ShardedStep(Step):
                 self._pass_idly(cursor)
         return sums
 
-    def _lines(self, batches: list[MicroBatch], told: list[Sums], global_rows: int, flags: Flags) -> list[Row]:
+    def _lines(self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags) -> list[ReplicaStats]:
         lines = super()._lines(batches, told, global_rows, flags)
         self._bad = {row.logical_worker for row in lines if not math.isfinite(row.loss)}
         return lines
@@ -102,7 +102,7 @@ class ShardedStep(Step):
 
     def _norms(self) -> list[Tensor]:
         """See `Step._norms`; a collective, so that all ranks know the same norm."""
-        if isinstance(self._sharded, ExactlySharded):
+        if isinstance(self._sharded, DeterministicShardedReducer):
             norms = self._sharded.norms()
         else:
             norms = torch.stack(norms_of(self._gradients())).double().square().sum()
@@ -250,7 +250,7 @@ def _cut(value: Tensor, piece: Piece, back: list[tuple[Tensor, Tensor]]) -> Tens
 _CPU = torch.device("cpu")
 
 
-class ShardedState(SpreadState):
+class ShardedState(PartitionedState):
     """See the module. Outside of a generation there is only the whole copy."""
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:

@@ -28,9 +28,9 @@ from ray_app.data.windows import MicroBatch
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, backward_of, gather, settled
-from ray_app.reduction.bucketed import DataParallel
-from ray_app.task.base import Task, Unread, read, sums_of
-from ray_app.task.user_code import own_code
+from ray_app.reduction.bucketed import BucketedReducer
+from ray_app.task.base import Task, DeviceSums, read, sums_of
+from ray_app.task.user_code import user_code
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.parameters import in_order, load_optimizer, numbers
@@ -110,7 +110,7 @@ class Replica(TrainingState):
     def move(self, has_rows: bool) -> None:
         """Makes a step of its own."""
         if has_rows:
-            with own_code(lambda: "the update of the parameters"):
+            with user_code(lambda: "the update of the parameters"):
                 self._task.apply_gradients(self.model, self.optimizer)
         self.pass_over()
 
@@ -164,7 +164,7 @@ class LocalStep(Step):
     """
 
     def __init__(
-        self, job: Job, state: LocalState, exchange: DataParallel, world: World, device: torch.device, enter: Callable[[Phase], None]
+        self, job: Job, state: LocalState, exchange: BucketedReducer, world: World, device: torch.device, enter: Callable[[Phase], None]
     ) -> None:
         super().__init__(job.config, job.task, state, exchange, world, device, enter)
         self._job, self._common, self._sums = job, state, exchange
@@ -185,7 +185,7 @@ class LocalStep(Step):
         """See `Step.run`; a worker that is lost takes all back to the last average."""
         if self._timer is not None:
             self._timer.begin()
-        found, norms = list[Unread | None](), list[list[Tensor]]()
+        found, norms = list[DeviceSums | None](), list[list[Tensor]]()
         for batch in batches:
             with self._blaming(batch):
                 sums_there, norms_there = self._go(cursor, batch)
@@ -221,7 +221,7 @@ class LocalStep(Step):
             self._average()
         return result._replace(flags=flags)
 
-    def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[Unread | None, list[Tensor]]:
+    def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[DeviceSums | None, list[Tensor]]:
         """Forward and backward of one logical worker on its own replica, of its own mean; what comes of it and norms of the gradient."""
         replica = self._replicas[batch.logical_worker]
         replica.forget()
@@ -237,7 +237,7 @@ class LocalStep(Step):
                 p.grad = torch.zeros_like(p)
         return sums, norms_of(replica.gradients)
 
-    def _shares(self, sums: Unread) -> Tensor:
+    def _shares(self, sums: DeviceSums) -> Tensor:
         """One over the weight of a micro-batch, which only the device knows where its task gives weights, or 0; shape (rows,)."""
         if sums.metrics is None:
             return self._forward.weights(sums.rows, sums.rows, 1.0)

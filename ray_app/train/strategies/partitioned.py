@@ -20,7 +20,7 @@ from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.errors import PeerLostError
 from ray_app.reduction.base import World, collective, gather, settled
-from ray_app.reduction.transport import Transfer, receive, send, sending
+from ray_app.reduction.transport import P2PWork, receive, send, sending
 from ray_app.task.base import Task
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.state.transfer import lacking, transfer, with_tensors, without_tensors
@@ -30,21 +30,21 @@ logger = logging.getLogger(__name__)
 _SHARD = "a shard"
 
 
-class StatePart(NamedTuple):
+class ShardReplica(NamedTuple):
     """What one rank has of the state of a step: everything but tensors, pickled, and their bytes one after the other, on the CPU."""
 
     head: Tensor
     data: Tensor
 
 
-class Copies:
+class PeerReplicas:
     """The parts that this rank keeps, its own and that of the rank before it, of the newest two steps.
 
     Two, since some may have finished a step which others have not: nobody begins the next one before all have the parts of this.
     """
 
     def __init__(self) -> None:
-        self._cuts: deque[tuple[int, int, dict[int, StatePart]]] = deque()
+        self._cuts: deque[tuple[int, int, dict[int, ShardReplica]]] = deque()
         """Step, in how many parts its state is, and those that are here by their owner."""
 
     def clear(self) -> None:
@@ -61,9 +61,9 @@ class Copies:
             owners: How many of the first ranks have a part.
         """
         old = self._cuts.popleft()[2] if len(self._cuts) == 2 else {}
-        parts: dict[int, StatePart] = {}
+        parts: dict[int, ShardReplica] = {}
         self._cuts.append((step, owners, parts))
-        before, behind, sent = (world.rank - 1) % world.size, (world.rank + 1) % world.size, list[Transfer]()
+        before, behind, sent = (world.rank - 1) % world.size, (world.rank + 1) % world.size, list[P2PWork]()
         try:
             with collective():
                 if world.rank < owners:
@@ -76,7 +76,7 @@ class Copies:
                     head, data = torch.empty(int(sizes[0]), dtype=torch.uint8), _room(int(sizes[1]), old.get(before))
                     receive(head, before)
                     receive(data, before)
-                    parts[before] = StatePart(head, data)
+                    parts[before] = ShardReplica(head, data)
                 for transfer in sent:
                     transfer.wait()
         except PeerLostError as error:  # the next step meets it again
@@ -112,7 +112,7 @@ class Copies:
         with collective():
             for owner in range(owners):
                 rank, sizes = holders[owner]
-                part = own[owner] if rank == world.rank else StatePart(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
+                part = own[owner] if rank == world.rank else ShardReplica(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
                 for value in part if rank != to else ():
                     if world.rank == rank:
                         send(value, to)
@@ -122,22 +122,22 @@ class Copies:
         return (at, _joined([_unpacked(part) for part in found])) if world.rank == to else None
 
 
-def _room(size: int, old: StatePart | None) -> Tensor:
+def _room(size: int, old: ShardReplica | None) -> Tensor:
     """Memory for so many bytes; what was touched before is quicker."""
     return old.data if old is not None and old.data.numel() == size else torch.empty(size, dtype=torch.uint8)
 
 
-def _packed(state: Any, old: StatePart | None) -> StatePart:
+def _packed(state: Any, old: ShardReplica | None) -> ShardReplica:
     tensors: list[Tensor] = []
     head = bytearray(pickle.dumps(without_tensors(_marked(state), tensors)))
     data, at = _room(sum(t.nbytes for t in tensors), old), 0
     for t in tensors:
         data[at : at + t.nbytes].copy_(t.detach().reshape(-1).view(torch.uint8))
         at += t.nbytes
-    return StatePart(torch.frombuffer(head, dtype=torch.uint8), data)
+    return ShardReplica(torch.frombuffer(head, dtype=torch.uint8), data)
 
 
-def _unpacked(part: StatePart) -> Any:
+def _unpacked(part: ShardReplica) -> Any:
     tensors: list[Tensor] = []
     state, at = with_tensors(pickle.loads(part.head.numpy().tobytes()), tensors), 0
     for t in tensors:
@@ -167,12 +167,12 @@ def _joined(parts: Sequence[Any]) -> Any:
     return first
 
 
-class SpreadState(TrainingState):
+class PartitionedState(TrainingState):
     """See the module.
 
     Every snapshot is a collective and leaves a whole copy in the host memory of every rank. One is made at each checkpoint and snapshot,
     and at the end of a generation that ends as planned. When a peer is lost, the ranks go on from the newest copy that one of them has, or
-    from what they keep of each other after every step (`train.second_copy`).
+    from what they keep of each other after every step (`train.peer_replica`).
     """
 
     is_spread: ClassVar[bool] = True
@@ -180,7 +180,7 @@ class SpreadState(TrainingState):
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         self._world = World(0, 1, 1)
         self._whole: Snapshot | None = None
-        self._copies = Copies()
+        self._copies = PeerReplicas()
         super().__init__(config, task, device, total_steps)
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
@@ -237,11 +237,11 @@ class SpreadState(TrainingState):
     def pass_over(self) -> None:
         """See `TrainingState.pass_over`; a collective if there are second copies."""
         super().pass_over()
-        if self._config.train.second_copy and self._world.size > 1:
+        if self._config.train.peer_replica and self._world.size > 1:
             self._copies.keep(self.step, self._part(), self._world, self._owners)
 
     def _part(self) -> Any:
-        """What this rank alone has of the state, see `Copies.keep`."""
+        """What this rank alone has of the state, see `PeerReplicas.keep`."""
         live = self._live()
         return live.model, live.optimizer, live.schedule, live.more
 

@@ -18,7 +18,7 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from tests.support.cluster import record_of
 from tests.support.places import ROOT
 
@@ -54,7 +54,7 @@ with local_nodes(2, evaluates=False) as nodes:
 @pytest.mark.guarantee
 def test_a_drained_node_is_left_in_place_and_nothing_is_lost(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
-    train_here(alone, Alone(alone.config.logical_workers, lambda: False), Hooks())
+    train_here(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
     config = short_run(scaling__min_workers=1, scaling__max_workers=2)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}

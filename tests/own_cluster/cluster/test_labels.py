@@ -38,7 +38,7 @@ third = cluster.add_node(num_cpus=1, labels={"zone": "b"})
 ray.init(address=cluster.address, log_to_driver=False)
 config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).replace(
     run__storage_path=str(out), tracking__enabled=False, train__max_steps=120, scaling__min_workers=1, scaling__max_workers=2,
-    scaling__logical_workers=4, scaling__resize_check_s=0.2, scaling__label_selector={"zone": "a"})
+    scaling__logical_workers=4, scaling__resize_interval_s=0.2, scaling__label_selector={"zone": "a"})
 
 
 def possible(config):

@@ -29,8 +29,8 @@ from ray_app.train.job import Hooks
 data, out, strategy, steps = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).replace(
     run__storage_path=str(out), tracking__enabled=False, train__strategy=strategy, train__epochs=1000, train__max_steps=steps,
-    train__second_copy=strategy == "fsdp",
-    scaling__min_workers=2, scaling__max_workers=2, scaling__logical_workers=4, scaling__resize_check_s=0.5,
+    train__peer_replica=strategy == "fsdp",
+    scaling__min_workers=2, scaling__max_workers=2, scaling__logical_workers=4, scaling__resize_interval_s=0.5,
     checkpoint__every_epochs=None, checkpoint__every_steps=1000)
 said = StringIO()
 with local_nodes(2, evaluates=False) as nodes:

@@ -13,7 +13,7 @@ import ray
 from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
-from ray_app.drill.faults import Proofs
+from ray_app.drill.faults import Evidence
 from ray_app.runlog.paths import RunPaths
 from tests.support.kernel import Kernel
 from tests.support.places import ROOT
@@ -46,14 +46,14 @@ def summary_of(config: Config) -> dict[str, Any]:
     return json.loads(paths_of(config).summary.read_text())
 
 
-def begin(kernel: Kernel, config: Config, folder: Path) -> Proofs:
+def begin(kernel: Kernel, config: Config, folder: Path) -> Evidence:
     """The first cell; the run that it prepares waits after step 10 until the test lets it go on."""
     (folder / "config.yaml").write_text(config.to_yaml())
     kernel.run(_BEGIN.format(root=str(ROOT), config=str(folder / "config.yaml"), proofs=str(folder / "proofs")), _CELL_S)
-    return Proofs(str(folder / "proofs"))
+    return Evidence(str(folder / "proofs"))
 
 
-def interrupt_training(kernel: Kernel, proofs: Proofs) -> None:
+def interrupt_training(kernel: Kernel, proofs: Evidence) -> None:
     """Interrupts the cell that trains at step 10; the cell ends without an error."""
     kernel.start(_TRAIN)
     kernel.wait_until(lambda: proofs.has("reached"), _CELL_S)

@@ -21,7 +21,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage import object_stores
 from ray_app.storage.files import Content, Location, in_memory, listing, put_atomic, put_json
 from ray_app.train.checkpointing import writer as saver_module
-from ray_app.train.checkpointing.writer import Saver
+from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.waiting import until
 
@@ -83,9 +83,9 @@ def stops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         event.set()
 
 
-def begin(writer: str, paths: RunPaths, stops: Stops) -> Saver:
+def begin(writer: str, paths: RunPaths, stops: Stops) -> CheckpointWriter:
     """Begins to write step 20; of the two the files differ in what is not the model, but not in what they say."""
-    saver = Saver(paths, CheckpointSection(), list, lambda _: stops.begins(writer))
+    saver = CheckpointWriter(paths, CheckpointSection(), list, lambda _: stops.begins(writer))
     saver.save(lambda: replace(snapshot_of(20, VALUES), schedule=SAME[writer]), commit_of(20))
     return saver
 
@@ -186,7 +186,7 @@ def test_one_that_gives_up_does_not_make_the_other_fail(paths: RunPaths, stops: 
 
     new = begin("new", paths, stops)
     assert stops.reached["new"].wait(60)
-    old = Saver(paths, CheckpointSection(), list, refused)
+    old = CheckpointWriter(paths, CheckpointSection(), list, refused)
     old.save(lambda: snapshot_of(20, VALUES), commit_of(20))
     old.wait()
     assert not (paths.checkpoint(20, 1) / MODEL).exists()

@@ -10,7 +10,7 @@ import pytest
 
 from ray_app.drill import process_scenarios
 from ray_app.drill.certificate import measures
-from ray_app.drill.scenario import Disturbance
+from ray_app.drill.scenario import Scenario
 from tests.support.drilled import ended, record
 
 CLOCKS = """
@@ -56,7 +56,7 @@ def test_the_record_must_have_been_written_by_the_wrong_clock_and_is_measured_by
     assert process_scenarios.wrong_times(run) == ["there is no report of the run"]
     run.paths.report.touch()
     assert process_scenarios.wrong_times(run) == []
-    found = measures(Disturbance([2, 4, 6], [*proofs], process_scenarios.wrong_times), run)
+    found = measures(Scenario([2, 4, 6], [*proofs], process_scenarios.wrong_times), run)
     assert found["next_step_s"] == [0.5, 0.5, 0.5]
     assert found["goodput"] == pytest.approx(1.0, abs=0.2)
     right = ended(tmp_path / "right", proofs, [record(n) for n in range(1, 9)])

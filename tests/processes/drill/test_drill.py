@@ -22,11 +22,11 @@ from ray_app import load_config
 from ray_app.cli.drill import DrillSection, chosen, drilled, main
 from ray_app.config.config import Config
 from ray_app.drill import process_scenarios
-from ray_app.drill.certificate import Start, Trace, conclusion, difference, judge, measures, restart, start_since, table, without
+from ray_app.drill.certificate import RunStart, Trace, conclusion, difference, judge, measures, restart, start_since, table, without
 from ray_app.drill.delays import Slow
-from ray_app.drill.faults import Kill, KillNewcomer, Proofs
+from ray_app.drill.faults import Kill, KillNewcomer, Evidence
 from ray_app.drill.process_scenarios import evaluator, kill
-from ray_app.drill.scenario import Disturbance, Ended, Ground
+from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
@@ -67,23 +67,23 @@ def gone() -> dict[str, Any]:
 
 
 @pytest.fixture
-def killed(tmp_path: Path) -> tuple[Disturbance, RunPaths]:
+def killed(tmp_path: Path) -> tuple[Scenario, RunPaths]:
     """A kill at step 2, and the record of a run in which nothing is other than in `trace()`."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(tmp_path), run__name="kill")
-    proofs = Proofs(str(tmp_path / "proofs"))
-    ground = Ground(config, 2, 6, 3, 1, proofs, random.Random(0), None, lambda *_: pytest.fail("it runs nothing"))
+    proofs = Evidence(str(tmp_path / "proofs"))
+    ground = ScenarioContext(config, 2, 6, 3, 1, proofs, random.Random(0), None, lambda *_: pytest.fail("it runs nothing"))
     made = kill(ground)
-    assert isinstance(made, Disturbance)
+    assert isinstance(made, Scenario)
     return made, written(tmp_path / "kill", [record(step) for step in (1, 2, 3, 4)])
 
 
-def ended(paths: RunPaths, process: dict[str, Any] | None, **summary: Any) -> Ended:
+def ended(paths: RunPaths, process: dict[str, Any] | None, **summary: Any) -> ScenarioResult:
     """The kill happened at 101.9 s, just before rank 0 finished that step."""
     proofs = {"killed-0": {"time_s": 101.9, "step": 2, "rank": 0, "process": process}} if process else {}
-    return Ended(paths, SUMMARY | summary, proofs)
+    return ScenarioResult(paths, SUMMARY | summary, proofs)
 
 
-def test_a_scenario_that_happened_and_changed_nothing_is_equal(killed: tuple[Disturbance, RunPaths], gone: dict[str, Any]) -> None:
+def test_a_scenario_that_happened_and_changed_nothing_is_equal(killed: tuple[Scenario, RunPaths], gone: dict[str, Any]) -> None:
     disturbance, paths = killed
     put_event(paths, "failed", 1, errors={})
     assert judge(disturbance, ended(paths, gone), trace()) == ("equal", None)
@@ -91,7 +91,7 @@ def test_a_scenario_that_happened_and_changed_nothing_is_equal(killed: tuple[Dis
     assert measures(disturbance, ended(paths, gone))["next_step_s"] == [1.1]
 
 
-def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Disturbance, RunPaths], gone: dict[str, Any]) -> None:
+def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPaths], gone: dict[str, Any]) -> None:
     disturbance, paths = killed
     assert judge(disturbance, ended(paths, None), trace()) == ("failed", "it did not happen: there is no proof 'killed-0'")
     outcome, reason = judge(disturbance, ended(paths, asdict(Holder.here())), trace())
@@ -128,10 +128,10 @@ def test_differences_are_named(other: Trace, said: str | None) -> None:
 )
 def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(tmp_path: Path, next_s: float, workers: int, said: str) -> None:
     first = start_since(written(tmp_path / "undisturbed", [record(1), record(2)]), 91.0)
-    assert first == Start(10.0, 2)
+    assert first == RunStart(10.0, 2)
     again = [record(3, time_s=next_s, workers=workers, generation="2.1"), record(4, time_s=next_s + 1, generation="2.1")]
     paths = written(tmp_path / "driver", [record(1), record(2), record(3), *again])
-    run = Ended(paths, SUMMARY, {"held": {"time_s": 102.5, "step": 3}, "driver_killed": {"time_s": 103.0, "step": 3}})
+    run = ScenarioResult(paths, SUMMARY, {"held": {"time_s": 102.5, "step": 3}, "driver_killed": {"time_s": 103.0, "step": 3}})
     found = restart(run, first)
     assert found["restart"] == {
         "first": {"seconds": 10.0, "workers": 2},
@@ -142,7 +142,7 @@ def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(tmp_pa
     shown = Console(file=StringIO(), width=200)
     shown.print(table([{"scenario": "driver", "outcome": "equal", "reason": None, **found}]))
     assert f"equal: {said}" in shown.file.getvalue()  # type: ignore[attr-defined]
-    assert restart(Ended(paths, SUMMARY, {"killed-0": {"time_s": 103.0, "step": 3}}), first) == {}
+    assert restart(ScenarioResult(paths, SUMMARY, {"killed-0": {"time_s": 103.0, "step": 3}}), first) == {}
 
 
 def test_waits_of_the_drill_itself_do_not_count() -> None:
@@ -153,7 +153,7 @@ def test_waits_of_the_drill_itself_do_not_count() -> None:
 
 
 def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
-    proofs = Proofs(str(tmp_path))
+    proofs = Evidence(str(tmp_path))
     assert proofs.claim(["a", "b"], rank=1)
     assert proofs.claim(["a", "b"], rank=2)
     assert not proofs.claim(["a", "b"], rank=3)
@@ -165,7 +165,7 @@ def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
 def test_only_who_comes_later_is_a_newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: struck.append(number))
-    proofs = Proofs(str(tmp_path))
+    proofs = Evidence(str(tmp_path))
     there, other = KillNewcomer(proofs, "killed-1", "killed-0"), KillNewcomer(proofs, "killed-1", "killed-0")
     there("forming", 0, 0)
     other("data", 1, 4)
@@ -188,9 +188,9 @@ def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(tmp_path: P
     fake = SimpleNamespace(get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one))
     monkeypatch.setattr(process_scenarios, "ray", fake)
     made = process_scenarios.rendezvous(ground(tmp_path))
-    assert isinstance(made, Disturbance)
+    assert isinstance(made, Scenario)
     assert made.observe is not None
-    proofs = Proofs(str(tmp_path / "proofs"))
+    proofs = Evidence(str(tmp_path / "proofs"))
     proofs.put("held")
     made.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
     said = proofs.get("rendezvous_killed")
@@ -199,7 +199,7 @@ def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(tmp_path: P
 
 
 def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
-    proofs = Proofs(str(tmp_path))
+    proofs = Evidence(str(tmp_path))
     hook, other = Slow(proofs, "slow", 3, 5, 1, 3.0), Slow(proofs, "slow", 3, 5, 1, 3.0)
     for step in range(1, 8):
         other(0, step)
@@ -270,8 +270,8 @@ def test_what_cannot_be_drilled_is_refused(digits_config: Callable[..., Config],
 
 def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[..., Config], tmp_path: Path) -> None:
     config = digits_config(evaluate__where="workers")
-    ground = Ground(
-        config, 2, 40, 20, 5, Proofs(str(tmp_path / "proofs")), random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
+    ground = ScenarioContext(
+        config, 2, 40, 20, 5, Evidence(str(tmp_path / "proofs")), random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
     )
     assert evaluator(ground) == "there is no evaluator with evaluate.where workers"
 

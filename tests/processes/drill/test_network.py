@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.drill.faults import Proofs
+from ray_app.drill.faults import Evidence
 from ray_app.drill.network import Severed, Wire, half_open, partition, wires
-from ray_app.drill.scenario import Disturbance
+from ray_app.drill.scenario import Scenario
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.lease import Holder
 from tests.support.drilled import SUMMARY, ended, ended_process, ground
@@ -72,7 +72,7 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
 ) -> None:
     """Both ends are in this process here."""
     one, other = ends
-    proofs = Proofs(str(tmp_path))
+    proofs = Evidence(str(tmp_path))
     victim, peer = (Severed(proofs, 4, 1, [0], mends, mends) for _ in range(2))
     with socket.create_server(("127.0.0.1", 0)) as rendezvous, socket.create_connection(rendezvous.getsockname()) as line:
         proofs.put("listening", address=rendezvous.getsockname())
@@ -107,7 +107,7 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
 
 def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) -> None:
     made = partition(ground(tmp_path))
-    assert isinstance(made, Disturbance)
+    assert isinstance(made, Scenario)
     proofs = {
         "cut": {"connections": ["a", "b"], "of_the_rendezvous": 1, "process": ended_process()},
         "went_on": {"workers": 1},
@@ -126,7 +126,7 @@ def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) 
 
 def test_a_half_open_connection_is_found_by_the_standstill(tmp_path: Path) -> None:
     made = half_open(ground(tmp_path))
-    assert isinstance(made, Disturbance)
+    assert isinstance(made, Scenario)
     step = made.steps[0]
     proofs = {"cut": {"connections": ["a"], "of_the_rendezvous": 0}, "silent": {"thrown_away": [1]}}
     run = ended(tmp_path / "run", proofs, [])

@@ -17,8 +17,8 @@ from ray_app import load_config
 from ray_app.cli.drill import DrillSection, drilled
 from ray_app.config.config import Config
 from ray_app.drill import session
-from ray_app.drill.certificate import Start, Trace
-from ray_app.drill.scenario import Disturbance, Ended
+from ray_app.drill.certificate import RunStart, Trace
+from ray_app.drill.scenario import Scenario, ScenarioResult
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.storage.files import read_json
@@ -37,7 +37,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=list))
     monkeypatch.setattr(session, "most_resources", lambda: None)
     monkeypatch.setattr(session, "facts", dict)
-    monkeypatch.setattr(session.Drill, "_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), Start(1.0, 2)))
+    monkeypatch.setattr(session.Drill, "_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), RunStart(1.0, 2)))
 
 
 @pytest.mark.usefixtures("no_ray")
@@ -56,11 +56,11 @@ def test_what_is_around_a_scenario_is_there_until_it_is_judged(short_drill: Conf
             status="finished", path=Path(config.run.storage_path) / "around", summary=SUMMARY | {"world_sizes": [[0, 2]]}
         )
 
-    def confirm(run: Ended) -> list[str]:
+    def confirm(run: ScenarioResult) -> list[str]:
         said.append("judged")
         return ["nothing happened"]
 
-    monkeypatch.setitem(SCENARIOS, "around", lambda ground: Disturbance([1], [], confirm, around=around))
+    monkeypatch.setitem(SCENARIOS, "around", lambda ground: Scenario([1], [], confirm, around=around))
     monkeypatch.setattr(session, "run_training", runs)
     drill = session.Drill(short_drill, short_drill, ["around"], 0, 60.0, None, Console(file=StringIO()), lambda: None)
     drill.go()
@@ -117,7 +117,7 @@ def test_a_scenario_that_fails_leaves_the_next_one_as_it_would_be(short_drill: C
         )
 
     for name in ("first", "second"):
-        monkeypatch.setitem(SCENARIOS, name, lambda ground: Disturbance([1], [], lambda run: ["nothing happened"]))
+        monkeypatch.setitem(SCENARIOS, name, lambda ground: Scenario([1], [], lambda run: ["nothing happened"]))
     monkeypatch.setattr(session, "run_training", runs)
     drill = session.Drill(short_drill, short_drill, ["first", "second"], 0, 60.0, None, Console(quiet=True), lambda: None)
     assert drill.go() == 1

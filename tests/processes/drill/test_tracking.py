@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from ray_app.drill import tracking
-from ray_app.drill.scenario import Ended
+from ray_app.drill.scenario import ScenarioResult
 from tests.support.drilled import ended, ground, record
 from tests.support.mlflow_server import database
 
 
-def outage(tmp_path: Path, **back: Any) -> Ended:
+def outage(tmp_path: Path, **back: Any) -> ScenarioResult:
     """The server was away from before step 3 to after step 5."""
     proofs = {
         "server_killed": {"time_s": 102.5, "step": 2},

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError, PeerLostError
 from ray_app.reduction.base import World, collective
-from ray_app.reduction.bucketed import DataParallel, _bucketed
+from ray_app.reduction.bucketed import BucketedReducer, _bucketed
 from ray_app.reduction.build import build_exchange
-from ray_app.train.membership import Formed
+from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup, _sockets
 from tests.support.local_world import LocalMembership, Pool, TinyImages, make_job, write_images
 from tests.support.waiting import until
@@ -141,7 +141,7 @@ def group_of(rank: int, store: Path, device: str, backend: str) -> str:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = ProcessGroup()
     try:
-        group.open(Formed(1, rank, 1, "127.0.0.1", server.port), torch.device(device), backend)  # type: ignore[arg-type]
+        group.open(GenerationInfo(1, rank, 1, "127.0.0.1", server.port), torch.device(device), backend)  # type: ignore[arg-type]
         return dist.get_backend()
     finally:
         group.close()
@@ -162,10 +162,10 @@ def formed_after_a_failure(rank: int, store: Path, port: int) -> float:
     group = ProcessGroup()
     if rank == 0:
         with suppress(Exception):
-            group.open(Formed(1, 0, 1, "127.0.0.1", port), torch.device("cuda", 0), "nccl")
+            group.open(GenerationInfo(1, 0, 1, "127.0.0.1", port), torch.device("cuda", 0), "nccl")
         assert not dist.is_initialized(), "the fault did not happen"
         group.close()
-    group.open(Formed(2, rank, 2, "127.0.0.1", port), CPU, "auto")
+    group.open(GenerationInfo(2, rank, 2, "127.0.0.1", port), CPU, "auto")
     try:
         value = torch.tensor([rank + 1.0])
         dist.all_reduce(value)
@@ -196,7 +196,7 @@ def bystanders_of_an_abort(rank: int, store: Path, port: int) -> list[bytes]:
 
     def opens() -> None:
         try:
-            group.open(Formed(1, rank, 2, "127.0.0.1", port), CPU, "auto")
+            group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, "auto")
         except RuntimeError as error:
             failed.append(error)
 
@@ -224,7 +224,7 @@ def bystander_of_a_group(rank: int, store: Path, port: int, size: int, aborts: t
     """
     del store
     meeting, group, server = dist.TCPStore("127.0.0.1", port), ProcessGroup(), socket.create_server(("127.0.0.1", 0))
-    opening = threading.Thread(target=group.open, args=(Formed(1, rank, size, "127.0.0.1", port), CPU, "auto"))
+    opening = threading.Thread(target=group.open, args=(GenerationInfo(1, rank, size, "127.0.0.1", port), CPU, "auto"))
     meeting.wait([f"made-{before}" for before in range(rank)])
     opening.start()
     until(lambda: any(group._is_store(number) for number, _ in _sockets()) or not opening.is_alive(), "it has not begun to open")
@@ -272,7 +272,7 @@ def test_every_gradient_is_aligned_whatever_lies_before_it(mb: float, dtype: tor
     """What a GPU adds up of memory that is not aligned, as a norm, it adds in another order; no CPU does, so the places are looked at."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.Linear(5, 1)).to(dtype)
-    exchange = DataParallel(model, World(0, 1, 3), "exact", mb, "none")
+    exchange = BucketedReducer(model, World(0, 1, 3), "exact", mb, "none")
     x = torch.arange(6, dtype=dtype).view(2, 3)
     for v in range(3):
         exchange.backward(model(x + v).squeeze(1), torch.full((2,), 0.5, dtype=dtype), v)

@@ -11,13 +11,13 @@ from ray_app.reduction import transport
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.checkpointing.step_log import share_records
-from ray_app.train.step.step_stats import Row, StepResult, Table
+from ray_app.train.step.step_stats import ReplicaStats, StepResult, StepStats
 from tests.support.local_world import LocalMembership, Pool
 
 
-def _rows(world: World) -> list[Row]:
+def _rows(world: World) -> list[ReplicaStats]:
     spent = 0.25, 0.5, 0.75, 1.0
-    return [Row(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), *spent, {"a": v / 7}) for v in world.played]
+    return [ReplicaStats(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), *spent, {"a": v / 7}) for v in world.played]
 
 
 def _tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepResult]:
@@ -26,7 +26,7 @@ def _tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepResult]:
     with LocalMembership(World(rank, size, 2 * size), store).generation(0, False) as (world, _):
         for most in (1, 16):
             transport.RING_AT_MOST = most
-            found.append(Table(world).exchange(_rows(world)))
+            found.append(StepStats(world).exchange(_rows(world)))
     return found[0], found[1]
 
 
@@ -41,7 +41,7 @@ def _leave(rank: int, store: Path, size: int) -> str:
     transport.RING_AT_MOST = 1
     try:
         with LocalMembership(World(rank, size, size), store).generation(0, False) as (world, _):
-            table = Table(world)
+            table = StepStats(world)
             table.exchange(_rows(world))
             if rank == 1:
                 raise InterruptedError

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ray_app.config.sections import TrainSection
 from ray_app.reduction import transport
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import DataParallel
-from ray_app.reduction.transport import Transfer, sending
+from ray_app.reduction.bucketed import BucketedReducer
+from ray_app.reduction.transport import P2PWork, sending
 from tests.support.device_group import BACKEND
 from tests.support.local_world import LocalMembership, Pool
 
@@ -58,7 +58,7 @@ def summed_on(
     order: list[tuple[str, int]] = []
     peers: set[int] = set()
 
-    def noting_peer(value: Tensor, peer: int, *rest: Any) -> Transfer:
+    def noting_peer(value: Tensor, peer: int, *rest: Any) -> P2PWork:
         peers.add(peer)
         return sending(value, peer, *rest)
 
@@ -80,7 +80,7 @@ def summed_on(
             patch.setattr(dist, name, noting(name))
         patch.setattr(transport, "sending", noting_peer)
         model = torch.nn.Sequential(torch.nn.Linear(33, 7), torch.nn.Linear(7, 5))
-        exchange = DataParallel(model, world, train.reduction, 1e-4, train.gradient_compression)
+        exchange = BucketedReducer(model, world, train.reduction, 1e-4, train.gradient_compression)
         values = {}
         for v in world.played:
             generator = torch.Generator().manual_seed(v)

@@ -18,10 +18,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import DataParallel
+from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import receive, send
 from ray_app.train import process_group
-from ray_app.train.membership import Formed
+from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import LocalMembership, Pool
 from tests.support.waiting import until
@@ -53,7 +53,7 @@ def inputs() -> Tensor:
     return torch.randn(LOGICAL_WORKERS, 6, 40, generator=torch.Generator().manual_seed(1))
 
 
-def begin(exchange: DataParallel, model: Network, world: World) -> None:
+def begin(exchange: BucketedReducer, model: Network, world: World) -> None:
     """A step until its last backward is done."""
     for v in world.played:
         exchange.backward(model(inputs()[v]).square().mean(1), torch.full((6,), 1 / 24), v)
@@ -63,7 +63,7 @@ def begin(exchange: DataParallel, model: Network, world: World) -> None:
 def alone() -> list[Tensor]:
     """The gradients on one worker."""
     model, world = Network(), World(0, 1, LOGICAL_WORKERS)
-    exchange = DataParallel(model, world, "exact", EACH_MB, "none")
+    exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
     begin(exchange, model, world)
     exchange.finish()
     return [p.grad for p in model.parameters() if p.grad is not None]
@@ -74,7 +74,7 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
     expected, model, found = alone(), Network(), list[int]()
     assert len(expected) == 2 * LAYERS
     with LocalMembership(World(rank, size, LOGICAL_WORKERS), store, hosts=hosts).generation(0, False) as (world, _):
-        exchange = DataParallel(model, world, "exact", EACH_MB, "none")
+        exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
 
         def there() -> int:
             views = {p: view for bucket in exchange._buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)}
@@ -111,7 +111,7 @@ def late_in_forward(rank: int, store: Path, size: int) -> None:
     """A step, of which the last rank begins its part when all others are done with backward."""
     model, world = Network(), World(rank, size, LOGICAL_WORKERS)
     with LocalMembership(world, store).generation(0, False) as (world, _):
-        exchange = DataParallel(model, world, "exact", EACH_MB, "none")
+        exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
         done = store.parent / f"{store.name}-done"
         done.mkdir(exist_ok=True)
         if rank == size - 1:
@@ -136,7 +136,7 @@ def empty_among_them(rank: int, store: Path, size: int) -> list[Tensor]:
         model.register_parameter(f"empty_{number}", nn.Parameter(torch.empty(0, dtype=dtype)))
     world = World(rank, size, 3)
     with LocalMembership(world, store).generation(0, False) as (world, _):
-        exchange = DataParallel(model, world, "exact", EACH_MB, "none")
+        exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
         for v in world.played:
             x = torch.randn(2, 4, generator=torch.Generator().manual_seed(v))
             exchange.backward(model(x).square().mean(1), torch.full((2,), 1 / 6), v)
@@ -158,7 +158,7 @@ def test_parameters_of_no_size_travel_too(pool: Pool) -> None:
 
 
 def test_what_a_bucket_held_is_free_without_the_garbage_collector() -> None:
-    exchange = DataParallel(Network(), World(0, 1, LOGICAL_WORKERS), "exact", EACH_MB, "none")
+    exchange = BucketedReducer(Network(), World(0, 1, LOGICAL_WORKERS), "exact", EACH_MB, "none")
     held = [weakref.ref(bucket) for bucket in exchange._buckets]
     exchange.close()
     gc.disable()
@@ -174,7 +174,7 @@ def lost_beside(rank: int, store: Path, port: int) -> list[str]:
     del store
     group, model = ProcessGroup(), Network()
     meeting = TCPStore("127.0.0.1", port)
-    group.open(Formed(1, rank, 2, "127.0.0.1", port), CPU, "auto")
+    group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, "auto")
     if rank == 1:
         meeting.wait(["waits"])
         group.abort()
@@ -184,7 +184,7 @@ def lost_beside(rank: int, store: Path, port: int) -> list[str]:
     def thread_waits() -> bool:
         return any(thread.name.startswith("exchange") for thread in threading.enumerate()) and exchange._thread is not None
 
-    exchange = DataParallel(model, World(rank, 2, LOGICAL_WORKERS), "exact", EACH_MB, "none")
+    exchange = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", EACH_MB, "none")
 
     def before_first() -> None:
         if exchange._listening:
@@ -218,7 +218,7 @@ def late(rank: int, store: Path, port: int) -> float:
     group, value = ProcessGroup(), torch.tensor([rank + 1.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "_FORM_TIMEOUT", timedelta(seconds=2))
-        group.open(Formed(1, rank, 2, "127.0.0.1", port), CPU, "auto")
+        group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, "auto")
     try:
         if rank == 1:
             began_s = time.monotonic()

@@ -24,7 +24,7 @@ from ray_app.runlog.lease import Holder, Lease, LeaseWatch, Record, acquire, for
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files as files_module
 from ray_app.storage.files import put_json, read_json
-from ray_app.train.checkpointing.writer import Saver
+from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.places import ROOT
 from tests.support.waiting import until
@@ -280,7 +280,7 @@ def test_who_lost_the_lease_commits_nothing(paths: RunPaths) -> None:
     lease.on_lost(told.set)
     store.write(pack(snapshot_of(1)), commit_of(1, lease.fence))
     put_json(paths.fence(2), asdict(Record(AWAY, 0.0, time.time(), 30.0)))
-    saver = Saver(paths, CheckpointSection(), list)
+    saver = CheckpointWriter(paths, CheckpointSection(), list)
     saver.save(lambda: snapshot_of(2), commit_of(2, lease.fence))
     saver.wait()
     with pytest.raises(LeaseLostError, match=r"taken over by its start number 2 .* on node-7"):

@@ -18,7 +18,7 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import listing, put_atomic
 from ray_app.train.checkpointing import writer as saver_module
-from ray_app.train.checkpointing.writer import Saver
+from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ def free_bytes(disk: Path) -> int:
 def test_a_full_disk_leaves_the_newest_checkpoint(disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
     paths = RunPaths(disk / "run")
-    store, saver = CheckpointStore(paths), Saver(paths, CheckpointSection(keep_last=2), list)
+    store, saver = CheckpointStore(paths), CheckpointWriter(paths, CheckpointSection(keep_last=2), list)
     for step in (1, 2):
         saver.save(lambda step=step: snapshot_of(step, FLOATS), commit_of(step))
     saver.check()

@@ -39,7 +39,7 @@ from ray_app.storage.data_files import is_within
 from ray_app.storage.files import Location, folders, listing, location, names, put_atomic, put_json, read_json, remove_tree
 from ray_app.storage.object_stores import S3Path
 from ray_app.train.checkpointing import writer as saver_module
-from ray_app.train.checkpointing.writer import Saver
+from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
 from tests.support.places import ROOT
 from tests.support.s3_server import S3Server
@@ -375,7 +375,7 @@ def test_a_writer_that_is_killed_in_the_middle_commits_nothing(
 @pytest.mark.usefixtures("impatient")
 def test_an_outage_fails_a_checkpoint_and_not_the_next(paths: RunPaths, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "_ATTEMPTS", 2)
-    saver = Saver(paths, CheckpointSection(), list)
+    saver = CheckpointWriter(paths, CheckpointSection(), list)
     s3_server.fail("PUT .*step-00000001.*/training.pt", times=3)  # as often as botocore tries
     saver.save(lambda: snapshot_of(1), commit_of(1))
     saver.wait()

@@ -83,7 +83,7 @@ def test_the_optimizer_of_the_configuration_goes_before_the_modules(pool: Pool, 
 
 def test_a_module_without_lightning_trains_by_the_optimizer_of_the_configuration(pool: Pool, data: Path, tmp_path: Path) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
-    assert not task_of("Unvalidated").brings_optimizer
+    assert not task_of("Unvalidated").has_own_optimizer
     job = job_of(tmp_path / "run", data, task_of("Unvalidated"), train__epochs=1, **adam)
     assert pool.trained(job, 1).bits == pool.trained(job, 3).bits
 
@@ -169,7 +169,7 @@ def test_a_metric_logged_in_training_is_that_of_the_micro_batches(pool: Pool, da
 @pytest.mark.parametrize("does", ["alone", "in a list"])
 def test_every_form_of_one_optimizer_is_taken(does: str) -> None:
     task = task_of(does=does)
-    optimizer, schedule = task.own_optimizer(task.build_model())
+    optimizer, schedule = task.configure_optimizers(task.build_model())
     assert (type(optimizer), schedule) == (torch.optim.SGD, None)
 
 

@@ -12,7 +12,7 @@ from ray_app.driver.single import train_here
 from ray_app.errors import TaskError
 from ray_app.task.base import Batch
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from tests.support import server_world
 from tests.support.local_world import Pool, TinyImages, make_job, write_images
 
@@ -31,7 +31,7 @@ def raised(pool: Pool, job: Job) -> TaskError:
     strategy = job.config.train.strategy
     if strategy == "single":
         with pytest.raises(TaskError) as caught:
-            train_here(job, Alone(4, lambda: False), Hooks())
+            train_here(job, SingleProcessMembership(4, lambda: False), Hooks())
         return caught.value
     if strategy == "parameter_server":
         with pytest.raises(TaskError) as caught:

@@ -21,10 +21,10 @@ from ray_app.errors import PeerLostError, TaskError
 from ray_app.reduction import group_state
 from ray_app.reduction.base import World, collective, peers_to_blame
 from ray_app.runlog.journal import read_events
-from ray_app.task.user_code import own_code
+from ray_app.task.user_code import user_code
 from ray_app.train import process_group
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Formed
+from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 from tests.support.device_group import (
     BACKEND,
@@ -119,7 +119,7 @@ def refused_collective(error: Exception) -> Exception:
 
 def raised(error: Exception) -> Exception:
     """What an error becomes that a task's own code raises in a generation."""
-    with pytest.raises((PeerLostError, TaskError)) as caught, peers_to_blame(), own_code(lambda: "the update"):
+    with pytest.raises((PeerLostError, TaskError)) as caught, peers_to_blame(), user_code(lambda: "the update"):
         raise error
     return caught.value
 
@@ -164,7 +164,7 @@ def exchanged_by_user_code(rank: int, store: Path) -> str:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            with peers_to_blame(), own_code(lambda: "the update"):
+            with peers_to_blame(), user_code(lambda: "the update"):
                 dist.all_reduce(torch.ones(3))
         except PeerLostError as error:
             return str(error)
@@ -234,7 +234,7 @@ def test_a_broken_exchange_leaves_finite_garbage_and_says_so_later(pool: Pool) -
 
 def opened(rank: int, port: int) -> ProcessGroup:
     group = SpinningGroup()
-    group.open(Formed(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
+    group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
     dist.barrier()  # nobody leaves while another still connects
     return group
 
@@ -335,7 +335,7 @@ def given_up(rank: int, store: Path, port: int) -> tuple[str, bool]:
     group, said = SpinningGroup(), ""
     DeviceGroup.when_made = group.abort
     try:
-        group.open(Formed(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
+        group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
     except PeerLostError as error:
         said = str(error)
     finally:
@@ -348,7 +348,7 @@ def test_a_group_that_is_given_up_while_it_forms_exchanges_nothing(pool: Pool, s
     assert pool.run(2, given_up, store.port) == [("the group was given up while it formed", False)] * 2
 
 
-def open_given_up(group: ProcessGroup, formed: Formed) -> None:
+def open_given_up(group: ProcessGroup, formed: GenerationInfo) -> None:
     with pytest.raises(PeerLostError), collective():
         group.open(formed, CPU, BACKEND_2)  # type: ignore[arg-type]
 
@@ -361,7 +361,7 @@ def stuck(rank: int, store: Path, port: int) -> list[bool]:
 
     try:
         seen.append(group.is_stuck)
-        opening = threading.Thread(target=open_given_up, args=(group, Formed(1, rank, 1, "127.0.0.1", port)))
+        opening = threading.Thread(target=open_given_up, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port)))
         opening.start()
         until(lambda: group._forms, "it has not begun to form")
         seen.append(group.is_stuck)
@@ -431,7 +431,7 @@ def test_a_group_that_was_given_up_before_it_forms_does_not_form(store: TCPStore
     group.abort()
     try:
         with pytest.raises(PeerLostError, match="before it formed"):
-            group.open(Formed(1, 0, 2, "127.0.0.1", store.port), CPU, BACKEND_2)  # type: ignore[arg-type]
+            group.open(GenerationInfo(1, 0, 2, "127.0.0.1", store.port), CPU, BACKEND_2)  # type: ignore[arg-type]
     finally:
         group.close(broken=True)
 
@@ -501,7 +501,7 @@ def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str
     `fsdp` gathers whole parameters by functional collectives, which call no group that is made in Python.
     """
     data = write_images(tmp_path / "data", [[20, 13]])
-    more = {"train__local_steps": 2} if strategy == "local_sgd" else {"train__second_copy": True}
+    more = {"train__local_steps": 2} if strategy == "local_sgd" else {"train__peer_replica": True}
     fields = {"train__strategy": strategy, "train__epochs": 2, **more}
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), **fields)
     expected = pool.trained(job, 2, cached).commit.params_digest

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import Exchange, World
+from ray_app.reduction.base import GradientReducer, World
 from ray_app.reduction.bucketed import Bucket
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
@@ -35,7 +35,7 @@ class CountsAlive:
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         if phase == "forming":
-            kinds = (Step, Exchange, Bucket, TrainingState)
+            kinds = (Step, GradientReducer, Bucket, TrainingState)
             alive = Counter(kind.__name__ for each in gc.get_objects() for kind in kinds if isinstance(each, kind))
             with (self.folder / f"{rank}.txt").open("a") as file:
                 print(step, dict(sorted(alive.items())), file=file)
@@ -45,7 +45,7 @@ AVERAGED = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args":
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp, averages": {"train__ema_decay": 0.9, "schedule": AVERAGED},
-    "central_storage": {"train__strategy": "central_storage", "train__second_copy": True},
+    "central_storage": {"train__strategy": "central_storage", "train__peer_replica": True},
     "local_sgd": {"train__strategy": "local_sgd", "train__local_steps": 2},
 }
 

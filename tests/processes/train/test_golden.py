@@ -13,7 +13,7 @@ from ray_app.driver.finalize import newest_commit
 from ray_app.driver.single import train_here
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.train.job import Hooks
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from tests.support.places import ROOT
 
 KNOWN = {
@@ -26,7 +26,7 @@ KNOWN = {
 def test_the_digits_have_the_digest_of_the_picture(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path), "tracking__enabled": False}
     job = claim(prepare(load_config(ROOT / "conf" / "digits.yaml", **fields)), 1).job
-    train_here(job, Alone(job.config.logical_workers, lambda: False), Hooks())
+    train_here(job, SingleProcessMembership(job.config.logical_workers, lambda: False), Hooks())
     commit = newest_commit(job)
     assert commit is not None
     torch, *rest = (commit.environment[name] for name in ("torch", "device", "cpu_capability", "threads"))

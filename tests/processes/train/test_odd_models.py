@@ -266,7 +266,7 @@ LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
         (RoutedByRow(), {"optimizer": SGD}, [(3, FSDP)]),
         (RoutedAgain(), {"optimizer": SGD}, [(1, FSDP), (3, FSDP)]),
         (TiedWords(), {}, [(1, FSDP), (3, FSDP)]),
-        (Averaging(), {}, [(2, {}), (1, CENTRAL), (3, CENTRAL), (2, CENTRAL | {"train__second_copy": True})]),
+        (Averaging(), {}, [(2, {}), (1, CENTRAL), (3, CENTRAL), (2, CENTRAL | {"train__peer_replica": True})]),
         (Uncopied(), {}, [(2, CENTRAL)]),
         (ChannelsLast(), {}, [(2, FSDP)]),
         (Quantized(), {"train__ema_decay": 0.9}, [(2, {})]),

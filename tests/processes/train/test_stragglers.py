@@ -45,7 +45,7 @@ class Waiting(TinyImages):
 def trained(pool: Pool, folder: Path, data: Path, workers: int, windows: OpenWindows, balance: str, slow: bool) -> tuple[Trained, RunPaths]:
     meet = folder / "meet"
     meet.mkdir(parents=True)
-    fields = {"train__max_steps": STEPS, "train__epochs": 30, "scaling__balance": balance, "data__shuffle_window_rows": 64}
+    fields = {"train__max_steps": STEPS, "train__epochs": 30, "scaling__load_balancing": balance, "data__shuffle_window_rows": 64}
     job = make_job(folder / "run", data, logical_workers=L, batch=32, task=Waiting(str(meet) if slow else ""), **fields)
     for outcome in pool.train(job, workers, windows=windows):
         assert outcome.error is None, outcome.trace
@@ -85,5 +85,5 @@ def test_what_a_slow_worker_costs_is_recorded(pool: Pool, tmp_path: Path) -> Non
 @pytest.mark.parametrize("field", ["train__strategy=fsdp", "train__strategy=local_sgd", "train__reduction=overlapped"])
 def test_balance_is_refused_where_logical_workers_cannot_move(tmp_path: Path, field: str) -> None:
     data = write_images(tmp_path / "data", [[16]])
-    with pytest.raises(ConfigError, match=r"scaling\.balance is speed .*ddp or central_storage and exact only"):
-        make_job(tmp_path / "run", data, logical_workers=4, batch=8, scaling__balance="speed", **dict([field.split("=")]))
+    with pytest.raises(ConfigError, match=r"scaling\.load_balancing is speed .*ddp or central_storage and exact only"):
+        make_job(tmp_path / "run", data, logical_workers=4, batch=8, scaling__load_balancing="speed", **dict([field.split("=")]))

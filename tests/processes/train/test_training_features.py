@@ -22,7 +22,7 @@ from ray_app.task.classification import mix, smooth_targets
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Alone, Flags
+from ray_app.train.membership import SingleProcessMembership, Flags
 from ray_app.train.state.parameters import freeze
 from ray_app.train.state.state import FIRST, TrainingState
 from ray_app.train.step.step import Step
@@ -376,8 +376,8 @@ def test_alone_on_a_gpu_it_takes_the_first_one(data: Path, tmp_path: Path) -> No
     fields = {"train__strategy": "single", "scaling__gpus_per_worker": 1, "train__max_steps": 1}
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **fields)
     if torch.cuda.is_available():
-        train_here(job, Alone(1, lambda: False), Hooks())
+        train_here(job, SingleProcessMembership(1, lambda: False), Hooks())
         assert result_of(job).commit.environment["device"].startswith("cuda")
     else:
         with pytest.raises((RuntimeError, AssertionError), match=r"NVIDIA driver|not compiled with CUDA"):
-            train_here(job, Alone(1, lambda: False), Hooks())
+            train_here(job, SingleProcessMembership(1, lambda: False), Hooks())

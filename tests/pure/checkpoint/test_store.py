@@ -36,7 +36,7 @@ from ray_app.storage import files as files_module
 from ray_app.storage.files import put_atomic
 from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.restore import note_fallback
-from ray_app.train.checkpointing.writer import Saver
+from ray_app.train.checkpointing.writer import CheckpointWriter
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
@@ -487,7 +487,7 @@ class FailingDisk:
 @pytest.mark.usefixtures("short_pauses")
 def test_a_failed_write_is_tried_again(paths: RunPaths) -> None:
     disk = FailingDisk({1: 3})
-    saver = Saver(paths, CheckpointSection(), list, disk)
+    saver = CheckpointWriter(paths, CheckpointSection(), list, disk)
     saver.save(lambda: snapshot_of(1), commit_of(1))
     saver.check()
     assert disk.raised == 3
@@ -500,7 +500,7 @@ def test_a_failed_write_is_tried_again(paths: RunPaths) -> None:
 @pytest.mark.usefixtures("short_pauses")
 def test_a_follower_with_a_damaged_hold_fails_no_write(paths: RunPaths) -> None:
     put_atomic(paths.holds / "eval.json", b"{")
-    saver = Saver(paths, CheckpointSection(), list)
+    saver = CheckpointWriter(paths, CheckpointSection(), list)
     for step in (1, 2, 3):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
     saver.check()
@@ -518,7 +518,7 @@ def test_the_saver_waits_for_the_write_before(paths: RunPaths) -> None:
         taken.append(may_write.is_set())
         return snapshot_of(len(taken))
 
-    saver = Saver(paths, CheckpointSection(), list, slow)
+    saver = CheckpointWriter(paths, CheckpointSection(), list, slow)
     saver.save(take, commit_of(1))
     assert CheckpointStore(paths).commits() == [], "the step waits for the write"
     threading.Timer(0.05, may_write.set).start()
@@ -658,7 +658,7 @@ def test_what_is_evaluated_and_let_go_while_old_checkpoints_are_removed_stays(pa
         store.hold("evaluator", Hold(2, time.time() + 1000))
         return []
 
-    saver = Saver(paths, CheckpointSection(keep_last=1), best_then_evaluated)
+    saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), best_then_evaluated)
     for step in (1, 2, 3):
         store.hold("evaluator", Hold(1, time.time() + 1000))
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
@@ -670,7 +670,7 @@ def test_what_is_evaluated_and_let_go_while_old_checkpoints_are_removed_stays(pa
 def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths: RunPaths) -> None:
     store = CheckpointStore(paths)
     store.hold("evaluator", Hold(2, time.time() + 1000))
-    saver = Saver(paths, CheckpointSection(keep_last=2), lambda: [])
+    saver = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
     for step in range(1, Hold.most + 6):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
     saver.check()
@@ -686,7 +686,7 @@ def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(paths: RunP
 
     store = CheckpointStore(paths)
     store.hold("evaluator", Hold(2, time.time() + 1000, most=1))
-    saver = Saver(paths, CheckpointSection(keep_last=2), lambda: [])
+    saver = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
     for step in range(3, 5):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
     saver.wait()
@@ -703,7 +703,7 @@ def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(paths: 
         return kind != "evaluation_skipped" and put_event(paths, kind, fence, **details)
 
     CheckpointStore(paths).hold("evaluator", Hold(0, time.time() + 1000, most=1))
-    saver = Saver(paths, CheckpointSection(keep_last=1), lambda: [])
+    saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
     with monkeypatch.context() as outage:
         outage.setattr(saver_module, "put_event", refuse)
         for step in (1, 2):
@@ -721,7 +721,7 @@ def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_
     put_evaluation(paths, Evaluation(2, 0, "", {}, 1, 0.1, 0.0))
     store.hold("evaluator-august-attached", Hold(3, time.time() + 1000, most=1, evaluator="august"))
     store.hold("evaluator-gone-attached", Hold(-1, time.time() - 1, evaluator="gone"))
-    saver = Saver(paths, CheckpointSection(keep_last=1), lambda: [])
+    saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
     for step in range(1, 6):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
     saver.check()

@@ -14,8 +14,8 @@ from ray.train import ScalingConfig
 
 from ray_app import load_config
 from ray_app.cluster import resources as place
-from ray_app.cluster.controller.backend import Control
-from ray_app.cluster.controller.scaling_policy import Sizes
+from ray_app.cluster.controller.backend import ControllerContext
+from ray_app.cluster.controller.scaling_policy import ElasticPolicy
 from ray_app.cluster.ray_private import room_on_gpus
 from ray_app.cluster.resources import counted, workers_that_fit
 from ray_app.config.checks import check
@@ -114,12 +114,12 @@ def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(joined: 
     assert counted(config.replace(scaling__max_workers="all", data__global_batch_size=60)).scaling.max_workers == 4
 
 
-def sizes(**fields: Any) -> Sizes:
+def sizes(**fields: Any) -> ElasticPolicy:
     """The scaling policy of a run that may have 9 workers, outside of Ray."""
     config = ALL.replace(scaling__max_workers=9, **fields)
     resources = {"CPU": config.scaling.cpus_per_worker, "GPU": config.scaling.gpus_per_worker}
     scaling = ScalingConfig(num_workers=(1, 9), use_gpu=True, resources_per_worker=resources)
-    return Sizes(scaling, Control("/runs/this", 1, config, None, 2.0, True))
+    return ElasticPolicy(scaling, ControllerContext("/runs/this", 1, config, None, 2.0, True))
 
 
 def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() -> None:

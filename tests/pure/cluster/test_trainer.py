@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.trainer import Start, _recovers_in_place, fit
+from ray_app.cluster.trainer import WorkerArgs, _recovers_in_place, fit
 from ray_app.config.config import Config
 from ray_app.runlog.paths import RunPaths
 
@@ -39,7 +39,7 @@ def test_every_start_of_a_run_asks_for_resources_under_one_name(monkeypatch: pyt
     def start(run: str, fence: int, recovery: str) -> None:
         paths = RunPaths(tmp_path / run)
         job: Any = SimpleNamespace(paths=paths, run_root=str(paths.root), fence=fence, config=Config().replace(failure__recovery=recovery))
-        fit(Start(job, None), 2, 1.0, threading.Event())
+        fit(WorkerArgs(job, None), 2, 1.0, threading.Event())
 
     for recovery in ("in_place", "restart"):
         start("one", 1, recovery)

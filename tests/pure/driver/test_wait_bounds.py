@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from ray_app.driver.signals import END_S, STOP_S, Bounds
-from ray_app.train.membership import Status
+from ray_app.train.membership import RendezvousStatus
 
 LIVE = {"a", "b"}
 
 
-def status(step: int = 5, live: set[str] = LIVE) -> Status:
-    return Status(live, set(), {}, len(live), step, None, None, True, 60.0)
+def status(step: int = 5, live: set[str] = LIVE) -> RendezvousStatus:
+    return RendezvousStatus(live, set(), {}, len(live), step, None, None, True, 60.0)
 
 
-def after(bounds: Bounds, seconds: float, seen: Status | None, phases: Any) -> str | None:
+def after(bounds: Bounds, seconds: float, seen: RendezvousStatus | None, phases: Any) -> str | None:
     bounds.look(100.0, seen, phases)
     return bounds.look(100.0 + seconds, seen, phases)
 
@@ -30,7 +30,7 @@ def after(bounds: Bounds, seconds: float, seen: Status | None, phases: Any) -> s
         (status(), [], "the workers have formed no group"),
     ],
 )
-def test_a_run_that_is_to_stop_and_waits_is_given_up(seen: Status | None, phases: list[str], said: str) -> None:
+def test_a_run_that_is_to_stop_and_waits_is_given_up(seen: RendezvousStatus | None, phases: list[str], said: str) -> None:
     assert after(Bounds(9), STOP_S - 1, seen, phases) is None
     assert after(Bounds(9), STOP_S, seen, phases) == f"{said} for {STOP_S:g} s"
 

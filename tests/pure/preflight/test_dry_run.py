@@ -14,7 +14,7 @@ from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
 from ray_app.errors import ConfigError
-from ray_app.preflight.dry_run import rehearse
+from ray_app.preflight.dry_run import dry_run
 from ray_app.preflight.model_checks import Kernels
 from ray_app.task.base import Batch, Losses
 from ray_app.task.configured_arguments import loss_of_rows
@@ -57,7 +57,7 @@ def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
     data, task = write_images(tmp_path / "data", [[8]]), Mistaken(where) if isinstance(where, str) else where
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=task, **({"data__eval_path": str(data)} | fields))
     row = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
-    rehearse(job, row, None)
+    dry_run(job, row, None)
 
 
 @pytest.mark.parametrize("where", ["augment", "training_loss", "metrics", "update", "predictions"])
@@ -204,7 +204,7 @@ def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
     data = write_images(tmp_path / "data", [[8]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Pooled(last), **fields)
     row = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
-    rehearse(job, row, None)
+    dry_run(job, row, None)
 
 
 def test_what_no_device_has_a_deterministic_kernel_for_is_refused_and_the_mode_of_the_process_stays(tmp_path: Path) -> None:

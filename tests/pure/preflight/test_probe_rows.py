@@ -17,7 +17,7 @@ from ray_app.errors import ConfigError
 from ray_app.preflight import probe_rows
 from ray_app.preflight.metric_checks import MAX_ROWS
 from ray_app.preflight.prepare import prepare
-from ray_app.preflight.probe_rows import Attempt
+from ray_app.preflight.probe_rows import RowProbe
 from ray_app.task.base import Batch
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
@@ -112,7 +112,7 @@ def test_what_a_long_row_takes_follows_from_short_ones(tmp_path: Path, monkeypat
     prepared = start(tmp_path, texts(pad_to=multiple), write(tmp_path / "data"))
     operations, largest = found
     task = prepared.job.task
-    state = probe_rows.Attempt(task, _State(task.build_model()))  # type: ignore[arg-type]
+    state = probe_rows.RowProbe(task, _State(task.build_model()))  # type: ignore[arg-type]
     row = Ragged.of([np.arange(LONG) % 60], np.int64, 0, multiple)
     rows = {"tokens": twice(row), "tags": twice(Ragged.of([np.arange(LONG) % 3], np.int64, 0, multiple))}
     flops, sizes = probe_rows._measured(state, rows)
@@ -134,7 +134,7 @@ class _State:
 
 def test_the_parameters_alone_say_what_is_too_much_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 10, bias=False))
-    attempt = Attempt(ModuleTask.__new__(ModuleTask), _State(model))  # type: ignore[arg-type]
+    attempt = RowProbe(ModuleTask.__new__(ModuleTask), _State(model))  # type: ignore[arg-type]
     rows = {"tokens": Ragged.of([[1] * 30, [1] * 30], np.int64)}
     monkeypatch.setattr(probe_rows, "MOST_OPERATIONS", 2 * 100 * 60)
     assert probe_rows.too_costly(attempt, rows) is None
@@ -169,7 +169,7 @@ def test_a_mistake_in_an_evaluation_of_lists_is_not_their_length(tmp_path: Path)
 class Turns(CausalLanguageModel):
     """Two optimizers take turns."""
 
-    def turn_loss(self, turn: str, model: nn.Module, batch: Batch) -> Tensor:
+    def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor:
         assert turn in ("first", "second")
         return self.loss(self.forward(model, batch), batch)  # type: ignore[return-value]
 

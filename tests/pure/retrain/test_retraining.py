@@ -568,11 +568,11 @@ def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
 def test_the_code_of_optimizer_and_schedule_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data" / "a.parquet", 100)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_optimizer.py").write_text("import torch\nimport own_rule\n\nclass Own(torch.optim.SGD):\n    pass\n")
+    (tmp_path / "configure_optimizers.py").write_text("import torch\nimport own_rule\n\nclass Own(torch.optim.SGD):\n    pass\n")
     (tmp_path / "own_rule.py").write_text("RATE = 1\n")
     fields = {"data__path": str(tmp_path / "data"), "data__eval_path": str(tmp_path / "data")}
-    config = CONFIG.replace(**fields, optimizer={"class_path": "own_optimizer.Own"})
-    nested = CONFIG.replace(**fields, task__init_args={"inner": [{"class_path": "own_optimizer.Own", "init_args": {}}]})
+    config = CONFIG.replace(**fields, optimizer={"class_path": "configure_optimizers.Own"})
+    nested = CONFIG.replace(**fields, task__init_args={"inner": [{"class_path": "configure_optimizers.Own", "init_args": {}}]})
     before = [inputs_of(c, SECTION, delivered(c), "") for c in (config, nested)]
     (tmp_path / "own_rule.py").write_text("RATE = 2\n")
     after = [inputs_of(c, SECTION, delivered(c), "") for c in (config, nested)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ray_app.errors import DataError, TaskError
-from ray_app.task.user_code import calls, own_code
+from ray_app.task.user_code import calls, user_code
 
 SOURCE = """
 import torch
@@ -43,7 +43,7 @@ def module(tmp_path: Path) -> ModuleType:
 
 
 def test_the_users_lines_are_shown_and_those_of_libraries_counted(module: ModuleType) -> None:
-    with pytest.raises(TaskError) as caught, own_code(lambda: "logical worker 3", lambda: [5, 6]):
+    with pytest.raises(TaskError) as caught, user_code(lambda: "logical worker 3", lambda: [5, 6]):
         module.loss(torch.tensor([11]))
     error = pickle.loads(pickle.dumps(caught.value))
     told = str(error).splitlines()
@@ -75,9 +75,9 @@ def test_endless_calls_are_cut(module: ModuleType) -> None:
 
 
 def test_the_applications_own_errors_pass() -> None:
-    with pytest.raises(DataError, match="as it is"), own_code(lambda: "somewhere"):
+    with pytest.raises(DataError, match="as it is"), user_code(lambda: "somewhere"):
         raise DataError("as it is")
-    with pytest.raises(KeyboardInterrupt), own_code(lambda: "somewhere"):
+    with pytest.raises(KeyboardInterrupt), user_code(lambda: "somewhere"):
         raise KeyboardInterrupt
 
 

@@ -24,13 +24,13 @@ from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from ray_app.train.membership import Alone, Formed, LeavingError, Phase
+from ray_app.train.membership import SingleProcessMembership, GenerationInfo, LeavingError, Phase
 from tests.support.local_world import KilledError, TinyImages, cached, make_job, write_images
 
 CPU = torch.device("cpu")
 
 
-class Regrouping(Alone):
+class Regrouping(SingleProcessMembership):
     """One worker whose generations break with every `PeerLostError` of a hook."""
 
     recovers = True
@@ -41,10 +41,10 @@ class Regrouping(Alone):
         self.phases: list[Phase] = []
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, Formed]]:
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         del step, lost
         self.generations += 1
-        yield World(0, 1, 4), Formed(self.generations, 0, 1, "", 0)
+        yield World(0, 1, 4), GenerationInfo(self.generations, 0, 1, "", 0)
 
     def enter(self, phase: Phase) -> None:
         self.phases.append(phase)
@@ -78,7 +78,7 @@ def new_job(tmp_path: Path) -> Callable[..., Job]:
     return make
 
 
-class ToldToLeave(Alone):
+class ToldToLeave(SingleProcessMembership):
     """A new worker that gets a notice while it waits for its first generation."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_was_due_is_made_by_who_goes_on_from_a_snapshot_of_tha
 ) -> None:
     """All workers are lost behind the last step, before its checkpoint is committed."""
     undisturbed = new_job("undisturbed")
-    train(undisturbed, Alone(4, lambda: False), cached, CPU, Hooks())
+    train(undisturbed, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks())
     job, memory = new_job(checkpoint__snapshot_every_steps=2), Memory()
     monkeypatch.setattr(saver_module, "_ATTEMPTS", 1)
 
@@ -138,11 +138,11 @@ def test_a_checkpoint_that_was_due_is_made_by_who_goes_on_from_a_snapshot_of_tha
             raise KilledError
 
     with pytest.raises(CheckpointError):
-        train(job, Alone(4, lambda: False), cached, CPU, Hooks(before_commit=die), memory)
+        train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(before_commit=die), memory)
     assert committed(job) == [4]
     assert memory.kept is not None
     assert memory.kept[0].step == job.total_steps == 8
-    train(job, Alone(4, lambda: False), cached, CPU, Hooks(), memory)
+    train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(), memory)
     assert committed(job) == [4, 8]
     digests = [CheckpointStore(run.paths).commits()[-1].params_digest for run in (job, undisturbed)]
     assert digests[0] == digests[1]
@@ -172,7 +172,7 @@ def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(new_job: Cal
             raise KilledError
 
     with pytest.raises(KilledError):
-        train(job, Alone(4, lambda: False), cached, CPU, Hooks(after_step=die), memory)
+        train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(after_step=die), memory)
     outage.lasts = True
 
     def back(rank: int, step: int) -> None:
@@ -180,8 +180,8 @@ def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(new_job: Cal
             outage.lasts = False
 
     with pytest.raises(OSError, match="503"):
-        train(job, Alone(4, lambda: False), cached, CPU, Hooks(), Memory())
-    train(job, Alone(4, lambda: False), cached, CPU, Hooks(after_step=back), memory)
+        train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(), Memory())
+    train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(after_step=back), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(6, "snapshot")]
     assert committed(job) == [4, 8]
 
@@ -207,9 +207,9 @@ def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(new_job: Calla
     monkeypatch.setattr(CheckpointStore, "load", load)
     for step in (5, 7):
         with pytest.raises(KilledError):
-            train(job, Alone(4, lambda: False), cached, CPU, die_after(step), memory)
+            train(job, SingleProcessMembership(4, lambda: False), cached, CPU, die_after(step), memory)
     memory.kept = None if memory.kept is None else (dataclasses.replace(memory.kept[0], step=5), memory.kept[1])
-    train(job, Alone(4, lambda: False), cached, CPU, Hooks(), memory)
+    train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(4, "snapshot"), (6, "checkpoint")]
     assert read == [6]
 

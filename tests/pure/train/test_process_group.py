@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ray_app.reduction.overlap import SideStream
-from ray_app.reduction.sharded import ExactlySharded
+from ray_app.reduction.sharded import DeterministicShardedReducer
 from ray_app.reduction.tree import TreeSum, parents
 from ray_app.train import process_group
 from ray_app.train.process_group import ProcessGroup, backend_of, form_group
@@ -81,9 +81,9 @@ def test_a_sum_of_shards_drops_memory_only_when_the_stream_that_added_it_is_done
     streams = Streams(monkeypatch)
     scatter = SimpleNamespace(leaves=range(1))
     exchange: Any = SimpleNamespace(_sums=[TreeSum(parents(2))], _scatter=scatter)
-    ExactlySharded._push(exchange, 0, [torch.zeros(3, device=DEVICE)])
+    DeterministicShardedReducer._push(exchange, 0, [torch.zeros(3, device=DEVICE)])
     assert streams.calls == []
     scatter.leaves = range(1, 2)
     with SideStream(DEVICE, "reduce-scatter").entered():
-        ExactlySharded._push(exchange, 0, [torch.ones(3, device=DEVICE)])
+        DeterministicShardedReducer._push(exchange, 0, [torch.ones(3, device=DEVICE)])
     assert streams.calls == ["side: used by side"]

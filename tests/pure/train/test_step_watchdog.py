@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import Standstill
+from ray_app.train.membership import StepWatchdog
 
 
 def record_of(step: int, step_s: float) -> StepRecord:
@@ -25,7 +25,7 @@ class Clock:
 )
 def test_the_default_limit_is_50_median_steps_and_at_least_a_minute(step_s: float, limit_s: float) -> None:
     clock = Clock()
-    still = Standstill(None, clock)
+    still = StepWatchdog(None, clock)
     still.begin(0)
     assert still.limit_s == 5 * 600, "nothing is known of the steps yet, and the first one of a group takes longer"
     for step in range(1, 12):
@@ -42,7 +42,7 @@ def test_the_default_limit_is_50_median_steps_and_at_least_a_minute(step_s: floa
 
 
 def test_a_limit_that_is_given_is_five_times_as_long_for_the_first_step_of_a_group() -> None:
-    still = Standstill(30.0, Clock())
+    still = StepWatchdog(30.0, Clock())
     still.begin(4)
     assert still.limit_s == 150.0
     still.finished(5, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ray_app.plan.assignment import shares_by_speed
 from ray_app.reduction.base import World
 from ray_app.train.step.timing import Spent
-from ray_app.train.stragglers import Pace, SlowRank
+from ray_app.train.stragglers import StragglerDetector, Straggler
 
 Times = Callable[[int, int], tuple[float, ...]]
 """Of a step and a rank: seconds for a logical worker, of waiting for data, and of anything else."""
@@ -23,8 +23,8 @@ class Steps:
 
     def __init__(self, workers: int, logical_workers: int, times: Times, balances: bool = False) -> None:
         self.world, self._times = World(0, workers, logical_workers), times
-        self.pace = Pace(self.world, balances)
-        self.found: list[tuple[int, SlowRank]] = []
+        self.pace = StragglerDetector(self.world, balances)
+        self.found: list[tuple[int, Straggler]] = []
         self.moves: list[tuple[int, list[int]]] = []
         self.done, self.step_s = 0, [0.0]
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from ray_app.checkpoint.store import Commit
-from ray_app.cluster.controller.scaling_policy import Sizes
+from ray_app.cluster.controller.scaling_policy import ElasticPolicy
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.watch import terminal as module
@@ -84,10 +84,10 @@ class Ready:
 
 
 def decided(monkeypatch: pytest.MonkeyPatch, now: int, possible: int, ready: int = 0) -> tuple[str | None, int | None, int]:
-    """What `Sizes` waits for with this many workers, room for this many and at least two wanted, how many are to train, if that is to
+    """What `ElasticPolicy` waits for with this many workers, room for this many and at least two wanted, how many are to train, if that is to
     change, and how many are to be on their way."""
     waits: list[str | None] = []
-    scaling = SimpleNamespace(resize_check_s=30.0, min_workers=2, most_workers=4, spare_workers=1)
+    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=2, most_workers=4, standby_workers=1)
     config = SimpleNamespace(logical_workers=4, scaling=scaling)
     control = SimpleNamespace(config=config)
     policy: Any = SimpleNamespace(
@@ -103,9 +103,9 @@ def decided(monkeypatch: pytest.MonkeyPatch, now: int, possible: int, ready: int
         changed_s=0.0,
     )
     if now:
-        found: Any = Sizes.make_decision_for_running_worker_group(policy, SimpleNamespace(num_workers=now), None)
+        found: Any = ElasticPolicy.make_decision_for_running_worker_group(policy, SimpleNamespace(num_workers=now), None)
     else:
-        found = Sizes.make_decision_for_non_running_worker_group(policy)
+        found = ElasticPolicy.make_decision_for_non_running_worker_group(policy)
     [reason] = waits
     return reason, found if isinstance(found, int) else None, policy.coming
 
@@ -140,7 +140,7 @@ class Late(Ready):
 def decision_of(changed_s: float, now: int, possible: int, ready: int, ready_since: int = 0) -> tuple[Any, Any, int]:
     """The policy, its decision, and how often it asked the autoscaler for nodes."""
     requests: list[None] = []
-    scaling = SimpleNamespace(resize_check_s=30.0, min_workers=1, most_workers=4, spare_workers=0)
+    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=1, most_workers=4, standby_workers=0)
     policy: Any = SimpleNamespace(
         _control=SimpleNamespace(config=SimpleNamespace(logical_workers=4, scaling=scaling)),
         newcomers=Late(ready, ready_since),
@@ -154,9 +154,9 @@ def decision_of(changed_s: float, now: int, possible: int, ready: int, ready_sin
         changed_s=changed_s,
     )
     if now:
-        decision: Any = Sizes.make_decision_for_running_worker_group(policy, SimpleNamespace(num_workers=now), None)
+        decision: Any = ElasticPolicy.make_decision_for_running_worker_group(policy, SimpleNamespace(num_workers=now), None)
     else:
-        decision = Sizes.make_decision_for_non_running_worker_group(policy)
+        decision = ElasticPolicy.make_decision_for_non_running_worker_group(policy)
     return policy, decision, len(requests)
 
 

@@ -11,16 +11,16 @@ from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import create_scaling_policy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.controller.backend import Control, take_over
-from ray_app.cluster.controller.scaling_policy import Sizes
+from ray_app.cluster.controller.backend import ControllerContext, take_over
+from ray_app.cluster.controller.scaling_policy import ElasticPolicy
 from ray_app.config.config import Config
 
 
 def started(run_root: str, config: Config, workers: int) -> Any:
     """The policy of a start that has asked for all CPUs of the cluster."""
     scaling = ScalingConfig(num_workers=(1, workers))
-    control = Control(run_root, 1, config, None, 0, True)
-    made = Sizes(scaling, control) if config.failure.recovery == "in_place" else create_scaling_policy(scaling)
+    control = ControllerContext(run_root, 1, config, None, 0, True)
+    made = ElasticPolicy(scaling, control) if config.failure.recovery == "in_place" else create_scaling_policy(scaling)
     trainer = DataParallelTrainer(lambda: None, scaling_config=scaling)
     take_over(trainer, run_root)
     made.after_controller_start(trainer.train_run_context)
@@ -29,7 +29,7 @@ def started(run_root: str, config: Config, workers: int) -> Any:
 
 def possible(policy: Any) -> int:
     """Workers that it finds room for."""
-    return policy.possible() if isinstance(policy, Sizes) else policy._count_possible_workers(policy._get_reserved_resources())
+    return policy.possible() if isinstance(policy, ElasticPolicy) else policy._count_possible_workers(policy._get_reserved_resources())
 
 
 @pytest.mark.parametrize("recovery", ["in_place", "restart"])
@@ -57,8 +57,8 @@ def test_a_start_begins_as_many_workers_as_are_sure_to_fit_before_it_asks(ray_cl
     config = short_run(scaling__min_workers=2, scaling__max_workers=cpus, scaling__logical_workers=cpus, data__global_batch_size=cpus * 4)
 
     def free(reading_cpus: float, least: int = 2) -> int:
-        control = Control("/runs/this", 1, config.replace(scaling__min_workers=least), None, reading_cpus, True)
-        return Sizes(ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1}), control).free()
+        control = ControllerContext("/runs/this", 1, config.replace(scaling__min_workers=least), None, reading_cpus, True)
+        return ElasticPolicy(ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1}), control).free()
 
     assert (free(0), free(1), free(cpus - 2)) == (cpus, cpus - 1, 2)
     assert free(cpus - 1) == 0, "the run could not start"

@@ -65,7 +65,7 @@ def test_the_others_go_on_and_a_new_worker_joins(short_run: ShortRun, reference:
 
 
 def test_a_spare_takes_the_place_of_a_killed_worker(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__spare_workers=1)
+    config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__standby_workers=1)
     kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
     ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
     joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
@@ -79,7 +79,7 @@ def test_a_spare_takes_the_place_of_a_killed_worker(short_run: ShortRun, referen
 
 
 def test_all_are_killed_and_the_run_goes_on_with_the_spare(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    config = short_run(scaling__min_workers=1, scaling__max_workers=2, scaling__spare_workers=1, checkpoint__snapshot_every_steps=1)
+    config = short_run(scaling__min_workers=1, scaling__max_workers=2, scaling__standby_workers=1, checkpoint__snapshot_every_steps=1)
     kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
     ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
     committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
@@ -93,7 +93,7 @@ def test_all_are_killed_and_the_run_goes_on_with_the_spare(short_run: ShortRun, 
 def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: Path) -> None:
     longer = {"train__epochs": 30, "train__max_steps": 500, "checkpoint__every_steps": 250}
     alone = run_training(short_run(run__name="alone", train__strategy="single", scaling__max_workers=1, **longer))
-    scaling = {"scaling__min_workers": 2, "scaling__max_workers": 2, "scaling__spare_workers": 1, "scaling__replace_slow_s": 1.0}
+    scaling = {"scaling__min_workers": 2, "scaling__max_workers": 2, "scaling__standby_workers": 1, "scaling__evict_straggler_after_s": 1.0}
     run = tmp_path / "runs" / "run"
     drag = Drag(str(tmp_path / "slow"), step=20, rank=1)
     ready = Linger(str(run), "spares", {"ready": 1}, after=5, each_s=60)

@@ -11,7 +11,7 @@ import ray
 
 from ray_app.cli.drill import main
 from ray_app.drill.faults import Kill
-from ray_app.drill.scenario import Disturbance, Ground
+from ray_app.drill.scenario import Scenario, ScenarioContext
 from ray_app.drill.session import SCENARIOS
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
@@ -29,10 +29,10 @@ def test_on_a_cluster_that_is_there(
 ) -> None:
     """No node is touched, and a fault that does not happen is no success."""
 
-    def quiet(ground: Ground) -> Disturbance:
+    def quiet(ground: ScenarioContext) -> Scenario:
         """Nothing happens, because no run gets that far."""
         never = Kill(ground.proofs, ["killed-0"], step=10**6, ranks=[0])
-        return Disturbance([10**6], ["killed-0"], lambda run: [], Faults(train=Hooks(after_step=never)))
+        return Scenario([10**6], ["killed-0"], lambda run: [], Faults(train=Hooks(after_step=never)))
 
     monkeypatch.setitem(SCENARIOS, "quiet", quiet)
     assert main([*arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]) == 1

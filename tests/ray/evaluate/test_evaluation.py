@@ -14,7 +14,7 @@ from rich.console import Console
 from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
-from ray_app.driver.run import Faults, opened
+from ray_app.driver.run import Faults, open_run
 from ray_app.errors import EvaluationError
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.journal import read_events
@@ -113,7 +113,7 @@ def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
     config, go_on = evaluated_run(**fields), tmp_path / "go-on"
     store = CheckpointStore(RunPaths(tmp_path / "runs" / "run"))
     with (
-        opened(config, Console(file=StringIO()), Faults(before_evaluation=Gate(str(go_on))), background=True) as run,
+        open_run(config, Console(file=StringIO()), Faults(before_evaluation=Gate(str(go_on))), background=True) as run,
         ThreadPoolExecutor(1) as pool,
     ):
         result = pool.submit(run.go)
@@ -127,7 +127,7 @@ def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
     again = run_training(config.replace(evaluate__drain_timeout_s=60.0))
     assert (again.summary["status"], again.summary["params_digest"]) == ("finished", summary["params_digest"])
     assert read_evaluations(RunPaths(again.path))[-1].step == 30
-    with opened(config, Console(file=StringIO()), background=True) as run:
+    with open_run(config, Console(file=StringIO()), background=True) as run:
         run.stop()
         assert run.go().summary["status"] == "finished", "there was nothing left to do"
 

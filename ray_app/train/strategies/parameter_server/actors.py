@@ -15,12 +15,12 @@ from typing import Any
 import ray
 
 from ray_app.config.config import Config
-from ray_app.errors import own_error
+from ray_app.errors import unwrap_app_error
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import guard
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Status
+from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.protocol import Answer, Done, Listener, connect, receive, send
 from ray_app.train.strategies.parameter_server.server import ParameterServer
@@ -135,16 +135,16 @@ class CoordinatorActor(Coordinator):
         for look in looks:  # the first has to wait for a server that hangs, and for the storage
             threading.Thread(target=self._watch, args=(look,), name="watch", daemon=True).start()
 
-    def _watch(self, look: Callable[[Status], None]) -> None:
+    def _watch(self, look: Callable[[RendezvousStatus], None]) -> None:
         pause = threading.Event()
         while not pause.wait(_LOOK_S):
             with suppress(ray.exceptions.RayError):  # the rendezvous may have been started anew
                 look(ray.get(self._rendezvous.status.remote()))
 
-    def _look_after_workers(self, seen: Status) -> None:
+    def _look_after_workers(self, seen: RendezvousStatus) -> None:
         self.keep(seen.live | seen.leaving, seen.waiting is not None, seen.stopping)
 
-    def _look_after_servers(self, seen: Status) -> None:
+    def _look_after_servers(self, seen: RendezvousStatus) -> None:
         """Ends servers that neither die nor answer, before the workers count as stuck; Ray starts them again.
 
         Packing or loading all that a server holds may take longer than a step.
@@ -158,7 +158,7 @@ class CoordinatorActor(Coordinator):
             if answered or now - since_s > limit_s:
                 self._calls[server] = server.well.remote(), now
 
-    def _excuse_workers(self, seen: Status) -> None:
+    def _excuse_workers(self, seen: RendezvousStatus) -> None:
         """However long the storage or the servers' state takes, no worker is ended for waiting for it."""
         del seen
         if self.is_held_up:
@@ -187,7 +187,7 @@ class Parameters:
         try:
             return ray.get(self.coordinator.ask.remote(worker, done, broken_era, wait_s))
         except ray.exceptions.RayTaskError as error:
-            raise own_error(error) from error
+            raise unwrap_app_error(error) from error
 
 
 def server_names(paths: RunPaths, fence: int, servers: int) -> list[str]:

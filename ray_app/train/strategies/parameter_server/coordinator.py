@@ -34,9 +34,9 @@ from ray_app.runlog.journal import put_event
 from ray_app.task import device
 from ray_app.train.checkpointing.restore import restore
 from ray_app.train.checkpointing.snapshots import SnapshotSender
-from ray_app.train.checkpointing.step_log import Recorder
+from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Alone, Phase
+from ray_app.train.membership import SingleProcessMembership, Phase
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.step.step import norm_of
 from ray_app.train.step.step_stats import added, refuse_different
@@ -202,7 +202,7 @@ CPU = torch.device("cpu")
 _PAUSE_S = 0.5  # between two looks at servers that are lost
 
 
-class _Membership(Alone):
+class _Membership(SingleProcessMembership):
     """That of the coordinator, whose workers all wait while it does."""
 
     is_held_up = False
@@ -233,7 +233,7 @@ class Coordinator:
         put_event(job.paths, "partitioned", job.fence, servers=self._served.layout.held())
         self._membership = _Membership(self._plan.logical_workers, lambda: False)
         self._sender = sender or SnapshotSender([])
-        self._make_recorder = partial(Recorder, job, self._state, self._membership, self._sender, CPU, hooks)
+        self._make_recorder = partial(StepLog, job, self._state, self._membership, self._sender, CPU, hooks)
         self._recorder = self._make_recorder()
         self._lock = threading.Condition()
         self._error: Exception | None = None

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.step.step_stats import Row
+from ray_app.train.step.step_stats import ReplicaStats
 from ray_app.train.strategies.parameter_server.layout import Bytes
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class Done:
     """
 
     unit: Unit
-    row: Row
+    row: ReplicaStats
     lr: float
     wait_s: float
 

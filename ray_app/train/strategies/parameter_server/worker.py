@@ -21,7 +21,7 @@ from ray_app.train.membership import Flags, Membership, Phase
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import restore
 from ray_app.train.step.step import Step, line
-from ray_app.train.step.step_stats import Row, StepResult
+from ray_app.train.step.step_stats import ReplicaStats, StepResult
 from ray_app.train.step.timing import UNTOLD
 from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import Answer, Done, Pulled, Servers, Unit
@@ -174,11 +174,11 @@ class _UnitStep(Step):
     and counts by rows.
     """
 
-    def moves(self, row: Row) -> bool:
+    def moves(self, row: ReplicaStats) -> bool:
         """Whether a unit has a gradient for the servers."""
         return row.rows > 0 and (row.weight > 0 or not self._config.train.staleness)
 
-    def play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> Row:
+    def play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> ReplicaStats:
         """Computes a unit; its norm is weighted by rows.
 
         Raises:

@@ -16,7 +16,7 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from tests.support.cluster import record_of
 from tests.support.places import ROOT
 
@@ -60,7 +60,7 @@ with local_nodes(3, evaluates=False) as nodes:
 
 def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
-    train_here(alone, Alone(4, lambda: False), Hooks())
+    train_here(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
     config = short_run(train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2)
     (tmp_path / "config.yaml").write_text(config.to_yaml())

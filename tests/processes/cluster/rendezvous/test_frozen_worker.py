@@ -21,7 +21,7 @@ from ray_app.cluster.rendezvous.members import Member
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import Lines, packed
 from ray_app.runlog.paths import RunPaths
-from ray_app.train.membership import Beat, Flags
+from ray_app.train.membership import Heartbeat, Flags
 from tests.support.waiting import until
 
 SILENCE_S, HERE = 5.0, "127.0.0.1"
@@ -33,7 +33,7 @@ def _live(door: tuple[Any, str], root: Path) -> None:
     util = SimpleNamespace(get_node_ip_address=lambda: HERE)
     client.ray = SimpleNamespace(get=lambda found: found, get_runtime_context=lambda: context, util=util)  # type: ignore[attr-defined]
     rendezvous = SimpleNamespace(lifeline=SimpleNamespace(remote=lambda: door))
-    made = client.RayMembership(rendezvous, 4, torch.device("cpu"), "gloo", RunPaths(root), 1, True)
+    made = client.RendezvousClient(rendezvous, 4, torch.device("cpu"), "gloo", RunPaths(root), 1, True)
     made._closed.wait()
 
 
@@ -120,6 +120,6 @@ def test_the_end_of_a_process_is_known_at_once(meeting: _Meeting, worker: Any) -
 
 def test_who_does_not_know_the_secret_is_not_heard(meeting: _Meeting) -> None:
     with socket.create_connection(meeting.door[0], timeout=60) as line:
-        line.sendall(b"secret\n" + packed(Beat("b", "node", HERE, 1)))
+        line.sendall(b"secret\n" + packed(Heartbeat("b", "node", HERE, 1)))
         assert line.recv(1) == b""
     assert meeting.rendezvous._members.get("b") is None

@@ -14,7 +14,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.driver.single import train_here
 from ray_app.runlog.journal import read_events
 from ray_app.train.job import Hooks, Job, OpenWindows
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from tests.support.campaign import DILOCO, rows_of
 from tests.support.local_world import Pool, TinyImages, cached, disk_cached, make_job, result_of, streamed, write_images
 from tests.support.server_world import World
@@ -94,7 +94,7 @@ def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mon
             fields["data__cache_dir"] = str(tmp_path / "cache")
         job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
         readers.clear()
-        train_here(job, Alone(4, lambda: False), Hooks())
+        train_here(job, SingleProcessMembership(4, lambda: False), Hooks())
         assert ("reader" in readers) == (name != "0"), readers
         bits.append((result_of(job).bits, result_of(job).steps))
     assert bits[1:] == [bits[0]] * 2

@@ -16,7 +16,7 @@ from torch import nn
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.checks import check
 from ray_app.config.import_paths import TurnSpec
-from ray_app.drill.faults import Proofs
+from ray_app.drill.faults import Evidence
 from ray_app.drill.memory_faults import Flip
 from ray_app.driver.parsing import load_config
 from ray_app.errors import ConfigError, WrongResultError
@@ -136,8 +136,8 @@ def test_whose_turn_it_is() -> None:
 @pytest.mark.parametrize("part", ["critic", "generator"])
 def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_path: Path, part: str) -> None:
     """A bit of a gradient of rank 1, in the next step in which that part of the model has its turn."""
-    job = job_of(tmp_path / "run", data, failure__replay_rate=1.0)
-    flip = Flip(Proofs(str(tmp_path / "proofs")), "flip", "gradient", 1, 3)
+    job = job_of(tmp_path / "run", data, failure__sdc_check_rate=1.0)
+    flip = Flip(Evidence(str(tmp_path / "proofs")), "flip", "gradient", 1, 3)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=OfPart(flip, part)))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]

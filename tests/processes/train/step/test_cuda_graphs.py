@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import World
-from ray_app.task.base import Batch, Unread
+from ray_app.task.base import Batch, DeviceSums
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
@@ -142,7 +142,7 @@ def test_a_worker_that_computes_on_its_cpu_is_refused() -> None:
         ({"train__strategy": "fsdp"}, "train.strategy is fsdp"),
         ({"train__compile": True}, "train.compile is set"),
         ({"train__reduction": "overlapped"}, "train.reduction is overlapped"),
-        ({"failure__replay_rate": 0.1}, "failure.replay_rate is set"),
+        ({"failure__sdc_check_rate": 0.1}, "failure.sdc_check_rate is set"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], why: str) -> None:
@@ -167,12 +167,12 @@ class Failing(RecordedGraphs):
 def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> Captured:
     model = nn.Linear(3, 1)
 
-    def compute(fields: Batch, weights: Tensor) -> Unread:
+    def compute(fields: Batch, weights: Tensor) -> DeviceSums:
         losses = model(fields["x"]).square().sum(1)
         if draws:
             losses = losses * torch.rand(())
         losses.backward(weights)
-        return Unread(losses.detach().sum(), len(weights), None)
+        return DeviceSums(losses.detach().sum(), len(weights), None)
 
     return Captured(model, torch.device(device), compute, graphs)
 

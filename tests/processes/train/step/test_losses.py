@@ -309,7 +309,7 @@ def test_the_record_has_weight_and_metrics_only_where_there_are_some(pool: Pool,
     reader = MetricsReader(job.paths)
     reader.poll()
     assert all(record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in reader.records.values())
-    bare = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().of_settings(vars(job.task)))
+    bare = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().from_settings(vars(job.task)))
     pool.run_job(bare, 2, cached)
     [segment, *_] = sorted(bare.paths.metrics.glob("*.json"))
     assert not json.loads(segment.read_bytes()).keys() & {"weight", "metrics"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ray_app.checkpoint.store import SUSPECT, CheckpointStore
-from ray_app.drill.faults import Proofs
+from ray_app.drill.faults import Evidence
 from ray_app.drill.memory_faults import Flip, What
 from ray_app.errors import ConfigError, IrreproducibleError, WrongResultError
 from ray_app.runlog.journal import read_events
@@ -22,7 +22,7 @@ from tests.support.shifting_world import train_shifting
 
 L = 4
 REST = [("gradient", 0), ("gradient", 2), ("activation", 0), ("activation", 1), ("parameter", 1), ("parameter", 2)]
-ALL: dict[str, Any] = {"failure__replay_rate": 1.0}
+ALL: dict[str, Any] = {"failure__sdc_check_rate": 1.0}
 
 
 def job_in(folder: Path, name: str, task: TinyImages | None = None, **fields: Any) -> Job:
@@ -46,7 +46,7 @@ def undisturbed(pool: Pool, tmp_path: Path) -> str:
 
 
 def hooks(folder: Path, what: What, rank: int, step: int) -> Hooks:
-    flip = Flip(Proofs(str(folder / "proofs")), "flip", what, rank, step)
+    flip = Flip(Evidence(str(folder / "proofs")), "flip", what, rank, step)
     return Hooks(after_step=flip, built=flip.built)
 
 
@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_found_and_nothing_of_it_stays(pool: Pool, tmp_path: Pa
     job = job_in(tmp_path, "flipped", **ALL)
     others = [each for each in range(3) if each != rank]
     outcomes = train_shifting(pool, job, [[0, 1, 2], others], [], hooks(tmp_path, what, rank, 4))
-    assert Proofs(str(tmp_path / "proofs")).has("flip")
+    assert Evidence(str(tmp_path / "proofs")).has("flip")
     assert isinstance(outcomes[rank].error, WrongResultError), outcomes[rank].trace
     assert [outcomes[each].value for each in others] == ["done"] * 2, [outcome.trace for outcome in outcomes]
     [lied] = read_events(job.paths, "lied")
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found_and_nothing_of_it_stays(pool: Pool, tmp_path: Pa
 
 def test_checkpoints_since_it_was_right_are_marked(pool: Pool, tmp_path: Path) -> None:
     """At a rate of 1 in 8 shares are looked at in every fourth step or so; the flip is in the memory of rank 1 since step 1."""
-    job = job_in(tmp_path, "flipped", failure__replay_rate=0.125, train__max_steps=12)
+    job = job_in(tmp_path, "flipped", failure__sdc_check_rate=0.125, train__max_steps=12)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], hooks(tmp_path, "parameter", 1, 1))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     [lied] = read_events(job.paths, "lied")
@@ -151,14 +151,14 @@ def test_ten_thousand_shares_without_a_false_alarm(pool: Pool, tmp_path: Path, w
 
 
 def test_rows_are_computed_twice_where_they_are_read(pool: Pool, tmp_path: Path) -> None:
-    job = job_in(tmp_path, "twice", task=TinyImages("unused"), failure__replay_rate=0.5)
+    job = job_in(tmp_path, "twice", task=TinyImages("unused"), failure__sdc_check_rate=0.5)
     pool.run_job(job, 2, cached)
     assert 0 < read_steps(job.paths).replayed < L * 6
 
 
 def test_parameters_are_compared_where_that_is_asked_for(pool: Pool, tmp_path: Path, undisturbed: str) -> None:
     """A bit of rank 1's memory after step 3; the others have the majority, and it takes their state."""
-    job = job_in(tmp_path, "compared", failure__compare_every_steps=1)
+    job = job_in(tmp_path, "compared", failure__compare_params_every_steps=1)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], hooks(tmp_path, "parameter", 1, 3))
     assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
     [differed] = read_events(job.paths, "states_differed")
@@ -170,11 +170,11 @@ def test_parameters_are_compared_where_that_is_asked_for(pool: Pool, tmp_path: P
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"failure__replay_rate": 0.1, "train__strategy": "fsdp"}, r"replay_rate is 0\.1 with train\.strategy fsdp"),
-        ({"failure__replay_rate": 0.1, "train__reduction": "overlapped"}, r"train\.reduction overlapped"),
-        ({"failure__replay_rate": 1.5}, r"between 0 and 1"),
-        ({"failure__compare_every_steps": 0}, r"at least 1"),
-        ({"failure__compare_every_steps": 5, "train__strategy": "local_sgd"}, r"only with ddp"),
+        ({"failure__sdc_check_rate": 0.1, "train__strategy": "fsdp"}, r"sdc_check_rate is 0\.1 with train\.strategy fsdp"),
+        ({"failure__sdc_check_rate": 0.1, "train__reduction": "overlapped"}, r"train\.reduction overlapped"),
+        ({"failure__sdc_check_rate": 1.5}, r"between 0 and 1"),
+        ({"failure__compare_params_every_steps": 0}, r"at least 1"),
+        ({"failure__compare_params_every_steps": 5, "train__strategy": "local_sgd"}, r"only with ddp"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:

@@ -30,7 +30,7 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState, seed_step
-from ray_app.train.step.micro_batch import Buffers, single_values
+from ray_app.train.step.micro_batch import ReplicaBuffers, single_values
 from ray_app.train.step.step import Step, StepResult
 from tests.support.local_world import CPU, LocalMembership, Outcome, Pool, TinyImages, cached, feed_of, make_job, write_images
 
@@ -325,7 +325,7 @@ def test_batch_norm_of_one_row_is_the_same_when_backward_computes_it_again(pool:
 
 def test_the_buffers_of_logical_worker_0_are_kept() -> None:
     model = nn.BatchNorm1d(2)
-    buffers = Buffers(model, World(0, 1, 3))
+    buffers = ReplicaBuffers(model, World(0, 1, 3))
     expected, start = nn.BatchNorm1d(2), [b.clone() for b in model.buffers()]
     buffers.begin()
     for v in range(3):

@@ -18,7 +18,7 @@ from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.step import validation as validation_module
 from tests.support.local_world import DieAfter, KilledError, Pool, TinyImages, cached, make_job, write_images
 
@@ -127,7 +127,13 @@ def test_a_storage_that_refuses_for_a_while_stops_no_training(data: Path, tmp_pa
     monkeypatch.setattr(validation_module, "put_event", tell)
     monkeypatch.setattr(validation_module, "evaluated_steps", unlisted)
     monkeypatch.setattr(validation_module, "_FIRST_PAUSE_S", 0.001)
-    train(job, Alone(4, lambda: False), cached, torch.device("cpu"), load_evaluation=lambda: load_all(fetch_here, evaluation).arrays)
+    train(
+        job,
+        SingleProcessMembership(4, lambda: False),
+        cached,
+        torch.device("cpu"),
+        load_evaluation=lambda: load_all(fetch_here, evaluation).arrays,
+    )
     assert (refused[8], refused[12]) == (3, validation_module._ATTEMPTS)
     assert steps_in(found_in(job)) == [4, 8, 16]
     skipped = [(e.details["step"], e.details["reason"]) for e in read_events(job.paths, "evaluation_skipped")]

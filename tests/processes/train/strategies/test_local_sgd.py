@@ -22,7 +22,7 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.micro_batch import Buffers
+from ray_app.train.step.micro_batch import ReplicaBuffers
 from ray_app.train.strategies.local_sgd import LocalStep
 from tests.support.local_world import (
     CLASSES,
@@ -150,13 +150,13 @@ def test_a_peer_that_is_lost_at_the_end_of_a_round_takes_all_of_it_back(
     step, state, feed = step_of(job, tmp_path / "store")
     before = state.snapshot()
 
-    def lose(self: Buffers) -> None:
+    def lose(self: ReplicaBuffers) -> None:
         raise PeerLostError("while buffers travel")
 
     for i in range(2):
         step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
     with monkeypatch.context() as patched:
-        patched.setattr(Buffers, "launch", lose)
+        patched.setattr(ReplicaBuffers, "launch", lose)
         with pytest.raises(PeerLostError):
             step.run(Cursor.at(2, 9), feed.next(), 12, Flags(0))
     assert plain(state.snapshot()) == plain(before)

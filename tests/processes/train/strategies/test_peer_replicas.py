@@ -20,8 +20,8 @@ from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
 
-PLAIN = {"train__strategy": "ddp", "train__second_copy": False}
-FIELDS: dict[str, Any] = {"train__second_copy": True, "train__ema_decay": 0.9, "checkpoint__every_steps": None}
+PLAIN = {"train__strategy": "ddp", "train__peer_replica": False}
+FIELDS: dict[str, Any] = {"train__peer_replica": True, "train__ema_decay": 0.9, "checkpoint__every_steps": None}
 
 
 @dataclass(frozen=True)

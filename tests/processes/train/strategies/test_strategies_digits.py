@@ -19,7 +19,7 @@ from ray_app.runlog.journal import read_events
 from ray_app.task.image import ImageClassification
 from ray_app.task.metrics import combine, score
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from tests.support.local_world import CPU, DieAfter, KilledError, Pool, cached, make_job
 from tests.support.server_world import World
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -66,8 +66,8 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
 def test_the_digits_are_learnt_in_the_calling_process(digits: Path, tmp_path: Path) -> None:
     job = digits_job(tmp_path, digits, {"train__strategy": "single"})
     with pytest.raises(KilledError):
-        train_here(job, Alone(4, lambda: False), Hooks(after_step=DieAfter(160)))
-    train_here(job, Alone(4, lambda: False), Hooks())
+        train_here(job, SingleProcessMembership(4, lambda: False), Hooks(after_step=DieAfter(160)))
+    train_here(job, SingleProcessMembership(4, lambda: False), Hooks())
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
     assert accuracy_of(job, digits) >= 0.97
 

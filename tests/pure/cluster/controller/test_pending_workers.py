@@ -23,8 +23,8 @@ from ray_app import load_config
 from ray_app.cluster.controller import backend
 from ray_app.cluster.controller import controller as elastic
 from ray_app.cluster.controller import pending_workers as module
-from ray_app.cluster.controller.backend import Control, FailureBudget
-from ray_app.cluster.controller.pending_workers import NO_ROOM, Newcomer, Newcomers, Slot
+from ray_app.cluster.controller.backend import ControllerContext, FailureBudget
+from ray_app.cluster.controller.pending_workers import NO_ROOM, PendingWorker, PendingWorkers, Slot
 from ray_app.cluster.controller.worker_group import ElasticGroup
 from ray_app.errors import RepeatedFailureError
 from ray_app.runlog.journal import read_events
@@ -47,8 +47,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_each_is_asked_for_its_slot_once_and_those_without_are_given_up(asked: Counter[str]) -> None:
-    ours, now = Newcomers(None, 1, bool), time.monotonic()
-    ours._all = [Newcomer(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")]  # type: ignore[arg-type]
+    ours, now = PendingWorkers(None, 1, bool), time.monotonic()
+    ours._all = [PendingWorker(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")]  # type: ignore[arg-type]
     assert ours.look() == [NO_ROOM]
     assert [ours.look() for _ in range(9)] == [[]] * 9
     assert len(ours) == 2
@@ -118,7 +118,7 @@ SLOT = Slot({"CPU": 1.0}, "PACK", {})
 
 def test_who_is_ready_does_not_hide_that_others_die_while_they_prepare_themselves(node: Node) -> None:
     """A healthy newcomer answers at every look; those of the other node die nevertheless, and at last begin without preparation."""
-    ours = Newcomers("prepare", 2, bool)
+    ours = PendingWorkers("prepare", 2, bool)
     node.now = "ready"
     ours.begin(1, SLOT)
     ours.wait(1)
@@ -144,10 +144,10 @@ def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FailureBudget:
     rendezvous = SimpleNamespace(
         status=SimpleNamespace(remote=lambda: SimpleNamespace(step=0)), expect=SimpleNamespace(remote=lambda _: None)
     )
-    return FailureBudget(Control(str(tmp_path), 1, config, rendezvous, 1.0, in_place=True))
+    return FailureBudget(ControllerContext(str(tmp_path), 1, config, rendezvous, 1.0, in_place=True))
 
 
-def group_of(control: FailureBudget, newcomers: Newcomers) -> Any:
+def group_of(control: FailureBudget, newcomers: PendingWorkers) -> Any:
     """A worker group that begins."""
     group = ElasticGroup.__new__(ElasticGroup)
     vars(group).update(_callbacks=[control, newcomers], _worker_group_state=None)
@@ -158,7 +158,7 @@ def group_of(control: FailureBudget, newcomers: Newcomers) -> Any:
 
 def test_a_start_at_which_workers_die_again_and_again_is_recorded_and_ends(node: Node, control: FailureBudget) -> None:
     """What Ray Train does: it tries again without end, unless the hook raises."""
-    ours = Newcomers("prepare", 2, bool)
+    ours = PendingWorkers("prepare", 2, bool)
     group = group_of(control, ours)
 
     def fail_to_start() -> None:
@@ -179,7 +179,7 @@ def test_a_start_at_which_workers_die_again_and_again_is_recorded_and_ends(node:
 def test_a_node_without_room_is_no_failure(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "PENDING"})
     monkeypatch.setattr(module, "_PLACE_S", -60.0)
-    node.now, ours = "slow", Newcomers("prepare", 2, bool)
+    node.now, ours = "slow", PendingWorkers("prepare", 2, bool)
     group = group_of(control, ours)
     for _ in range(9):
         ours.begin(2, SLOT)
@@ -192,7 +192,7 @@ def test_a_node_without_room_is_no_failure(node: Node, control: FailureBudget, m
 def test_while_others_train_it_is_tried_less_and_less_often(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"s": 0.0}
     monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now["s"]))
-    ours, begun = Newcomers("prepare", 2, bool), list[float]()
+    ours, begun = PendingWorkers("prepare", 2, bool), list[float]()
     policy = SimpleNamespace(draining={}, coming=1, has_spares=False, shunned=(), full_until_s=0.0)
     group = SimpleNamespace(slot=lambda shunned: SLOT)
     controller: Any = SimpleNamespace(_newcomers=ours, _scaling_policy=policy, _budget=control, _worker_group=group)
@@ -215,15 +215,15 @@ def test_who_is_not_ready_holds_a_start_up_for_a_while_only(
 ) -> None:
     """Of three two are ready, and the third prepares itself for ever: the run starts with two if that is enough."""
     now = {"s": 1000.0}
-    look = Newcomers.look
+    look = PendingWorkers.look
 
-    def later(self: Newcomers) -> list[str]:
+    def later(self: PendingWorkers) -> list[str]:
         now["s"] += 1
         return look(self)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now["s"]))
-    monkeypatch.setattr(Newcomers, "look", later)
-    ours = Newcomers("prepare", least, bool)
+    monkeypatch.setattr(PendingWorkers, "look", later)
+    ours = PendingWorkers("prepare", least, bool)
     node.now = "ready"
     ours.begin(2, SLOT)
     for newcomer in ours._all:
@@ -239,7 +239,7 @@ def test_who_is_not_ready_holds_a_start_up_for_a_while_only(
 
 def test_who_waits_for_newcomers_heeds_a_stop(node: Node) -> None:
     asked = itertools.count()
-    ours = Newcomers("prepare", 2, lambda: next(asked) > 3)
+    ours = PendingWorkers("prepare", 2, lambda: next(asked) > 3)
     node.now = "slow"
     ours.begin(2, SLOT)
     assert ours.wait(2) == []
@@ -259,7 +259,7 @@ def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts
     control: FailureBudget, monkeypatch: pytest.MonkeyPatch, raised: Exception, has_begun: bool
 ) -> None:
     """Ray launches the training outside of where it looks for lost workers; before that it names no cause."""
-    group, ended = group_of(control, Newcomers("prepare", 2, bool)), list[Any]()
+    group, ended = group_of(control, PendingWorkers("prepare", 2, bool)), list[Any]()
 
     def start(self: Any, builder: Any) -> None:
         if has_begun:
@@ -281,7 +281,7 @@ def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts
 
 def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     """A time-out of Ray's would end the run, and does not say who was asked."""
-    group, ids = group_of(control, Newcomers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
+    group, ids = group_of(control, PendingWorkers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
     actors = [SimpleNamespace(_actor_id=each, init_train_context=SimpleNamespace(remote=lambda _id=each, **_: _id)) for each in ids]
     workers = [SimpleNamespace(actor=actor, distributed_context=None) for actor in actors]
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))
@@ -294,7 +294,7 @@ def test_the_actor_for_collectives_that_nobody_calls_is_ended_before_workers_are
     control: FailureBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take a worker's time to import what it needs."""
-    group, builder, done = group_of(control, Newcomers(None, 1, bool)), SimpleNamespace(sync_actor=None), list[Any]()
+    group, builder, done = group_of(control, PendingWorkers(None, 1, bool)), SimpleNamespace(sync_actor=None), list[Any]()
 
     def start(self: Any, builder: Any) -> None:
         builder.sync_actor = "made"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_app.cluster.controller.scaling_policy import Retirement, Retiring
+from ray_app.cluster.controller.scaling_policy import Retirement, StragglerEvictor
 
 
 class Clock:
@@ -19,12 +19,12 @@ def clock() -> Clock:
     return Clock()
 
 
-def retiring(clock: Clock, after_s: float | None = 60.0, logical: int = 4, least: int = 1, most: int = 4) -> Retiring:
-    return Retiring(after_s, logical, least, most, clock)
+def retiring(clock: Clock, after_s: float | None = 60.0, logical: int = 4, least: int = 1, most: int = 4) -> StragglerEvictor:
+    return StragglerEvictor(after_s, logical, least, most, clock)
 
 
 def decide(
-    found: Retiring, clock: Clock, slow: dict[str, float], workers: int = 4, room: int = 1, ready: int = 0, seconds: float = 61.0
+    found: StragglerEvictor, clock: Clock, slow: dict[str, float], workers: int = 4, room: int = 1, ready: int = 0, seconds: float = 61.0
 ) -> Retirement | None:
     """What is decided once they have been slow for a while."""
     found.decide(slow, workers, ready, lambda worker: room)

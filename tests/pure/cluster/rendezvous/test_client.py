@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_app.cluster.rendezvous.client import RayMembership
+from ray_app.cluster.rendezvous.client import RendezvousClient
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError("a message that nobody expects"), MemoryError()])
@@ -20,5 +20,5 @@ def test_signs_of_life_go_on_after_any_error(error: Exception) -> None:
 
     closed = SimpleNamespace(is_set=lambda: next(over), wait=lambda seconds: None)
     worker = SimpleNamespace(_closed=closed, _line=None, _connect=connect, _hang_up=lambda: None)
-    RayMembership._run(worker)  # type: ignore[arg-type]
+    RendezvousClient._run(worker)  # type: ignore[arg-type]
     assert tried == [error, error]

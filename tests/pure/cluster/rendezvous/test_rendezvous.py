@@ -11,7 +11,7 @@ import pytest
 
 from ray_app.cluster.rendezvous import rendezvous as module
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.train.membership import Beat, Flags, Formed
+from ray_app.train.membership import Heartbeat, Flags, GenerationInfo
 
 SILENCE_S = 5.0
 
@@ -34,11 +34,11 @@ def clock() -> Clock:
     return CLOCK
 
 
-def worker(name: str, **fields: Any) -> Beat:
-    return replace(Beat(name, f"node-{name}", "host", ord(name)), **fields)
+def worker(name: str, **fields: Any) -> Heartbeat:
+    return replace(Heartbeat(name, f"node-{name}", "host", ord(name)), **fields)
 
 
-def in_generation(beat: Beat, formed: Formed, step: int) -> Beat:
+def in_generation(beat: Heartbeat, formed: GenerationInfo, step: int) -> Heartbeat:
     return replace(beat, generation=formed.number, rank=formed.rank, step=step, phase="compute", waits=0)
 
 
@@ -47,7 +47,7 @@ class Group:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
-        self.beats: dict[str, Beat] = {}
+        self.beats: dict[str, Heartbeat] = {}
         self.tickets = 1
         self.waiting: list[str] = []
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from ray_app.cluster.rendezvous import members, rendezvous
-from ray_app.train.membership import Beat
+from ray_app.train.membership import Heartbeat
 from tests.support.rendezvous_world import KINDS, PARTED, BrokenPromiseError, World
 
 
@@ -87,7 +87,9 @@ def test_a_thousand_workers_form_their_next_generation_at_once() -> None:
     began_s = time.process_time()
     for generation in (0, 1):
         beats = [
-            Beat(f"w{i}", "node", "host", 1, generation=generation, rank=i, step=generation, waits=1 + generation, lost=bool(generation))
+            Heartbeat(
+                f"w{i}", "node", "host", 1, generation=generation, rank=i, step=generation, waits=1 + generation, lost=bool(generation)
+            )
             for i in workers
         ]
         for beat in beats:

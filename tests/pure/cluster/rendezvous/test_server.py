@@ -10,7 +10,7 @@ import pytest
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import beat_of, orders_of, packed
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import BEAT_S, Beat, Flags, Formed, Orders
+from ray_app.train.membership import BEAT_S, Heartbeat, Flags, GenerationInfo, HeartbeatReply
 from tests.support.operations import operations
 
 
@@ -22,7 +22,7 @@ class Crowd:
         self.rendezvous = Rendezvous(5.0, None, lambda: self.now_s)
         self.rendezvous.call = self._count
         asyncio.run(self.rendezvous.expect(workers))
-        self.beats = [Beat(f"w{i}", f"n{i // 8}", f"10.0.0.{i // 8}", 1) for i in range(workers)]
+        self.beats = [Heartbeat(f"w{i}", f"n{i // 8}", f"10.0.0.{i // 8}", 1) for i in range(workers)]
 
     def _count(self) -> None:
         self.called += 1
@@ -36,7 +36,7 @@ class Crowd:
             assert formed is not None
             self.beats[i] = replace(beat, generation=formed.number, rank=formed.rank, step=ticket, phase="compute")
 
-    def beat(self, worker: int) -> Orders:
+    def beat(self, worker: int) -> HeartbeatReply:
         return self.rendezvous.answer(self.beats[worker])
 
 
@@ -130,9 +130,9 @@ def test_who_tells_how_far_all_are_does_so_as_often_as_ever() -> None:
 
 def test_messages_come_as_they_were_sent() -> None:
     record = StepRecord(1, 0, 0.0, float("inf"), 0.1, 1.0, 3.0, 0.1, 2, [3, 4], [5, 2**63], "1.1", 1, 2.5, {"accuracy": 0.5})
-    beat = Beat("w", "n", "10.0.0.1", 1, 2, 3, 4, 5, "saving", record, 6, 7, 8, True)
-    formed = Formed(3, 1, 2, "10.0.0.1", 5, ("10.0.0.1", "10.0.0.2"))
-    orders = Orders(3, Flags.STOP | Flags.SAVE, True, True, True, True, 9, True, formed, 2.5)
+    beat = Heartbeat("w", "n", "10.0.0.1", 1, 2, 3, 4, 5, "saving", record, 6, 7, 8, True)
+    formed = GenerationInfo(3, 1, 2, "10.0.0.1", 5, ("10.0.0.1", "10.0.0.2"))
+    orders = HeartbeatReply(3, Flags.STOP | Flags.SAVE, True, True, True, True, 9, True, formed, 2.5)
     assert beat_of(packed(beat)) == beat
     assert orders_of(packed(orders)) == orders
-    assert orders_of(packed(Orders())) == Orders()
+    assert orders_of(packed(HeartbeatReply())) == HeartbeatReply()

@@ -11,7 +11,7 @@ import pytest
 
 from ray_app.checkpoint.format import MODEL, pack
 from ray_app.train.checkpointing import snapshots
-from ray_app.train.checkpointing.snapshots import Keeper, Kept, SnapshotSender
+from ray_app.train.checkpointing.snapshots import SnapshotActor, Kept, SnapshotSender
 from tests.support.checkpoints import snapshot_of
 
 
@@ -32,7 +32,7 @@ def sender_of(monkeypatch: pytest.MonkeyPatch, *held: Kept) -> SnapshotSender:
     monkeypatch.setattr(snapshots.ray, "get", lambda answer, timeout: answer)
     handles: list[Any] = []
     for kept in held:
-        keeper = Keeper()
+        keeper = SnapshotActor()
         keeper.keep(kept)
         handles.append(SimpleNamespace(newest=SimpleNamespace(remote=keeper.newest)))
     return SnapshotSender(handles)
@@ -49,7 +49,7 @@ def test_a_snapshot_with_a_wrong_digest_is_not_gone_on_from(monkeypatch: pytest.
 
 
 def test_a_keeper_does_not_take_an_older_one() -> None:
-    keeper = Keeper()
+    keeper = SnapshotActor()
     for step in (5, 7, 6):
         keeper.keep(kept_of(step))
     newest = keeper.newest()

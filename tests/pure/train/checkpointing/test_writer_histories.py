@@ -32,7 +32,7 @@ from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
 from ray_app.train.checkpointing import writer as module
-from ray_app.train.checkpointing.writer import Saver
+from ray_app.train.checkpointing.writer import CheckpointWriter
 
 KEPT = 2
 OWN: str | None = None
@@ -48,8 +48,8 @@ class Saving(RuleBasedStateMachine):
         self.paths = RunPaths(self.folder / "run")
         self.store = CheckpointStore(self.paths)
         self.step = self.fence = 0
-        self.saver: Saver | None = None
-        self.earlier: tuple[Saver, int] | None = None
+        self.saver: CheckpointWriter | None = None
+        self.earlier: tuple[CheckpointWriter, int] | None = None
         self.refusals: list[OSError] = []
         self.is_deaf = False
         self.committed: set[int] = set()
@@ -87,7 +87,7 @@ class Saving(RuleBasedStateMachine):
         self.fence += 1
         put_json(self.paths.fence(self.fence), {})
         self.store.clean(self.fence)
-        self.saver = Saver(self.paths, CheckpointSection(keep_last=KEPT), lambda: [])
+        self.saver = CheckpointWriter(self.paths, CheckpointSection(keep_last=KEPT), lambda: [])
 
     @rule(
         ahead=st.integers(1, 3),
@@ -219,7 +219,7 @@ def test_many_histories() -> None:
 @pytest.mark.search
 @pytest.mark.parametrize("broken", ["tell", "skipped", "discard"])
 def test_a_saver_without_one_of_its_duties_would_be_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place: Any = {"tell": Saver, "skipped": module, "discard": CheckpointStore}[broken]
+    place: Any = {"tell": CheckpointWriter, "skipped": module, "discard": CheckpointStore}[broken]
     monkeypatch.setattr(place, broken, lambda *_: set())
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Saving, settings=settings(MANY, phases=(Phase.generate,)))

@@ -20,7 +20,7 @@ from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks
-from ray_app.train.membership import Alone
+from ray_app.train.membership import SingleProcessMembership
 from tests.support.cluster import record_of
 from tests.support.injector import Kill
 from tests.support.places import ROOT
@@ -73,7 +73,7 @@ def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Co
     fields |= {"data__cache": "none", "data__shuffle_window_rows": 16}
     alone = claim(prepare(short_run(run__name="undisturbed", **fields)), 1).job
     assert 12 // alone.plan.steps_per_window < 13 // alone.plan.steps_per_window
-    train_here(alone, Alone(4, lambda: False), Hooks())
+    train_here(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
     result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))

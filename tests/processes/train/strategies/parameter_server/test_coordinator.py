@@ -27,7 +27,7 @@ from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteErr
 from ray_app.runlog.journal import MetricsReader, read_events
 from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Status
+from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator, Units
 from ray_app.train.strategies.parameter_server.server import _NONE
@@ -299,10 +299,10 @@ class Patient:
     def __init__(self) -> None:
         self.told, self.over = threading.Event(), threading.Event()
 
-    def status(self) -> Status:
+    def status(self) -> RendezvousStatus:
         if self.over.is_set():
             raise SystemExit
-        return Status({"0"}, set(), {}, 1, 0, None, None, False, 60.0)
+        return RendezvousStatus({"0"}, set(), {}, 1, 0, None, None, False, 60.0)
 
     def excuse(self) -> None:
         self.told.set()
@@ -322,7 +322,7 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
 
     def call(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
         coordinator._calls = {server: (None, time.monotonic() - 100) for server in coordinator._calls}
-        coordinator._look_after_servers(Status({"0"}, set(), {}, 1, 0, None, None, False, 60.0))
+        coordinator._look_after_servers(RendezvousStatus({"0"}, set(), {}, 1, 0, None, None, False, 60.0))
         waited.setdefault(method, []).append(len(killed))
         killed.clear()
         return world.servers.call(method, arguments)

@@ -60,7 +60,7 @@ class Task(ABC):
     """Names of the classes, in the order of their numbers; set by `prepare` of a classification."""
 
     @classmethod
-    def of_settings(cls, settings: dict[str, Any]) -> Self:
+    def from_settings(cls, settings: dict[str, Any]) -> Self:
         """Makes a prepared task again from what `vars` said of it."""
         task = cls.__new__(cls)
         vars(task).update(settings)
